@@ -125,36 +125,30 @@ def query_widths(num_drafts: int | str) -> tuple[int, ...]:
 
 
 class StepShape(NamedTuple):
-    """What a step is captured for: the one key of the table of graphs.
+    """The shape of a step: the key of the table of graphs."""
 
-    Attributes:
-        rows: that feed tokens; 0 for a pass of prompts alone.
-        queries: tokens of each row.
-        prompt_tokens: of chunks of prompts, which the same pass computes.
-        part: "whole", or one of its halves: "logits", and "choose", which takes a token of each row. Who wants the
-            first half wants both, with time for the host in between.
-    """
-
-    rows: int
-    queries: int = 1
-    prompt_tokens: int = 0
+    rows: int  # that feed tokens; 0 for a pass of prompts alone
+    queries: int = 1  # tokens of each row
+    prompt_tokens: int = 0  # of chunks of prompts, which the same pass computes
+    # "whole", or one of its halves: "logits", and "choose", which takes a token of each row. Who wants the first half
+    # wants both, with time for the host in between
     part: str = "whole"
 
     @property
     def tokens(self) -> int:
-        """Of rows and prompts together."""
+        """Tokens of rows and prompts together."""
         return self.rows * self.queries + self.prompt_tokens
 
     @property
     def kind(self) -> str:
-        """Which of KINDS it is one of."""
+        """One of KINDS."""
         if not self.prompt_tokens:
             return "steps"
         return "mixed" if self.rows else "prompts"
 
     @property
     def halves(self) -> tuple[StepShape, StepShape]:
-        """The same step in two."""
+        """The two halves of the step."""
         return self._replace(part=HALVES[0]), self._replace(part=HALVES[1])
 
     def holds(self, wanted: StepShape) -> bool:
@@ -200,7 +194,7 @@ class ShapeLadder:
 
     @property
     def at_startup(self) -> list[StepShape]:
-        """Those that are captured before anything is served; the others are rare, and captured after their first use.
+        """The shapes that are captured at startup; the others are rare, and captured after their first use.
 
         Rare are halves, and prompts by themselves where steps can take them along.
         """

@@ -90,17 +90,12 @@ class Batch:
 
 
 class Change(NamedTuple):
-    """What the host changed on the device, for buffers of the same slots in another process.
+    """A change of the device's slots by the host, for buffers of the same slots in another process."""
 
-    Attributes:
-        name: of a staging block that was uploaded whole, or of a slot.
-        numbers: the live rows of the block; the rows of a staged slot; the first row of another one, and the columns.
-        data: what was copied.
-    """
-
-    name: str
+    name: str  # of a staging block that was uploaded whole, or of a slot
+    # the live rows of the block; the rows of a staged slot; the first row of another one, and the columns
     numbers: list[int]
-    data: bytes
+    data: bytes  # what was copied
 
 
 class StagingBlock:
@@ -234,7 +229,7 @@ class StepBuffers:
 
     @property
     def live_row_count(self) -> int:
-        """How many rows the host made live; a copy of `live_rows` that costs no synchronisation."""
+        """Number of live rows as the host set it; a copy of `live_rows` that needs no synchronization."""
         return self._live_rows
 
     @property

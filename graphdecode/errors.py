@@ -1,4 +1,4 @@
-"""What all errors of this package have in common, so that a caller can tell them from bugs.
+"""The errors of this package, so that a caller can tell them from bugs.
 
 An error that a user can cause derives from `GraphdecodeError`, and from the built-in class that says what sort it is
 (`ValueError`, `RuntimeError`). The command line shows these in one line; anything else is a bug, and shows a traceback.
@@ -22,7 +22,7 @@ class ConfigError(ArgumentError):
 
 
 class ClosedError(GraphdecodeError, RuntimeError):
-    """What was asked for answers no more: it was closed."""
+    """The object was closed."""
 
 
 class AnswerError(GraphdecodeError, RuntimeError):

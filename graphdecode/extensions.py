@@ -1,4 +1,4 @@
-"""What comes in from outside: entry points of installed packages, and single files, which register what they bring.
+"""Extensions from outside: entry points of installed packages, and single files, which register what they bring.
 
 Nothing of it is imported before somebody looks into a registry: a command that loads no model pays nothing.
 """

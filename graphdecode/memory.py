@@ -1,4 +1,4 @@
-"""What memory this machine has for this process: all there is, and what can be had now."""
+"""Memory of this machine for this process: the total, and what is available now."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rich.cells import cell_len
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.cli.answer_terminal import WrappedText, repeats_at_the_end
-from graphdecode.cli.chat_session import ChatSession, answer, history_file, make_prompt_session, tell_figures
+from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, tell_figures
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
 

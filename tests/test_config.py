@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphdecode import ArgumentError
-from graphdecode.config import BucketConfig, ConfigError, EngineConfig, EngineKeywords
+from graphdecode.config import BucketConfig, ConfigError, EngineConfig
 from graphdecode.config.key import keys_of
 from graphdecode.config.toml_file import toml_value
 from making.configuration import default_file, reference
@@ -223,11 +223,6 @@ def test_prompt_tokens_of_a_step_follow_the_device_unless_they_are_given() -> No
     config = EngineConfig()
     assert (config.prefill_tokens("cuda"), config.prefill_tokens("cpu")) == (2048, 512)
     assert replace(config, max_prefill_tokens=64).prefill_tokens("cuda") == 64
-
-
-def test_the_keywords_are_the_fields() -> None:
-    keys = [*keys_of(BucketConfig), *keys_of(EngineConfig)]
-    assert list(EngineKeywords.__annotations__) == [each.field for each in keys]
 
 
 def test_every_key_has_a_default_that_it_takes_and_a_meaning() -> None:

@@ -20,8 +20,8 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.graphs.errors import HAZARDS
 from graphdecode.linear.forms import FORMS
 from graphdecode.models.family import FAMILIES
-from graphdecode.models.installable import installable
-from graphdecode.models.sources import SOURCES
+from graphdecode.models.load import SOURCES
+from graphdecode.models.source import installable
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -12,7 +12,7 @@ import pytest
 from command_line import run_command as run
 
 from graphdecode import LLM, BucketConfig, EngineConfig
-from graphdecode.cli.capacity import fitted
+from graphdecode.cli.checkpoint import fitted
 
 DEFAULT = EngineConfig()
 TRAINED = 8192

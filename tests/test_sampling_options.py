@@ -113,6 +113,14 @@ def test_help_says_whose_the_defaults_are() -> None:
     assert "Without that file it is the library's default" in shown
 
 
+def test_help_of_a_setting_names_what_it_takes_and_what_stands_where_it_is_left_out() -> None:
+    shown = " ".join(run_command("generate", "--help").stdout.replace("│", " ").split())
+    assert "auto|fp8|fp8_e4m3|int8" in shown
+    assert "none expands all. Left out: as the checkpoint has them" in shown
+    assert "at the same time. 1 to 65536. [default: (64)]" in shown
+    assert "2147483647" not in shown
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

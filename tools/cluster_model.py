@@ -29,15 +29,10 @@ Policy = Callable[[Mapping[int, int], int], int]
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Times of an engine.
+    """Times of an engine."""
 
-    Attributes:
-        step_s: of a decode step by its rows, from none to the most that there can be.
-        prompt_token_s: of a token of a prompt that is not cached.
-    """
-
-    step_s: Sequence[float]
-    prompt_token_s: float
+    step_s: Sequence[float]  # of a decode step by its rows, from none to the most that there can be
+    prompt_token_s: float  # of a token of a prompt that is not cached
 
     @property
     def max_rows(self) -> int:
@@ -50,10 +45,6 @@ def read_costs(profile: Path, context: int) -> StepCosts:
 
     A step takes what its bucket takes, and between two measured contexts a share of both. A token of a prompt takes
     what a row of the widest bucket does at the shortest context: prompts are computed in wide passes.
-
-    Args:
-        profile: `profile.json` of `graphdecode profile`, with two contexts.
-        context: tokens in the cache of each row.
     """
     rows = json.loads(profile.read_text())["rows"]
     contexts = sorted({row["context"] for row in rows})
@@ -92,14 +83,7 @@ class Request:
 
 
 def arrivals(rate: Rate, peak: float, seconds: float, draw: random.Random) -> Iterator[float]:
-    """Yield the times of a Poisson process whose rate changes (thinning; Lewis and Shedler, 1979).
-
-    Args:
-        rate: never above `peak`.
-        peak: in requests a second.
-        seconds: that it lasts.
-        draw: of chance.
-    """
+    """Yield the times of a Poisson process whose rate changes (thinning; Lewis and Shedler, 1979)."""
     now = draw.expovariate(peak)
     while now < seconds:
         if draw.random() * peak <= rate(now):
@@ -108,13 +92,7 @@ def arrivals(rate: Rate, peak: float, seconds: float, draw: random.Random) -> It
 
 
 def day(mean: float, seconds: float, bursts: list[tuple[float, float, float]]) -> Rate:
-    """Return the rate of a day that is quietest at its beginning, with bursts on top.
-
-    Args:
-        mean: requests a second without the bursts; the night has a third of the noon's.
-        seconds: of the day.
-        bursts: begin, end and the factor of each.
-    """
+    """Return the rate of a day that is quietest at its beginning, with bursts on top."""
 
     def rate(now: float) -> float:
         factor = max((more for begin, end, more in bursts if begin <= now < end), default=1.0)
@@ -124,14 +102,7 @@ def day(mean: float, seconds: float, bursts: list[tuple[float, float, float]]) -
 
 
 def requests(times: Iterator[float], *, prefixes: int, sizes: tuple[int, int, int], seed: int) -> Iterator[Request]:
-    """Yield a request for each time; the popularity of beginnings is Zipf's, lengths of answers are exponential.
-
-    Args:
-        times: of arrival.
-        prefixes: beginnings that there are.
-        sizes: tokens of a beginning, of the prompt behind it, and of an answer in the mean.
-        seed: of chance.
-    """
+    """Yield a request for each time; the popularity of beginnings is Zipf's, lengths of answers are exponential."""
     draw = random.Random(seed)
     sums = list(accumulate(1 / rank for rank in range(1, prefixes + 1)))
     prefix_tokens, prompt_tokens, answer_tokens = sizes
@@ -147,9 +118,6 @@ class Replica:
     All its rows go on at the same speed, one token a step. `tokens` counts those that a row has had since the beginning
     of time, so that a request ends when it has grown by the request's own, however often the speed changes between.
     A prompt is computed in one piece, while all rows stand still.
-
-    Args:
-        costs: of its steps.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -203,13 +171,7 @@ class Replica:
 
 
 def policies(prefixes: RoutedPrefixes[int], slack: int, seed: int) -> dict[str, Policy]:
-    """Return ways to choose a replica, by the loads of all and the prefix of a prompt.
-
-    Args:
-        prefixes: what each replica has in its cache.
-        slack: of the policy `prefix`; see `choose`.
-        seed: of chance.
-    """
+    """Return ways to choose a replica, by the loads of all and the prefix of a prompt."""
     draw, turns = random.Random(seed), itertools.count(1)
     return {
         "random": lambda loads, prefix: draw.choice(list(loads)),
@@ -221,35 +183,20 @@ def policies(prefixes: RoutedPrefixes[int], slack: int, seed: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What autoscaling aims at; see [replicas] of the configuration.
+    """What autoscaling aims at; see [replicas] of the configuration."""
 
-    Attributes:
-        least: replicas.
-        most: replicas.
-        target: requests under way at each.
-        upscale_delay_s: that the wish for more must last.
-        downscale_delay_s: that the wish for fewer must last.
-        start_s: until a new replica serves.
-        look_back_s: over which the load is averaged.
-        downscaling_factor: of the way to fewer, at a time.
-    """
-
-    least: int
-    most: int
-    target: float
-    upscale_delay_s: float
-    downscale_delay_s: float
-    start_s: float
-    look_back_s: float = 30.0
-    downscaling_factor: float = 1.0
+    least: int  # replicas
+    most: int  # replicas
+    target: float  # requests under way at each
+    upscale_delay_s: float  # that the wish for more must last
+    downscale_delay_s: float  # that the wish for fewer must last
+    start_s: float  # until a new replica serves
+    look_back_s: float = 30.0  # over which the load is averaged
+    downscaling_factor: float = 1.0  # of the way to fewer, at a time
 
 
 class Autoscaler:
-    """Looks at the load now and then.
-
-    Args:
-        bounds: of its wishes.
-    """
+    """Looks at the load now and then."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -258,13 +205,7 @@ class Autoscaler:
         self._seen: deque[tuple[float, int]] = deque()
 
     def wanted(self, requests: int, replicas: int, now: float) -> int:
-        """Return how many replicas there should be from now on.
-
-        Args:
-            requests: under way.
-            replicas: that there are, or are being started.
-            now: the time.
-        """
+        """Return how many replicas there should be from now on."""
         bounds = self._bounds
         self._seen.append((now, requests))
         while self._seen[0][0] <= now - bounds.look_back_s:
@@ -286,31 +227,16 @@ class Autoscaler:
 
 @dataclass
 class Outcome:
-    """What came of a simulation.
+    """What came of a simulation."""
 
-    Attributes:
-        requests: that ended, in that order.
-        looks: time, requests under way and replicas that serve or end, each time that the autoscaler looked.
-        replica_seconds: that replicas were there for, their start included.
-    """
-
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)  # that ended, in that order
+    # time, requests under way and replicas that serve or end, each time that the autoscaler looked
     looks: list[tuple[float, int, int]] = field(default_factory=list)
-    replica_seconds: float = 0.0
+    replica_seconds: float = 0.0  # that replicas were there for, their start included
 
 
 class Cluster:
-    """Replicas and the front before them.
-
-    Args:
-        costs: of each replica.
-        policy: how they are chosen; see `policies`.
-        replicas: at the beginning.
-        kept_prefixes: that a replica's cache has room for.
-        slack: see `policies`.
-        bounds: of autoscaling; None: there is none.
-        seed: of chance.
-    """
+    """Replicas and the front before them."""
 
     def __init__(
         self,

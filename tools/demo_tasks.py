@@ -17,7 +17,6 @@ from graphdecode.errors import ArgumentError
 
 TASKS: tuple[str, ...] = ("add", "rev", "sort")
 
-MAX_NUMBER = 999
 MIN_WORD_LENGTH = 2
 MAX_WORD_LENGTH = 8
 

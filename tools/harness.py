@@ -37,17 +37,7 @@ LlamaPython = Annotated[Path | None, typer.Option(help="The interpreter that has
 
 
 def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0.2) -> Found:
-    """Return what a call gives as soon as that is true.
-
-    Args:
-        ready: is called again and again.
-        seconds: to wait at most.
-        why: what is said else.
-        every: seconds between two calls.
-
-    Raises:
-        TimeoutError: it did not come.
-    """
+    """Return what a call gives as soon as that is true."""
     end = time.monotonic() + seconds
     while not (found := ready()):
         if time.monotonic() > end:
@@ -62,11 +52,7 @@ def command_of(program: str, *arguments: object) -> list[str]:
 
 
 def numbers(text: str, option: str = "a list") -> list[int]:
-    """Parse numbers that are separated by commas.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Parse numbers that are separated by commas."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -74,11 +60,7 @@ def numbers(text: str, option: str = "a list") -> list[int]:
 
 
 def names(text: str, known: Iterable[str], option: str) -> list[str]:
-    """Parse names that are separated by commas.
-
-    Raises:
-        ValueError: one is unknown; names those that there are.
-    """
+    """Parse names that are separated by commas."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if unknown := [name for name in found if name not in known]:
         raise ArgumentError(f"{option} has unknown names: {', '.join(unknown)}; there are {', '.join(known)}")
@@ -86,13 +68,7 @@ def names(text: str, known: Iterable[str], option: str) -> list[str]:
 
 
 def in_turn(calls: Mapping[str, Callable[[], Found]], rounds: int, *, warm: int = 0) -> dict[str, list[Found]]:
-    """Make calls in turn (A B A B ...), and return what each gave in each round.
-
-    Args:
-        calls: by name.
-        rounds: that count.
-        warm: that come before these, and do not.
-    """
+    """Make calls in turn (A B A B ...), and return what each gave in each round."""
     found: dict[str, list[Found]] = {name: [] for name in calls}
     for turn in range(warm + rounds):
         for name, call in calls.items():
@@ -103,12 +79,10 @@ def in_turn(calls: Mapping[str, Callable[[], Found]], rounds: int, *, warm: int 
 
 
 def medians(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the median of each."""
     return {name: statistics.median(each) for name, each in turns.items()}
 
 
 def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return how long a call takes."""
     began = clock()
     call()
     return clock() - began
@@ -117,19 +91,12 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.per
 def step_seconds(
     answer: Callable[[int], object], new_tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the time of one decode step: a long answer less a short one, so that prefill does not count.
-
-    Args:
-        answer: gives so many tokens.
-        new_tokens: steps between the two answers.
-        clock: in seconds.
-    """
+    """Return the time of one decode step: a long answer less a short one, so that prefill does not count."""
     short = seconds_of(lambda: answer(1), clock)
     return (seconds_of(lambda: answer(new_tokens + 1), clock) - short) / new_tokens
 
 
 def perplexity(llm: LLM, ids: list[int]) -> float:
-    """Return the perplexity of tokens."""
     (output,) = llm.generate([ids], SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)
     assert output.prompt_logprobs is not None
     scored = [entry[token].logprob for entry, token in zip(output.prompt_logprobs, ids, strict=True) if entry]
@@ -231,11 +198,7 @@ def elsewhere(python: Path | str, *arguments: object) -> list[str]:
 
 
 class Answering:
-    """A process that answers lines of JSON with lines of JSON.
-
-    Args:
-        command: starts it.
-    """
+    """A process that answers lines of JSON with lines of JSON."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

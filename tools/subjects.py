@@ -16,11 +16,7 @@ COMPILED, INTERPRETED = ("bench kernels", "bench few-bits"), ("check sampler", "
 
 
 def run(room: str) -> None:
-    """Run the subject that the command line names with its options, or list the subjects.
-
-    Args:
-        room: the package beside this file that has a module for each subject.
-    """
+    """Run the subject that the command line names with its options, or list the subjects."""
     command, paths = Path(sys.argv[0]).name, sorted((Path(__file__).parent / room).glob("[!_]*.py"))
     subjects = {path.stem.replace("_", "-"): path for path in paths}
     name = sys.argv[1] if len(sys.argv) > 1 else ""

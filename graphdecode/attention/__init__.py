@@ -4,9 +4,9 @@ from graphdecode.attention.append import append_paged_kv_cache, get_batch_indice
 from graphdecode.attention.cached import cached_attention
 from graphdecode.attention.extend import extend_attention, extend_over
 from graphdecode.attention.merge import merge_state, merge_state_in_place, merge_states
-from graphdecode.attention.options import AttentionOptions, HeadTurn
 from graphdecode.attention.paged_decode import PagedDecodeAttention
 from graphdecode.attention.token_by_token import TokenByTokenAttention
+from graphdecode.kernels.attention.attention_records import AttentionOptions, HeadTurn
 
 __all__ = [
     "AttentionOptions",

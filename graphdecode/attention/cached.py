@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from graphdecode.attention.paged_decode import decode_workspace, wave_items_for
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.extend_attention import extend_attention
 
@@ -70,7 +69,7 @@ def cached_attention(
         if q_rows.shape[0] > rows:
             raise ValueError(f"q has {q_rows.shape[0]} rows, but cu_seqlens_q holds {rows}")
         rows = q_rows.shape[0]
-    scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    options = AttentionOptions(sm_scale, window_left, logits_soft_cap).scaled(q.shape[-1])
     if dims == 4 and q_rows.shape[1] == 1:
         _decode(
             out.view(rows, heads, -1),
@@ -80,9 +79,7 @@ def cached_attention(
             cu_seqlens_q[: rows + 1],
             cu_seqlens_kv[: rows + 1],
             page_table,
-            scale,
-            window_left,
-            logits_soft_cap,
+            options,
         )
         return out
     extend_attention(
@@ -94,9 +91,7 @@ def cached_attention(
         cu_seqlens_q[: rows + 1],
         cu_seqlens_kv[: rows + 1],
         page_table,
-        sm_scale=scale,
-        window_left=window_left,
-        soft_cap=logits_soft_cap,
+        options=options,
     )
     return out
 
@@ -109,9 +104,7 @@ def _decode(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     page_table: Tensor | None,
-    sm_scale: float,
-    window_left: int,
-    soft_cap: float,
+    options: AttentionOptions,
 ) -> None:
     """Attend from one token a row, [rows, heads, dim]; rows without a new token get 0."""
     rows, heads, _ = q.shape
@@ -133,7 +126,7 @@ def _decode(
     kv_lens = torch.empty(rows, dtype=torch.int32, device=device)
     plan = torch.empty(plan_size(items), dtype=torch.int32, device=device)
     live = torch.full((1,), rows, dtype=torch.int32, device=device)
-    attention_plan(kv_lens, plan, before, live, wave_items=wave_items, window_left=window_left)
+    attention_plan(kv_lens, plan, before, live, wave_items=wave_items, window_left=options.window_left)
     decode_attention(
         out,
         None,
@@ -146,7 +139,5 @@ def _decode(
         plan,
         *decode_workspace(device, rows, items, heads, v_cache.shape[-1]),
         max_items=items,
-        sm_scale=sm_scale,
-        window_left=window_left,
-        soft_cap=soft_cap,
+        options=options,
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from graphdecode.attention.options import AttentionOptions
 from graphdecode.cache import CacheScales, LayerCache
 from graphdecode.kernels.attention import extend_attention as kernel
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 
 
 def extend_attention(
@@ -46,10 +46,7 @@ def extend_attention(
         cu_seqlens_q,
         cu_seqlens_kv,
         page_table,
-        sm_scale=options.scale_of(q.shape[-1]) * scales.key,
-        window_left=options.window_left,
-        soft_cap=options.logits_soft_cap,
-        sinks=options.sinks,
+        options=options.scaled(q.shape[-1], scales.key),
         v_scale=scales.value,
         scales=scales.pages,
     )

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from graphdecode.attention.options import AttentionOptions, HeadTurn
 from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention.append_attention import append_attention
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.attention_records import AttentionOptions, HeadTurn
 from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.cache.rope_append import rope_append
@@ -216,11 +216,8 @@ class PagedDecodeAttention:
             self._plan_of(options.window_left),
             *self._workspace,
             max_items=self._items(q.shape[0]),
-            sm_scale=options.scale_of(q.shape[-1]) * scales.key,
+            options=options.scaled(q.shape[-1], scales.key),
             v_scale=scales.value,
-            window_left=options.window_left,
-            soft_cap=options.logits_soft_cap,
-            sinks=options.sinks,
             scales=scales.pages,
         )
 
@@ -275,12 +272,9 @@ class PagedDecodeAttention:
             turn.cos_sin,
             turn.q_norm,
             turn.k_norm,
-            options.sinks,
             eps=turn.eps,
             max_items=self._items(out.shape[0]),
-            sm_scale=options.scale_of(out.shape[-1]),
-            window_left=options.window_left,
-            soft_cap=options.logits_soft_cap,
+            options=options.scaled(out.shape[-1]),
             k_scale=scales.key,
             v_scale=scales.value,
             scales=scales.pages,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphdecode.attention.options import AttentionOptions
 from graphdecode.attention.paged_decode import PagedDecodeAttention
 from graphdecode.cache import LayerCache
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 
 
 class TokenByTokenAttention:

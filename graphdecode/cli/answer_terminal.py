@@ -1,4 +1,4 @@
-"""How an answer is shown in a terminal while it comes: whole words, nothing else between them, and signs of life."""
+"""Output of an answer in a terminal: word wrap, hidden typing, progress of the prompt."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import time
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
-from graphdecode.text import Conversation
+if TYPE_CHECKING:
+    from graphdecode.text import Conversation
 
 _SILENT_SECONDS = 1.0  # before the first token, until the progress of the prompt is shown
 _TAB = 8
@@ -69,7 +71,7 @@ class WrappedText:
 
 @contextmanager
 def typing_kept() -> Iterator[None]:
-    """Do not show what is typed meanwhile; whoever reads the terminal next is given it."""
+    """Turn echo off; typed text stays in the terminal's buffer for the next reader."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield
         return
@@ -87,7 +89,7 @@ def typing_kept() -> Iterator[None]:
 
 @contextmanager
 def reading_shown(conversation: Conversation) -> Iterator[None]:
-    """Show on standard error, where that is a terminal, how much of a long prompt has been read."""
+    """Show the progress of a long prompt on standard error, where that is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -116,7 +118,7 @@ def reading_shown(conversation: Conversation) -> Iterator[None]:
 
 
 def repeats_at_the_end(token_ids: Sequence[int]) -> int:
-    """Return how many times in a row an answer says the same at its end; 0: it does not repeat itself there."""
+    """Return how often an answer repeats itself at its end; 0: not at all."""
     for period in range(1, _LONGEST_PERIOD + 1):
         run = 0
         while run + period < len(token_ids) and token_ids[-1 - run] == token_ids[-1 - run - period]:

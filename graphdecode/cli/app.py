@@ -18,18 +18,23 @@ from typing import Annotated
 import typer
 
 import graphdecode
-from graphdecode.cli.batch import batch
 from graphdecode.cli.buckets import buckets
 from graphdecode.cli.chat import chat
 from graphdecode.cli.generate import generate
 from graphdecode.cli.models import convert, models, quantize
 from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
-from graphdecode.cli.serve import serve
+from graphdecode.cli.serve import batch, serve
 from graphdecode.cli.step import check, inspect
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
+_SIGNALLED = 128  # and the signal's number, as shells count
+_BROKEN_PIPE = 1  # as Python's own
+_REPORT = (
+    "this is a bug in graphdecode: please report it with the command, the lines above and what "
+    "`graphdecode --version --debug` prints"
+)
 
 
 def versions() -> str:
@@ -40,7 +45,7 @@ def versions() -> str:
 
 
 def state() -> str:
-    """Return all that a report of a bug should tell, one fact a line."""
+    """Return the facts for a bug report, one a line."""
     import torch
 
     from graphdecode.kernels.native import library
@@ -68,13 +73,6 @@ def _of(package: str) -> str:
     except metadata.PackageNotFoundError:
         return "none"
 
-
-_SIGNALLED = 128  # and the signal's number, as shells count
-_BROKEN_PIPE = 1  # as Python's own
-_REPORT = (
-    "this is a bug in graphdecode: please report it with the command, the lines above and what "
-    "`graphdecode --version --debug` prints"
-)
 
 app = typer.Typer(
     add_completion=False,
@@ -132,7 +130,7 @@ def _occupy_standard_streams() -> None:
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    """Leave by way of what cleans up, as on Ctrl-C; a second signal does not wait for that."""
+    """Exit with cleanup, as on Ctrl-C; a second signal exits at once."""
     signal.signal(number, signal.SIG_DFL)
     sys.exit(_SIGNALLED + number)
 

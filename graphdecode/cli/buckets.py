@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import query_widths
-from graphdecode.cli.options import (
-    overriding,
-    settings_of,
-    wide_console,
-)
-from graphdecode.cli.tune import tune
+from graphdecode.cli.options import ConfigOption, check_new_file, overriding, settings_of, wide_console
+from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,178 @@ if TYPE_CHECKING:
     from graphdecode.config import BucketConfig, EngineConfig
     from graphdecode.models import ModelConfig
     from graphdecode.models.transformers_backend import AdoptedConfig
+    from graphdecode.profiling.ladder_trial import Trial
+    from graphdecode.profiling.tuner import LadderFigures, QueryCost
+
+_FEW_STEPS = 1000
+
+
+@overriding("device", "dtype")
+def tune(
+    overrides: dict[str, Any],
+    record: Annotated[Path, typer.Option(help="Batch sizes that `generate --record-batches` wrote.")],
+    out: Annotated[Path, typer.Option(help="Where the tuned configuration goes (TOML).")],
+    profile: Annotated[Path | None, typer.Option(help="A profile.json; without one, a linear cost model.")] = None,
+    config: ConfigOption = None,
+    max_graphs: Annotated[int | None, typer.Option(help="Graphs of the ladder at most; none: as many as now.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Replay the load through every ladder of the table, in turn.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="To measure: a folder, a repository id, demo, shape:NAME.")] = "demo",
+    context: Annotated[int, typer.Option(help="To measure: tokens of each row.")] = 64,
+    rounds: Annotated[int, typer.Option(help="To measure: turns of each ladder.")] = 7,
+    report: Annotated[Path | None, typer.Option(help="Write all figures to this file, as JSON.")] = None,
+) -> None:
+    """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
+
+    The table shows today's ladder (that of --config, or the default one) beside the best of each number of graphs: the
+    expected step, the share of padding, what each further graph saves, and with --profile what the captures cost. A
+    profile of an engine that speculates adds the costs of its steps by rows and queries. With
+    --measure the ladders are tried out on a model: the measured step, time of capture, memory of the graphs.
+    """
+    for option, path in (("--out", out), ("--report", report)):
+        if path is not None:
+            check_new_file(option, path)
+    settings = settings_of(config)
+    measuring = settings_of(config, **overrides)
+    from graphdecode.models import resolve_device
+    from graphdecode.profiling.comparison import read_profile
+    from graphdecode.profiling.environment import describe_environment
+    from graphdecode.profiling.ladder_trial import try_ladders
+    from graphdecode.profiling.tuner import (
+        SCHEMA_VERSION,
+        GraphCost,
+        StepCost,
+        compare_ladders,
+        query_costs,
+        read_batch_sizes,
+    )
+
+    counts = read_batch_sizes(record)
+    base = settings.buckets
+    top, today = base.max_batch_size, base.ladder
+    if max(counts) > top:
+        raise ArgumentError(
+            f"{record} has batches of up to {max(counts)} rows, and max_batch_size is {top} in "
+            f"{config or 'the default configuration'}: give the one that was in force with --config"
+        )
+    base = base.with_limits(max_graphs=len(today) if max_graphs is None else max_graphs)
+    measured = read_profile(profile) if profile else None
+    cost = StepCost.linear(top) if measured is None else StepCost.from_profile(measured, top)
+    graph_cost = None if measured is None else GraphCost.from_profile(measured, top)
+    figures = compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
+    console = wide_console()
+    console.print(_ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
+    wide = [] if measured is None else query_costs(measured)
+    if wide:
+        console.print(_query_table(wide))
+    if counts.total() < _FEW_STEPS:
+        console.print(
+            f"{record} has {counts.total()} steps alone: the ladder fits these, and perhaps no other load; record some "
+            "minutes of what is served",
+            style="yellow",
+            soft_wrap=True,
+        )
+    tuned = figures[-1]
+    tuned_settings = replace(settings, buckets=base.with_limits(batch_sizes=list(tuned.sizes)))
+    out.write_text(tuned_settings.to_toml(), encoding="utf-8")
+    console.print(f"wrote {out}", soft_wrap=True)
+    trial: Trial | None = None
+    if measure:
+        ladders = {row.name: row.ladder for row in figures}
+        trial = try_ladders(
+            ladders, counts, model=model, device=measuring.device, dtype=measuring.dtype, context=context, rounds=rounds
+        )
+        _print_trial(console, trial, figures)
+    if report is not None:
+        document = {
+            "schema": SCHEMA_VERSION,
+            "environment": describe_environment(resolve_device(measuring.device)),
+            "cost": cost.source,
+            "max_batch_size": top,
+            "max_graphs": base.max_graphs,
+            "batch_sizes": {str(size): counts[size] for size in sorted(counts)},
+            "ladders": [asdict(row) for row in figures],
+            "query_costs": [asdict(cost) for cost in wide],
+            "trial": None if trial is None else asdict(trial),
+        }
+        report.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        console.print(f"wrote {report}", soft_wrap=True)
+
+
+def _ladder_table(title: str, figures: list[LadderFigures]) -> Table:
+    table = Table(title=title, box=box.SIMPLE)
+    table.add_column("ladder", no_wrap=True)
+    for head in ("graphs", "expected ms", "last graph saves", "padding", "capture ms", "graphs MiB"):
+        table.add_column(head, justify="right")
+    table.add_column("batch sizes")
+    for row in figures:
+        table.add_row(
+            row.name,
+            str(len(row.sizes)),
+            f"{row.expected_ms:.4f}",
+            "" if row.gain_ms is None else f"{row.gain_ms:.4f} ({row.gain_ms / (row.gain_ms + row.expected_ms):.1%})",
+            f"{100 * row.padding_share:.1f}%",
+            "?" if row.capture_ms is None else f"{row.capture_ms:.0f}",
+            "?" if row.pool_bytes is None else f"{row.pool_bytes / 2**20:.2f}",
+            " ".join(str(size) for size in row.sizes),
+        )
+    return table
+
+
+def _query_table(costs: list[QueryCost]) -> Table:
+    widths = sorted({cost.queries for cost in costs})
+    cells = {(cost.bucket, cost.queries): f"{cost.step_ms:.4f} ({cost.break_even:.2f})" for cost in costs}
+    table = Table(title="step ms by rows and queries (tokens a row and step that break even)", box=box.SIMPLE)
+    table.add_column("rows", justify="right")
+    for width in widths:
+        table.add_column(f"{width} queries" if width > 1 else "1 query", justify="right")
+    for bucket in sorted({cost.bucket for cost in costs}):
+        table.add_row(str(bucket), *(cells.get((bucket, width), "") for width in widths))
+    return table
+
+
+def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -> None:
+    from graphdecode.profiling.tuner import TODAY
+
+    table = Table(
+        title=f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
+        f"{trial.rounds} rounds of {trial.steps} steps in turn",
+        box=box.SIMPLE,
+    )
+    table.add_column("ladder", no_wrap=True)
+    for head in (
+        "graphs",
+        "step ms",
+        "of today",
+        "quietest round",
+        "noise",
+        "expected of today",
+        "capture ms",
+        "graphs MiB",
+    ):
+        table.add_column(head, justify="right")
+    for row in figures:
+        own, ratio = trial.ladders[row.name], trial.ratio(row.name, TODAY)
+        table.add_row(
+            row.name,
+            str(len(row.sizes)),
+            f"{own.step_ms:.4f}",
+            f"{ratio.median:.3f}",
+            f"{ratio.quiet:.3f}",
+            f"{100 * ratio.noise:.1f}%",
+            f"{row.expected_ms / figures[0].expected_ms:.3f}",
+            f"{own.capture_ms:.0f}",
+            f"{own.pool_bytes / 2**20:.2f}",
+        )
+    console.print(table)
+    tuned, ratio = figures[-1].name, trial.ratio(figures[-1].name, TODAY)
+    console.print(
+        f"{tuned}: {trial.ladders[tuned].step_ms:.4f} ms a step, {trial.ladders[TODAY].step_ms:.4f} today, "
+        f"{ratio.median:.3f} of it: {ratio.verdict}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 class _FileByDefault(typer.core.TyperGroup):

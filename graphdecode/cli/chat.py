@@ -2,30 +2,229 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.capacity import fitted
-from graphdecode.cli.checkpoint import find_checkpoint
+from graphdecode.cli.answer_terminal import WrappedText, reading_shown, repeats_at_the_end, typing_kept
+from graphdecode.cli.checkpoint import find_checkpoint, fitted
 from graphdecode.cli.options import (
+    OF_A_CHAT,
     OF_A_MODEL,
-    STDERR,
     ConfigOption,
     TokenizerOption,
     overriding,
+    print_error,
+    sampling,
     settings_of,
     stdin_text,
+    tell,
 )
-from graphdecode.cli.sampling_options import OF_A_CHAT, sampling
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
 if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyPressEvent
+
     from graphdecode.text import Conversation, RequestOutput, RunSummary
+
+_COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)  # and not a path such as /etc/hosts
+_HELP = """\
+/system TEXT   how the model is to behave from now on; without TEXT: as its template has it
+/reset         forget what was said
+/save FILE     write the conversation to a new file: messages as JSON where its name ends in .json, else Markdown
+/help          this
+/quit          leave, as exit, quit and Ctrl-D do
+Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down go through what was typed before.
+Ctrl-C stops the answer. What is typed while one comes is kept for the next line."""
+_LEAVE = ("exit", "quit")
+_tell = partial(tell, style="dim")
+
+
+def make_prompt_session(**options: Any) -> PromptSession[str]:
+    """Return the line editor of a session, with its keys and the history of earlier sessions.
+
+    Args:
+        options: of prompt_toolkit's `PromptSession`, such as an input other than the terminal.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _another_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history: History
+    file = history_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        file.parent.chmod(0o700)  # what was said is nobody else's business
+        file.chmod(0o600)
+        history = FileHistory(file)
+    except OSError as error:
+        tell(f"no history is kept: {cause(error)}: {file}")
+        history = InMemoryHistory()
+    return PromptSession(
+        "> ", history=history, key_bindings=keys, prompt_continuation="  ", reserve_space_for_menu=0, **options
+    )
+
+
+def history_file() -> Path:
+    """Return where the lines of earlier sessions are kept: under the user's folder for state."""
+    default = os.environ.get("LOCALAPPDATA", "~") if os.name == "nt" else "~/.local/state"
+    return Path(os.environ.get("XDG_STATE_HOME") or default).expanduser() / "graphdecode" / "chat_history"
+
+
+class ChatSession:
+    """Reads what a person types until they leave.
+
+    Args:
+        prompt: reads it, such as `make_prompt_session` returns.
+    """
+
+    def __init__(self, conversation: Conversation, prompt: PromptSession[str]) -> None:
+        self._conversation = conversation
+        self._prompt = prompt
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": self._help,
+            **dict.fromkeys(_LEAVE, self._leave),
+            "reset": self._reset,
+            "save": self._save,
+            "system": self._system,
+        }
+
+    def run(self) -> None:
+        """Read, answer, and read again, until somebody leaves."""
+        while True:
+            try:
+                line = self._prompt.prompt().strip()
+                if line.lower() in _LEAVE:
+                    return
+                if line:
+                    self._take(line)
+            except KeyboardInterrupt:  # what was typed is gone, as in a shell
+                continue
+            except EOFError:
+                return
+
+    def _take(self, line: str) -> None:
+        found = _COMMAND.fullmatch(line)
+        try:
+            if found is None:
+                self._answer(line)
+            elif found[1] in self._commands:
+                self._commands[found[1]](found[2] or "")
+            else:
+                print_error(f"there is no command /{found[1]}; /help lists those that there are")
+        except OSError as error:
+            print_error(f"{cause(error)}: {error.filename}" if error.filename else cause(error))
+        except GraphdecodeError as error:
+            print_error(" ".join(str(error).split()))
+
+    def _answer(self, line: str) -> None:
+        said_before = len(self._conversation.messages)
+        try:
+            with typing_kept():
+                answer(self._conversation, line)
+        except KeyboardInterrupt:
+            print(flush=True)
+            if len(self._conversation.messages) == said_before:
+                _tell("stopped before anything came; what was said is forgotten")
+            else:
+                _tell("stopped; what came of the answer stays in the conversation")
+                _tell_of_repeats(self._conversation)
+        else:
+            tell_figures(self._conversation)
+
+    def _help(self, _: str) -> None:
+        _tell(_HELP)
+
+    def _leave(self, _: str) -> None:
+        raise EOFError
+
+    def _reset(self, _: str) -> None:
+        self._conversation.reset()
+        _tell("what was said is forgotten")
+
+    def _system(self, text: str) -> None:
+        self._conversation.system = text or None
+        _tell("from now on: " + (text or "as the model's template has it"))
+
+    def _save(self, name: str) -> None:
+        if not name:
+            print_error("/save needs the name of a file")
+            return
+        file, messages = Path(name).expanduser(), self._conversation.all_messages()
+        with file.open("x", encoding="utf-8") as opened:  # never over what is there
+            if file.suffix == ".json":
+                json.dump(messages, opened, ensure_ascii=False, indent=1)
+            else:
+                opened.write("\n".join(f"## {each['role']}\n\n{each['content'].strip()}\n" for each in messages))
+        _tell(f"{len(messages)} messages are in {file}")
+
+
+def answer(conversation: Conversation, text: str) -> None:
+    """Say something in a conversation, and print the answer on standard output as it comes."""
+    forgotten = conversation.num_forgotten
+    shown = WrappedText()
+    with contextlib.closing(conversation.say(text)) as pieces:
+        with reading_shown(conversation):
+            first = next(pieces, "")
+        shown.write(first)
+        for piece in pieces:
+            shown.write(piece)
+    print(flush=True)
+    if conversation.num_forgotten != forgotten:
+        limit = conversation.llm.capacity.token_limit
+        _tell(
+            f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
+            f"{conversation.num_forgotten} messages; /reset begins anew"
+        )
+
+
+def tell_figures(conversation: Conversation) -> None:
+    """Print the speed of the latest answer, and how much room is left, on standard error."""
+    request = conversation.last
+    metrics = None if request is None else request.metrics
+    if request is None or metrics is None or metrics.finished_time is None:
+        return
+    output = request.outputs[0]
+    tokens, prompt, limit = len(output.token_ids), len(request.prompt_token_ids), conversation.llm.capacity.token_limit
+    seconds = metrics.finished_time - metrics.arrival_time
+    first = metrics.time_to_first_token
+    parts = [f"{tokens} tokens, {tokens / seconds:.1f} tokens/s"]
+    if first is not None:
+        parts.append(f"first token after {1000 * first:.0f} ms")
+    parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
+    parts.append(f"{prompt + tokens} of {limit} tokens of room")
+    if output.finish_reason == "length":
+        parts.append("the answer was cut there" if prompt + tokens >= limit else "the answer was cut by --max-tokens")
+    _tell("; ".join(parts))
+    _tell_of_repeats(conversation)
+
+
+def _tell_of_repeats(conversation: Conversation) -> None:
+    """Warn where the latest answer repeats itself."""
+    times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
+    if times:
+        _tell(
+            f"it says the same {times} times in a row: small models fall into that; Ctrl-C stops an answer, "
+            "--repetition-penalty 1.1 makes it less likely"
+        )
 
 
 @sampling(*OF_A_CHAT)
@@ -61,7 +260,6 @@ def chat(
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
     settings = settings_of(config, **overrides)
     from graphdecode import LLM, SamplingParams
-    from graphdecode.cli.chat_session import ChatSession, make_prompt_session
     from graphdecode.text import Conversation, RunSummary, render_chat
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
@@ -84,19 +282,14 @@ def chat(
 
 def _greet(model: str, conversation: Conversation) -> None:
     llm = conversation.llm
-    STDERR.print(
+    tell(
         f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "
-        f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, Ctrl-D leaves",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, Ctrl-D leaves"
     )
 
 
 def _say(conversation: Conversation, turns: list[str], summary: RunSummary) -> None:
     """Print the answer to each turn, under what was said where there are several, and one line of figures."""
-    from graphdecode.cli.chat_session import answer
-
     outputs: list[RequestOutput] = []
     try:
         for turn in turns:
@@ -108,4 +301,4 @@ def _say(conversation: Conversation, turns: list[str], summary: RunSummary) -> N
     except KeyboardInterrupt:
         print(flush=True)
         raise
-    STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)
+    tell(summary.line(outputs))

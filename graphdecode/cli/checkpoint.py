@@ -1,36 +1,30 @@
-"""What a command finds out about a model before it reads its weights."""
+"""A model's checkpoint and the capacity of a run, before weights are read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphdecode.cli.options import tokenizer_for
 from graphdecode.config import EngineConfig
 from graphdecode.errors import ArgumentError
 
 
 class FoundCheckpoint(NamedTuple):
-    """A model that can be loaded.
+    """A model that can be loaded."""
 
-    Attributes:
-        path: of its folder or file.
-        tokenizer: of transformers.
-        trained_length: tokens of a sequence that it was trained for.
-    """
-
-    path: Path
-    tokenizer: Any
-    trained_length: int
+    path: Path  # of its folder or file
+    tokenizer: Any  # of transformers
+    trained_length: int  # tokens of a sequence that it was trained for
 
 
 def find_checkpoint(
     model: str, tokenizer: str | None, settings: EngineConfig, max_sequence_length: int | None = None
 ) -> FoundCheckpoint:
-    """Return what is known of a model.
+    """Resolve and check a model, and load its tokenizer.
 
     Args:
-        model: as it was asked for.
         tokenizer: to take in the place of its own, or None.
         settings: say who runs the model, and whether its own code may run.
         max_sequence_length: as the option says, which must not be more than the model was trained for.
@@ -39,13 +33,38 @@ def find_checkpoint(
         ArgumentError: there is no such model, or it cannot be loaded so.
     """
     from graphdecode.models import check_model, resolve_model_path
+    from graphdecode.text import load_tokenizer
 
-    path = resolve_model_path(model)
-    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    path, trusted = resolve_model_path(model), settings.trust_remote_code
+    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=trusted)
     trained_length = described.max_position_embeddings
     if max_sequence_length is not None and max_sequence_length > trained_length:
         raise ArgumentError(
             f"--max-sequence-length must be at most {trained_length}, for which the model was trained, "
             f"got {max_sequence_length}"
         )
-    return FoundCheckpoint(path, tokenizer_for(path, tokenizer, settings), trained_length)
+    source = path if tokenizer is None else resolve_model_path(tokenizer)
+    return FoundCheckpoint(path, load_tokenizer(source, trust_remote_code=trusted), trained_length)
+
+
+def fitted(
+    settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, answers: int, trained_length: int
+) -> EngineConfig:
+    """Return the settings with their capacity reduced to what some prompts need.
+
+    Args:
+        settings: rows, lengths and buckets at most.
+        prompt_lengths: tokens of each prompt, at least one prompt.
+        max_tokens: of each answer; None means that an answer may be as long as there is room.
+        trained_length: tokens of a sequence that the model was trained for.
+    """
+    buckets = settings.buckets
+    rows, length = min(answers, buckets.max_batch_size), min(buckets.max_sequence_length, trained_length)
+    if max_tokens is not None:
+        length = min(length, max(max(prompt_lengths) + max_tokens, 1))
+    sizes = buckets.batch_sizes
+    if not isinstance(sizes, str):
+        rows = buckets.ladder.bucket_for(rows)  # of the buckets that were chosen, the one that would run
+        sizes = [size for size in buckets.ladder if size <= rows]
+    fitting = replace(buckets, max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes)
+    return replace(settings, buckets=fitting)

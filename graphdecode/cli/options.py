@@ -1,4 +1,4 @@
-"""What several commands share: options, the console for messages, and how a list of numbers is read."""
+"""Shared by commands: options made from the tables of settings, messages on standard error, input."""
 
 from __future__ import annotations
 
@@ -17,20 +17,43 @@ from rich.console import Console
 
 from graphdecode.config import BucketConfig, EngineConfig, ReplicaConfig, ServerConfig
 from graphdecode.config.key import Option
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 from graphdecode.extensions import load_modules
 
 STDERR = Console(stderr=True)
 ModelOption = Annotated[
-    str,
-    typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id."),
+    str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id.")
 ]
 ConfigOption = Annotated[Path | None, typer.Option(help="A configuration file (TOML); options override it.")]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="A folder, file or repository to take the tokenizer from; left out: the model's.")
 ]
 
+_REPEATED = {list[str]: "TEXT", list[int]: "ID"}  # what stands for a value of options that may be repeated
 _LEAST_WIDTH = 118  # of tables where standard output is no terminal
+OF_A_MODEL = (  # the settings that commands take which run a model
+    "device",
+    "dtype",
+    "quantize",
+    "kv_cache_dtype",
+    "speculation",
+    "tensor_parallel_size",
+    "model_impl",
+    "trust_remote_code",
+    "load_modules",
+)
+OF_A_CHAT = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
 
 
 def wide_console() -> Console:
@@ -64,7 +87,9 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
     if kind is bool and not flags:
         name = f"--{field.name.replace('_', '-')}"
         flags = (f"{name}/--no-{name[2:]}" if field.default else name,)
-    return Annotated[kind | None, typer.Option(*flags, metavar=option.metavar, help=option.help)]
+    metavar = option.metavar or (_REPEATED.get(kind) if get_origin(kind) is list else None)
+    said_default = False if option.default is None else option.default
+    return Annotated[kind | None, typer.Option(*flags, metavar=metavar, help=option.help, show_default=said_default)]
 
 
 def taking(
@@ -73,8 +98,6 @@ def taking(
     """Give a command some options; those that were given come together as one argument, a dict.
 
     Args:
-        name: of the argument.
-        options: by the names of the dict's keys.
         read: makes of what was given what the command gets.
     """
 
@@ -98,17 +121,6 @@ def taking(
 OPTIONS: dict[type, dict[str, Any]] = {  # of all settings, by their fields
     config: field_options(config) for config in (BucketConfig, EngineConfig, ServerConfig, ReplicaConfig)
 }
-OF_A_MODEL = (  # the settings that commands take which run a model
-    "device",
-    "dtype",
-    "quantize",
-    "kv_cache_dtype",
-    "speculation",
-    "tensor_parallel_size",
-    "model_impl",
-    "trust_remote_code",
-    "load_modules",
-)
 
 
 def chosen(config: type, *fields: str) -> dict[str, Any]:
@@ -127,11 +139,10 @@ def overriding(*fields: str) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
-    """Return what a configuration file, or the defaults, and the options that were given mean; load what they name.
+    """Return the settings of a configuration file, or the defaults, with options; load the modules that they name.
 
     Args:
         config: the file, or None.
-        options: fields of it and of its buckets.
 
     Raises:
         ArgumentError: the file or an option cannot be used.
@@ -139,24 +150,6 @@ def settings_of(config: Path | None, **options: Any) -> EngineConfig:
     found = EngineConfig.of(config, **options)
     load_modules(found.load_modules)
     return found
-
-
-def tokenizer_for(model: Path, other: str | None, settings: EngineConfig) -> Any:
-    """Return the tokenizer of a model, or the one that is asked for instead.
-
-    Args:
-        model: its folder or file.
-        other: as `resolve_model_path` takes it, or None.
-        settings: say whether a tokenizer's own code may run.
-
-    Raises:
-        ModelSourceError: there is none that can be read.
-    """
-    from graphdecode.models import resolve_model_path
-    from graphdecode.text import load_tokenizer
-
-    path = model if other is None else resolve_model_path(other)
-    return load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
 
 
 def check_new_file(option: str, path: Path) -> None:
@@ -171,10 +164,6 @@ def check_new_file(option: str, path: Path) -> None:
 
 def numbers(option: str, text: str) -> list[int]:
     """Read whole numbers that are separated by commas.
-
-    Args:
-        option: its name, for the message.
-        text: what was given.
 
     Raises:
         ArgumentError: there is none, or something else.
@@ -203,4 +192,34 @@ def print_error(message: str) -> None:
     """Print an error as one line on standard error."""
     # a name out of a stranger's file may hold what moves a terminal's cursor, or cannot be encoded
     safe = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message)
-    STDERR.print(f"error: {safe}", style="red", highlight=False, soft_wrap=True, markup=False)
+    tell(f"error: {safe}", style="red")
+
+
+def tell(message: str, style: str | None = None) -> None:
+    """Print a message on standard error as it is."""
+    STDERR.print(message, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+_OPTIONS = field_options(SamplingParams)
+ALL = tuple(_OPTIONS)
+
+
+def sampling(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of some fields of `SamplingParams`; those that were given come as `sampling`."""
+    return taking("sampling", {name: _OPTIONS[name] for name in fields}, _with_biases)
+
+
+def _with_biases(given: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of `SamplingParams`; token ids and numbers of biases are read from what was typed.
+
+    Raises:
+        ArgumentError: a bias is none.
+    """
+    biases = {}
+    for text in given.get("logit_bias", ()):
+        token, _, value = text.partition("=")
+        try:
+            biases[int(token)] = float(value)
+        except ValueError:
+            raise ArgumentError(f"--logit-bias must be a token id and a number, such as 42=-5, got {text!r}") from None
+    return given | ({"logit_bias": biases} if biases else {})

@@ -12,13 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphdecode.cli.options import (
-    ConfigOption,
-    numbers,
-    overriding,
-    settings_of,
-    wide_console,
-)
+from graphdecode.cli.options import ConfigOption, numbers, overriding, settings_of, wide_console
 from graphdecode.errors import ArgumentError
 
 
@@ -48,8 +42,7 @@ def profile(
     settings = settings_of(config, **overrides)
     from graphdecode.engine.loading import load_runner
     from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
-    from graphdecode.profiling.plots import MISSING
-    from graphdecode.profiling.report import profile_tables, summary, write_report
+    from graphdecode.profiling.report import MISSING, profile_tables, summary, write_report
 
     if config is None:  # no larger cache than is used
         longest = max(*lengths, 1) + STEPS_PER_STAGING

@@ -1,11 +1,20 @@
-"""`graphdecode serve`: OpenAI's HTTP surface."""
+"""`graphdecode serve` and `graphdecode batch`: OpenAI's requests over HTTP, or from a file."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
     OF_A_MODEL,
     STDERR,
@@ -14,20 +23,20 @@ from graphdecode.cli.options import (
     TokenizerOption,
     chosen,
     overriding,
+    print_error,
     settings_of,
     taking,
+    tell,
 )
-from graphdecode.cli.service import check_extra, prepare_ray, service_maker, sharing
-from graphdecode.config import ReplicaConfig, ServerConfig, load_replica_config, load_server_config
+from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphdecode.config import EngineConfig
+    from graphdecode.server.batch import BatchInput, BatchOutput, EngineAnswers
+    from graphdecode.server.replicas.cluster import ReplicaAnswers
     from graphdecode.server.service import Service
 
-
+_NEEDED = {"serve": ("pydantic", "starlette", "uvicorn", "prometheus_client"), "ray": ("ray", "aiohttp")}
 _OF_THE_SERVER = (
     "host",
     "port",
@@ -38,6 +47,84 @@ _OF_THE_SERVER = (
     "allowed_hosts",
     "log_requests",
 )
+_AHEAD = 2  # requests under way for each row: a row that is free finds its next request there
+_ENDLESS = 2**31 - 1
+
+
+def check_extra(doing: str, extra: str = "serve") -> None:
+    """Refuse to go on without the packages of an extra.
+
+    Raises:
+        ArgumentError: one is missing.
+    """
+    missing = [name for name in _NEEDED[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ArgumentError(f"{doing} needs {', '.join(missing)}: pip install 'graphdecode[{extra}]'")
+
+
+def service_maker(
+    model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig
+) -> Callable[[], Service]:
+    """Return a picklable factory of a model's service, which is not started yet.
+
+    Args:
+        tokenizer: to take in the place of its own, or None.
+
+    Raises:
+        ArgumentError: there is no such model, or it cannot be loaded so.
+    """
+    from graphdecode import __version__
+    from graphdecode.models import generation_defaults
+    from graphdecode.server.service import Service
+    from graphdecode.text.chat import read_template, render_chat
+
+    checkpoint = find_checkpoint(model, tokenizer, settings)
+    if limits.chat_template is not None:
+        checkpoint.tokenizer.chat_template = read_template(Path(limits.chat_template).expanduser())
+        render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # what is no template is said now
+    return partial(
+        Service,
+        checkpoint.path,
+        limits.served_model_name or (Path(model).name if Path(model).exists() else model),
+        checkpoint.tokenizer,
+        generation_defaults(checkpoint.path),
+        settings,
+        limits,
+        version=__version__,
+        progress=STDERR.is_terminal,
+    )
+
+
+def prepare_ray(doing: str, several: ReplicaConfig) -> None:
+    """Check that Ray is installed, and set the environment that it reads at import.
+
+    Args:
+        several: the replicas; without an address they are on a Ray of this machine, which nobody else shall reach.
+
+    Raises:
+        ArgumentError: it is missing.
+    """
+    check_extra(doing, "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    if several.ray_address is None:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # it listens on the loopback interface alone
+        os.environ.setdefault("RAY_worker_niceness", "0")  # engines are no work for the background
+
+
+def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
+    """Return the settings of each of several engines, which share a machine's memory on a CPU.
+
+    Args:
+        settings: of one engine that has the machine for itself.
+        several: how many there are at most, and whether all are on this machine.
+    """
+    import torch
+
+    on_gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    if on_gpus or several.ray_address is not None:
+        return settings
+    fraction = settings.buckets.memory_fraction / several.bounds[1]
+    return replace(settings, buckets=settings.buckets.with_limits(memory_fraction=fraction))
 
 
 @taking("serving", chosen(ServerConfig, *_OF_THE_SERVER))
@@ -105,15 +192,89 @@ def _run_behind_proxies(
 
 
 def _say_ready(service: Service, address: str) -> None:
-    STDERR.print(f"serving {service.model_name} on {address}", highlight=False, soft_wrap=True)
-    has_template = bool(service.tokenizer.chat_template)
-    for line in _how_to_try(address, has_template=has_template, guarded=bool(service.api_keys)):
-        STDERR.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _how_to_try(address: str, *, has_template: bool, guarded: bool) -> list[str]:
+    tell(f"serving {service.model_name} on {address}")
     path, body = "completions", {"prompt": "417+385=", "max_tokens": 16}
-    if has_template:
+    if service.tokenizer.chat_template:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    key = "-H 'Authorization: Bearer KEY' " if guarded else ""
-    return [f"try: {address} in a browser, or", f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'"]
+    key = "-H 'Authorization: Bearer KEY' " if service.api_keys else ""
+    tell(f"try: {address} in a browser, or")
+    tell(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'")
+
+
+@taking("serving", chosen(ServerConfig, "served_model_name"))
+@taking("scale", chosen(ReplicaConfig, "count", "ray_address"))
+@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL)
+def batch(
+    overrides: dict[str, Any],
+    serving: dict[str, Any],
+    scale: dict[str, Any],
+    requests: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests, one a line, as OpenAI's batches.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Answers are added to it, one a line.")],
+    model: ModelOption = "demo",
+    config: ConfigOption = None,
+    tokenizer: TokenizerOption = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Answer with several engines, on Ray.")] = False,
+) -> None:
+    """Answer a file of requests; the same command goes on where an earlier one was ended.
+
+    A request that cannot be served has its line too, with the error that a server would answer; the exit code is 2
+    then.
+    """
+    check_extra("a batch")
+    from graphdecode.server.batch import BatchInput, BatchOutput, EngineAnswers
+
+    settings = settings_of(config, **overrides)
+    # nobody else waits here: what a server refuses for their sake is answered in its turn
+    endless = {"max_waiting": _ENDLESS, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
+    limits = load_server_config(config, **endless, **serving)
+    several = load_replica_config(config, **scale)
+    if ray:
+        prepare_ray("a batch with --ray", several)
+        settings = sharing(settings, several)
+    elif scale:
+        raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
+    asked = BatchInput(requests, limits.max_body_bytes)
+    if answers.exists() and answers.samefile(requests):
+        raise ArgumentError(f"INPUT and OUTPUT must be two files, got {answers} for both")
+    output = BatchOutput(answers, asked.custom_ids)
+    try:
+        if len(output.answered) < len(asked.custom_ids):
+            make_service = service_maker(model, tokenizer, settings, limits)
+            own = None if ray else EngineAnswers(make_service())
+            rows = settings.buckets.max_batch_size * (several.bounds[1] if ray else 1)
+            _answer_all(own or _answers_on_ray(make_service, settings, limits, several), rows, asked, output)
+    finally:
+        output.close()
+        typer.echo(f"{len(output.answered)} of {len(asked.custom_ids)} requests have their answer in {answers}")
+    if output.num_failed:
+        print_error(f"{output.num_failed} of the answers are errors: their status_code is not 200")
+        raise typer.Exit(2)
+
+
+def _answers_on_ray(
+    make_service: Callable[[], Service], settings: EngineConfig, limits: ServerConfig, several: ReplicaConfig
+) -> ReplicaAnswers:
+    from graphdecode.server.replicas.cluster import Cluster, ReplicaAnswers
+
+    return ReplicaAnswers(Cluster(make_service, settings, limits, several, "calls", application="graphdecode-batch"))
+
+
+def _answer_all(answers: EngineAnswers | ReplicaAnswers, rows: int, requests: BatchInput, output: BatchOutput) -> None:
+    import asyncio
+    import logging
+
+    from tqdm import tqdm
+
+    from graphdecode.server.batch import BatchRun
+
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    began = time.perf_counter()
+    total, before = len(requests.custom_ids), len(output.answered)
+    with tqdm(total=total, initial=before, desc="answering", unit="request", leave=False, disable=None) as bar:
+        batch = BatchRun(answers, requests, output, window=_AHEAD * rows, on_answer=bar.update)
+        asyncio.run(batch.run())  # which Ctrl-C cancels
+    seconds = time.perf_counter() - began
+    tell(
+        f"{total - before} requests in {seconds:.1f} s with loading: {batch.prompt_tokens} tokens of prompts, "
+        f"{batch.completion_tokens} generated"
+    )

@@ -31,7 +31,7 @@ _BESIDE = {"prompts": "prompts, by tokens", "mixed": "mixed steps, by rows + tok
 
 @dataclass(frozen=True)
 class _UserStep:
-    """What a module says of a step."""
+    """A user's step, from a module."""
 
     step: Callable[[Batch], None]
     buffers: StepBuffers
@@ -53,11 +53,7 @@ def _load(target: str) -> _UserStep:
     if between_steps is not None and not callable(between_steps):
         raise ArgumentError(f"{module_name}.between_steps must be a function, got {between_steps!r}")
     return _UserStep(
-        step,
-        buffers,
-        getattr(module, "constants", ()),
-        between_steps,
-        getattr(module, "batch_sizes", None),
+        step, buffers, getattr(module, "constants", ()), between_steps, getattr(module, "batch_sizes", None)
     )
 
 

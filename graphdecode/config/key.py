@@ -1,4 +1,4 @@
-"""One key of a configuration: its section in the file, what it takes, what it means.
+"""Keys of configurations: section in the file, values and meaning.
 
 A configuration is a frozen dataclass whose fields are made by `key`: the field is all there is to know of the key. The
 reader and the writer of files, the checks and the reference are made from these fields.
@@ -9,62 +9,45 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from graphdecode.errors import ConfigError, shown
 
+_MOST_INTEGER = 2**31 - 1
 _MOST_NUMBER = 1e30  # an integer of a file may be too large to become a float
 
 
 class Option(NamedTuple):
-    """An option of commands that gives a field.
+    """A command-line option for a field."""
 
-    Attributes:
-        help: of the option.
-        flags: left out: the field's name.
-        metavar: what stands for the value in the help.
-    """
-
-    help: str
-    flags: tuple[str, ...] = ()
-    metavar: str | None = None
+    help: str  # of the option
+    flags: tuple[str, ...] = ()  # left out: the field's name
+    metavar: str | None = None  # what stands for the value in the help; left out: its type
+    default: str | None = None  # in the help; left out: nothing is said of it
 
 
 @dataclass(frozen=True)
 class Values:
-    """What a key takes.
+    """The values that a key accepts."""
 
-    Attributes:
-        expected: in words, as in "must be ...".
-        accepts: whether a value is one of these.
-        example: one of them, in TOML, for keys whose default is to be left out.
-    """
-
-    expected: str
-    accepts: Callable[[Any], bool]
-    example: str = ""
+    expected: str  # in words, as in "must be ..."
+    accepts: Callable[[Any], bool]  # whether a value is one of these
+    example: str = ""  # one of them, in TOML, for keys whose default is to be left out
+    metavar: str | None = None  # what stands for one of these in a command's help; left out: its type
+    limits: str = ""  # of numbers, in a command's help
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key.
+    """One key."""
 
-    Attributes:
-        section: of the file.
-        name: in the file.
-        field: of the dataclass.
-        default: None means that the key is left out.
-        values: what it takes.
-        meaning: one sentence or two, for the reference.
-    """
-
-    section: str
-    name: str
-    field: str
-    default: Any
-    values: Values
-    meaning: str
+    section: str  # of the file
+    name: str  # in the file
+    field: str  # of the dataclass
+    default: Any  # None means that the key is left out
+    values: Values  # what it takes
+    meaning: str  # one sentence or two, for the reference
 
     def check(self, value: Any, where: str | None = None) -> None:
         """Refuse a value that the key does not take.
@@ -77,23 +60,31 @@ class Key:
 
 
 def key(
-    section: str, default: Any, values: Values, meaning: str, *, name: str | None = None, flag: str | None = None
+    section: str,
+    default: Any,
+    values: Values,
+    meaning: str,
+    *,
+    name: str | None = None,
+    flag: str | None = None,
+    help: str | None = None,
 ) -> Any:
     """Return a dataclass field that is a key, and can be an option of commands.
 
     Args:
-        section: of the file.
-        default: of the field.
-        values: what the key takes.
-        meaning: for the reference.
         name: in the file, where it differs from the field's.
         flag: of the option, where it differs from the field's name.
+        help: of the option, where it differs from the meaning's first sentence.
     """
-    first = meaning.partition(". ")[0].rstrip(".")
-    taken = f" Takes {values.expected.removeprefix('None or ')}."
-    if isinstance(default, (bool, tuple)):
-        taken = " May be repeated." if isinstance(default, tuple) else ""
-    option = Option(f"{first}.{taken}", () if flag is None else (flag,))
+    shown_help = help or meaning.partition(". ")[0].rstrip(".") + "."
+    limits = "May be repeated." if isinstance(default, tuple) else values.limits
+    has_default = default is not None and not isinstance(default, (bool, tuple))
+    option = Option(
+        f"{shown_help} {limits}".rstrip(),
+        () if flag is None else (flag,),
+        None if isinstance(default, bool) else values.metavar,
+        str(default) if has_default else None,
+    )
     told = {"section": section, "name": name, "values": values, "meaning": meaning, "option": option}
     return dataclasses.field(default=default, metadata=told)
 
@@ -107,9 +98,11 @@ def keys_of(config: Any) -> tuple[Key, ...]:
     )
 
 
-def integer(low: int, high: int = 2**31 - 1) -> Values:
+def integer(low: int, high: int = _MOST_INTEGER) -> Values:
     """Return the integers of a range; a bool is none."""
-    return Values(f"an integer in {low}..{high}", lambda value: _is_integer(value) and low <= value <= high)
+    limits = f"At least {low}." if high == _MOST_INTEGER else f"{low} to {high}."
+    accepts = lambda value: _is_integer(value) and low <= value <= high  # noqa: E731
+    return Values(f"an integer in {low}..{high}", accepts, limits=limits)
 
 
 def long_integer() -> Values:
@@ -122,6 +115,7 @@ def fraction() -> Values:
     return Values(
         "a number above 0 and at most 1",
         lambda value: (_is_integer(value) or isinstance(value, float)) and 0 < value <= 1,
+        limits="Above 0, at most 1.",
     )
 
 
@@ -130,14 +124,16 @@ def number(low: float) -> Values:
     return Values(
         f"a number >= {low:g}",
         lambda value: (_is_integer(value) or isinstance(value, float)) and low <= value <= _MOST_NUMBER,
+        limits=f"At least {low:g}.",
     )
 
 
-def texts() -> Values:
+def texts(metavar: str = "TEXT") -> Values:
     """Return the lists of texts that are not empty."""
     return Values(
         "a list of texts",
         lambda value: isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value),
+        metavar=metavar,
     )
 
 
@@ -147,25 +143,27 @@ def boolean() -> Values:
 
 
 def one_of(*choices: str) -> Values:
-    """Return some words."""
+    """Return the values of an enumeration."""
     expected = ("one of " if len(choices) > 1 else "") + ", ".join(map(repr, choices))
-    return Values(expected, lambda value: isinstance(value, str) and value in choices)
+    return Values(expected, lambda value: isinstance(value, str) and value in choices, metavar="|".join(choices))
 
 
 def none_or(values: Values, example: str) -> Values:
     """Return None, which in a file is a key left out, and some other values."""
-    return Values(f"None or {values.expected}", lambda value: value is None or values.accepts(value), example)
+    accepts = lambda value: value is None or values.accepts(value)  # noqa: E731
+    return replace(values, expected=f"None or {values.expected}", accepts=accepts, example=example)
 
 
 def auto_or(values: Values) -> Values:
     """Return "auto" and some other values."""
-    expected = f"'auto' or {values.expected}"
-    return Values(expected, lambda value: (isinstance(value, str) and value == "auto") or values.accepts(value))
+    accepts = lambda value: (isinstance(value, str) and value == "auto") or values.accepts(value)  # noqa: E731
+    return replace(values, expected=f"'auto' or {values.expected}", accepts=accepts)
 
 
-def matching(pattern: str, expected: str) -> Values:
+def matching(pattern: str, expected: str, metavar: str | None = None) -> Values:
     """Return the words that a pattern matches whole."""
-    return Values(expected, lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
+    accepts = lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None  # noqa: E731
+    return Values(expected, accepts, metavar=metavar)
 
 
 def integers() -> Values:

@@ -1,4 +1,4 @@
-"""What a request asks of sampling, of stopping, and of the form of its answer."""
+"""Sampling parameters of a request, its stop conditions and its structured output."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ MAX_STOP_LENGTH = 256  # characters of a stop text
 
 _LARGEST = 1e30  # well inside float32, which slots hold
 
-_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _MAX_CHOICES = 10_000
+_CHECKPOINTS = "Left out: the checkpoint's."
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of an answer, which no token that is sampled can leave; names and meanings are vLLM's.
+    """Structured output: only tokens that keep to it are sampled; names and meanings are vLLM's.
 
-    Exactly one of the first six says which form.
+    Exactly one of the first six is given.
 
     Args:
         json: a JSON Schema, as a dict or as text: the answer is JSON that it admits, with properties in its order.
@@ -43,7 +44,7 @@ class StructuredOutputsParams:
         whitespace_pattern: a regular expression of the whitespace between the parts of JSON; left out: any.
 
     Raises:
-        ValueError: none or several of the forms are given, or something is of a wrong type.
+        ValueError: none or several of the first six are given, or something is of a wrong type.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -57,9 +58,9 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            names, found = ", ".join(_FORMS[:-1]), " and ".join(given) or None
+            names, found = ", ".join(_KINDS[:-1]), " and ".join(given) or None
             raise ArgumentError(f"structured_outputs must have exactly one of {names}, got {found}")
         if self.structural_tag is not None:
             raise ArgumentError("structured_outputs: structural_tag is not supported; a grammar can say the same")
@@ -76,9 +77,9 @@ class StructuredOutputsParams:
         self._check("json", self.json is None or isinstance(self.schema, Mapping), "a JSON Schema that is an object")
 
     @property
-    def form(self) -> str:
-        """Which of the fields says the form."""
-        return next(name for name in _FORMS if getattr(self, name) not in (None, False))
+    def kind(self) -> str:
+        """The field that is set: `json`, `regex`, `choice`, `grammar` or `json_object`."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     @property
     def schema(self) -> Any:
@@ -117,7 +118,6 @@ def _are_ids(value: Any) -> bool:
     return _is_listed(value) and all(_is_integer(token) and token >= 0 for token in value or ())
 
 
-_CHECKPOINTS = "Left out: the checkpoint's."
 _AT_LEAST_0 = Values("a number >= 0", lambda value: _is_number(value) and value >= 0)
 _PENALTY = Values("a number in [-2, 2]", lambda value: _is_number(value) and -2 <= value <= 2)
 _COUNT = Values("None or an integer >= -1", _is_count)
@@ -126,7 +126,7 @@ _SWITCH = Values("True or False", lambda value: isinstance(value, bool))
 
 
 def _param(default: Any, values: Values | None = None, help: str = "", *flags: str, metavar: str | None = None) -> Any:
-    """Return a field of `SamplingParams`: all there is to know of it, but for what its class says to a reader.
+    """Return a field of `SamplingParams` with its values and its command-line option.
 
     Args:
         default: of the field.
@@ -161,7 +161,7 @@ class SamplingParams:
         allowed_token_ids: no other tokens are generated; at least one.
         bad_words: texts that the answer must not contain: the last token of one, as it is written with and without a
             space before it, is not generated behind the others. What spells it in other tokens is not found.
-        structured_outputs: the form of the answer, which ends with "stop" as soon as nothing can follow; it counts for
+        structured_outputs: what the answer keeps to; it ends with "stop" as soon as nothing can follow; it counts for
             more than `min_tokens` and `ignore_eos`. One that `max_tokens` cuts ends with "length", and is not complete.
         stop: text that ends the answer, which is cut before it; at most 256 texts of at most 256 characters.
         stop_token_ids: tokens that end the answer; they stay in `token_ids` and out of the text.
@@ -250,7 +250,7 @@ class SamplingParams:
         None,
         Values(
             "None or a StructuredOutputsParams",
-            lambda form: form is None or isinstance(form, StructuredOutputsParams),
+            lambda given: given is None or isinstance(given, StructuredOutputsParams),
         ),
     )
     stop: str | Sequence[str] | None = _param(
@@ -302,17 +302,12 @@ class SamplingParams:
         self._check("stop", is_made, "None where detokenize is False: without text none is found")
         object.__setattr__(self, "stop_strings", strings)
 
-    def of_answer(self, seed: int, prompt_logprobs: int | None) -> SamplingParams:
-        """Return these for one of the answers; they are not checked again, for that looks at each token id in them.
-
-        Args:
-            seed: of the answer.
-            prompt_logprobs: None where another answer brings them.
-        """
-        own = copy(self)
-        object.__setattr__(own, "seed", seed)
-        object.__setattr__(own, "prompt_logprobs", prompt_logprobs)
-        return own
+    def unchecked(self, **changes: Any) -> SamplingParams:
+        """Return a copy with some fields changed to valid values: checking looks at each token id again."""
+        changed = copy(self)
+        for name, value in changes.items():
+            object.__setattr__(changed, name, value)
+        return changed
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:

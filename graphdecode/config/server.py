@@ -1,39 +1,47 @@
-"""The server's own settings: the section [server] of a configuration file."""
+"""Sections [server] and [replicas] of a configuration file: the server, and several engines behind it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphdecode.config.key import boolean, integer, key, keys_of, matching, none_or, number, texts
+from graphdecode.config.key import auto_or, boolean, integer, key, keys_of, matching, none_or, number, one_of, texts
+from graphdecode.errors import ConfigError
 
 SERVER = "server"  # the section
+REPLICAS = "replicas"  # the section
+# Of the way down, at a time. Requests under way tell little of what few replicas could take: 17 that are half busy have
+# as many as one that is full, and one step down to what these would fill leaves a backlog that takes more than 17.
+DOWNSCALING_FACTOR = 0.25
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How a server listens, whom it lets in, and how much it takes on.
+    """Settings of the server: address, access and limits.
 
     Raises:
         ConfigError: a value that no server could work with.
     """
 
-    host: str = key(SERVER, "127.0.0.1", matching(r"\S+", "an address or a host's name"), "Address to listen on.")
+    host: str = key(
+        SERVER, "127.0.0.1", matching(r"\S+", "an address or a host's name", "HOST"), "Address to listen on."
+    )
     port: int = key(SERVER, 8000, integer(0, 65535), "Port to listen on; 0 takes a free one.")
     api_keys: tuple[str, ...] | list[str] = key(
         SERVER,
         (),
-        texts(),
+        texts("KEY"),
         "Who brings one of them as a bearer token may use /v1; none: everybody may. The environment's "
         "GRAPHDECODE_API_KEY adds one.",
+        help="Who brings one of them as a bearer token may use /v1; none: everybody may. GRAPHDECODE_API_KEY adds one.",
         flag="--api-key",
     )
     served_model_name: str | None = key(
-        SERVER, None, none_or(matching(r"\S+", "a name"), '"my-model"'), "What clients call the model."
+        SERVER, None, none_or(matching(r"\S+", "a name", "NAME"), '"my-model"'), "What clients call the model."
     )
     allowed_hosts: tuple[str, ...] | list[str] = key(
         SERVER,
         (),
-        texts(),
+        texts("HOST"),
         'Names that clients may call the server by, besides localhost and addresses; "*" is all. Left out: no others '
         "where it listens on this machine alone, else all.",
         flag="--allowed-host",
@@ -58,7 +66,7 @@ class ServerConfig:
         SERVER, 30.0, number(0), "How long running work may go on when the server is told to end."
     )
     cors_origins: tuple[str, ...] | list[str] = key(
-        SERVER, (), texts(), 'Origins whose pages may call the server; "*" is all.', flag="--cors-origin"
+        SERVER, (), texts("ORIGIN"), 'Origins whose pages may call the server; "*" is all.', flag="--cors-origin"
     )
     otlp_traces_endpoint: str | None = key(
         SERVER,
@@ -69,7 +77,7 @@ class ServerConfig:
     chat_template: str | None = key(
         SERVER,
         None,
-        none_or(matching(r"(?s).*\S.*", "a path"), '"template.jinja"'),
+        none_or(matching(r"(?s).*\S.*", "a path", "FILE"), '"template.jinja"'),
         "A file with the template, in Jinja, that conversations go through; left out: the model's own.",
     )
     trust_request_chat_template: bool = key(
@@ -85,3 +93,90 @@ class ServerConfig:
             each.check(getattr(self, each.field))
         for name in ("api_keys", "allowed_hosts", "cors_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """Settings of replicas on Ray: how many, where, and how requests are routed.
+
+    Raises:
+        ConfigError: a value that no cluster could work with.
+    """
+
+    count: int | None = key(
+        REPLICAS,
+        None,
+        none_or(integer(1), "2"),
+        "Engines; left out, and without autoscale: one, without Ray.",
+        flag="--replicas",
+        help="Engines that share the requests, on Ray; left out: one, without Ray.",
+    )
+    autoscale: str | None = key(
+        REPLICAS,
+        None,
+        none_or(matching(r"[1-9]\d*:[1-9]\d*", "MIN:MAX", "MIN:MAX"), '"1:4"'),
+        "Engines at least and at most.",
+        help="Engines at least and at most, on Ray, as the load asks for; in place of --replicas.",
+    )
+    ray_address: str | None = key(
+        REPLICAS,
+        None,
+        none_or(matching(r"\S+", "an address", "HOST:PORT"), '"10.0.0.1:6379"'),
+        "A cluster to join; left out: a Ray of its own on this machine, which ends with the command.",
+    )
+    cpus_per_device: int = key(
+        REPLICAS, 1, integer(1), "Processors that Ray reserves for each device of an engine, and that the engine uses."
+    )
+    direct: bool = key(
+        REPLICAS, False, boolean(), "Listen in the command itself, and take answers from the engines past Ray's proxy."
+    )
+    fronts: int = key(REPLICAS, 1, integer(1), "Processes behind Ray's proxies that choose an engine for each request.")
+    slack: int = key(
+        REPLICAS,
+        8,
+        integer(0),
+        "Requests by which an engine may be ahead of the least loaded one, and still get a request whose prompt's "
+        "beginning it has seen.",
+    )
+    routing: str = key(
+        REPLICAS,
+        "prefix",
+        one_of("prefix", "random"),
+        "Who gets a request: prefix is the least loaded and, within slack, who has the beginning of its prompt; random "
+        "is there to compare with.",
+    )
+    target_requests: int | str = key(
+        REPLICAS,
+        "auto",
+        auto_or(integer(1)),
+        "Requests of an engine that autoscaling aims at; auto: a quarter of max_batch_size.",
+    )
+    upscale_delay_s: float = key(REPLICAS, 10.0, number(0), "Load must be above the target for so long.")
+    downscale_delay_s: float = key(REPLICAS, 300.0, number(0), "Load must be below the target for so long.")
+
+    def __post_init__(self) -> None:
+        for each in keys_of(self):
+            each.check(getattr(self, each.field))
+        least, most = self.bounds
+        if least > most:
+            raise ConfigError(f"autoscale must be MIN:MAX with MIN at most MAX, got {self.autoscale!r}")
+        if self.autoscale is not None and self.count is not None:
+            raise ConfigError("count and autoscale cannot both be given: a number of engines is fixed, or it is not")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are replicas."""
+        return self.count is not None or self.autoscale is not None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Engines at least and at most."""
+        if self.autoscale is None:
+            return (self.count or 1,) * 2
+        least, _, most = self.autoscale.partition(":")
+        return int(least), int(most)
+
+
+def target_requests(rows: int) -> int:
+    """Return how many requests each replica should have under way, so that it can take more while others start."""
+    return max(rows // 4, 1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from graphdecode.buckets import MOST_DRAFTS, BucketLadder
 from graphdecode.config.key import (
@@ -29,12 +29,11 @@ from graphdecode.config.key import (
     one_of,
     texts,
 )
-from graphdecode.config.keywords import EngineKeywords
-from graphdecode.config.replicas import REPLICAS, ReplicaConfig
-from graphdecode.config.server import SERVER, ServerConfig
+from graphdecode.config.server import REPLICAS, SERVER, ReplicaConfig, ServerConfig
 from graphdecode.config.toml_file import ConfigDocument, written
 from graphdecode.errors import ArgumentError, ConfigError
 
+_DTYPES = "auto|float32|bfloat16|float16"
 _AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
 
 
@@ -79,10 +78,7 @@ class BucketConfig:
         "masks the rows of others.",
     )
     max_automaton_states: int = key(
-        "capacity",
-        1024,
-        integer(0, 2**20),
-        "States that all of them have together; 0 leaves every form to the host.",
+        "capacity", 1024, integer(0, 2**20), "States that all of them have together; 0 leaves every form to the host."
     )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
         "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
@@ -167,24 +163,28 @@ class EngineConfig:
     device: str = key(
         "model",
         "auto",
-        matching(r"auto|(cpu|cuda)(:\d+)?", "auto, cpu or cuda (one of several: cuda:1)"),
+        matching(r"auto|(cpu|cuda)(:\d+)?", "auto, cpu or cuda (one of several: cuda:1)", "auto|cpu|cuda|cuda:N"),
         "Where the model runs; auto is a GPU where there is one.",
     )
     dtype: str = key(
         "model",
         "auto",
-        matching("auto|float32|bfloat16|float16", "auto, float32, bfloat16 or float16"),
+        matching(_DTYPES, "auto, float32, bfloat16 or float16", _DTYPES),
         "Of activations, weights that are not in few bits, and the cache where kv_cache_dtype is auto; auto is the "
         "checkpoint's where the device can compute in it, and float16 on a CPU for integers of few bits.",
+        help="Type of activations, cache, and weights that are not in few bits; auto is the checkpoint's where the "
+        "device can compute in it, and float16 on a CPU for weights of few bits.",
     )
     seed: int = key("model", 0, long_integer(), "Of the requests that bring none.")
     quantize: str | None = key(
         "model",
         None,
-        none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
+        none_or(matching(r"[a-z]\w*", "a weight form's name", "FORM"), '"int8"'),
         "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k. What a checkpoint "
         "has in few bits stays so unasked, a GGUF file's blocks too; gguf refuses where these cannot be kept, none "
         "expands all. Forms that are registered from outside go by their own names.",
+        help="Weights in few bits: int8, int4, fp8, q8_0 or q4_k round while they are read; gguf keeps a file's blocks "
+        "or refuses; none expands all. Left out: as the checkpoint has them, where there are kernels for it.",
     )
     quantize_group_size: int | None = key(
         "model",
@@ -200,6 +200,7 @@ class EngineConfig:
         "Of cached keys and values; auto is the model's. Those of 8 bits hold twice as many tokens as 16 bits in the "
         "same memory. int8 has a scale for each token and head; fp8, which is fp8_e4m3, has the checkpoint's, or none, "
         "three bits of each number's fraction, and nothing beyond 448 times the scale.",
+        help="Type of cached keys and values; auto is the model's. 8 bits hold twice as many tokens as 16.",
     )
     batch_invariant: bool = key(
         "model",
@@ -245,7 +246,7 @@ class EngineConfig:
     load_modules: tuple[str, ...] | list[str] = key(
         "model",
         (),
-        texts(),
+        texts("FILE"),
         "Files of Python that every process which loads the model imports first: what they register (families, weight "
         "forms, sources, steps) can be used. They can do what their user can.",
         flag="--load-module",
@@ -265,13 +266,15 @@ class EngineConfig:
         one_of("off", "ngram", "model"),
         "Guess tokens ahead, and verify several of a row in one step; the answers stay the same. ngram: what followed "
         "the last tokens where they stood before in the prompt or the answer. model: what a small model says.",
+        help="Guess tokens ahead, and verify several in one step; the answers stay the same. ngram guesses by what "
+        "stood before, model by a small model that the configuration names.",
         name="method",
         flag="--speculate",
     )
     draft_model: str | None = key(
         "speculation",
         None,
-        none_or(matching(r"\S.*", "a model"), '"a/smaller/one"'),
+        none_or(matching(r"\S.*", "a model", "MODEL"), '"a/smaller/one"'),
         "The small model of the method model: a folder or name as for the large one, of the same vocabulary.",
         name="model",
     )
@@ -331,11 +334,9 @@ class EngineConfig:
 
     @classmethod
     def of(
-        cls,
-        config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None,
-        **keywords: Unpack[EngineKeywords],
+        cls, config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None, **keywords: Any
     ) -> EngineConfig:
-        """Return the configuration that a caller means: what is given, or its defaults, with some fields overridden.
+        """Return a configuration from what was given, or the defaults, with some fields overridden.
 
         Args:
             config: a configuration, the path of a file, a dict of sections as in a file, or None for the defaults.
@@ -346,10 +347,10 @@ class EngineConfig:
             ArgumentError: `config` is something else.
             TypeError: there is no such field.
         """
-        unknown = sorted(keywords.keys() - EngineKeywords.__annotations__.keys())
+        known = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
+        unknown = sorted(keywords.keys() - set(known))
         if unknown:
-            known = ", ".join(EngineKeywords.__annotations__)
-            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {known}")
+            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {', '.join(known)}")
         if config is None:
             config = cls()
         elif isinstance(config, (str, Path)):

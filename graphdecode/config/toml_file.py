@@ -14,12 +14,9 @@ from graphdecode.errors import ConfigError, cause, shown
 
 
 class ConfigDocument:
-    """What a configuration in TOML, or a dict of its sections, says; checked key by key.
+    """The keys of a configuration in TOML, or of a dict of its sections, checked one by one.
 
     Args:
-        name: of the document, for messages.
-        document: its sections.
-        keys: those that it may hold.
         text: what it was read from, for the line of what is wrong.
 
     Attributes:
@@ -37,7 +34,16 @@ class ConfigDocument:
             sections.setdefault(key.section, {})[key.name] = key
         self.values: dict[str, dict[str, Any]] = {name: {} for name in sections}
         for section, entries in document.items():
-            self._read_section(section, entries, sections)
+            if section not in sections or not isinstance(entries, Mapping):
+                known = ", ".join(f"[{name}]" for name in sections)
+                raise ConfigError(f"{self._place(section)}: unknown section or key {shown(section)}; known: {known}")
+            for name, value in entries.items():
+                where = f"{self._place(section, name)}: [{section}] {name}"
+                if name not in sections[section]:
+                    raise ConfigError(f"{where}: unknown key; known: {', '.join(sections[section])}")
+                key = sections[section][name]
+                key.check(value, where)
+                self.values[section][key.field] = value
 
     @classmethod
     def read(cls, path: str | Path, keys: Iterable[Key]) -> ConfigDocument:
@@ -56,20 +62,8 @@ class ConfigDocument:
         except (OSError, ValueError) as error:  # no UTF-8, no TOML, or a number with thousands of digits
             raise ConfigError(f"{path}: {cause(error)}") from error
 
-    def _read_section(self, section: str, entries: Any, sections: dict[str, dict[str, Key]]) -> None:
-        if section not in sections or not isinstance(entries, Mapping):
-            known = ", ".join(f"[{name}]" for name in sections)
-            raise ConfigError(f"{self._place(section)}: unknown section or key {shown(section)}; known: {known}")
-        for name, value in entries.items():
-            where = f"{self._place(section, name)}: [{section}] {name}"
-            if name not in sections[section]:
-                raise ConfigError(f"{where}: unknown key; known: {', '.join(sections[section])}")
-            key = sections[section][name]
-            key.check(value, where)
-            self.values[section][key.field] = value
-
     def blamed(self, error: ConfigError) -> ConfigError:
-        """Return an error about keys that are each right, but do not go together, with its place in the document."""
+        """Return an error about keys that exclude each other with its place in the document."""
         name = str(error).partition(" ")[0]
         section = next((section for section, values in self.values.items() if name in values), "")
         return ConfigError(f"{self._place(section, name)}: {error}")

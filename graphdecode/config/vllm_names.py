@@ -1,4 +1,4 @@
-"""What vLLM's names mean here: the fields of its `SamplingParams`, the keywords of its `LLM` and of its `EngineArgs`.
+"""vLLM's names: the fields of its `SamplingParams`, the keywords of its `LLM` and of its `EngineArgs`.
 
 A name that is in none of these tables, nor one of our own, is a mistake of the caller's and gets Python's `TypeError`.
 """
@@ -11,22 +11,40 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from graphdecode.config.keywords import EngineKeywords
 from graphdecode.errors import ArgumentError
+
+_BACKENDS = ("auto", "guidance")  # names of the one library that reads forms
+# keyword of vLLM's LLM -> our setting
+SETTINGS: dict[str, str] = {
+    "max_model_len": "max_sequence_length",
+    "max_num_seqs": "max_batch_size",
+    "block_size": "page_size",
+    "num_gpu_blocks_override": "total_num_pages",
+    "gpu_memory_utilization": "memory_fraction",
+    "max_num_batched_tokens": "max_prefill_tokens",
+    "enable_prefix_caching": "prefix_cache",
+    "cudagraph_capture_sizes": "batch_sizes",
+    "cuda_graph_sizes": "batch_sizes",
+    "quantization": "quantize",
+    "enforce_eager": "backend",
+    "speculative_config": "speculation",
+}
+# key of vLLM's speculative_config -> our key of [speculation]
+SPECULATION: dict[str, str] = {
+    "method": "method",
+    "num_speculative_tokens": "num_tokens",
+    "prompt_lookup_min": "ngram_min",
+    "prompt_lookup_max": "ngram_max",
+}
 
 _Class = TypeVar("_Class", bound=type)
 
 
 class Unsupported(NamedTuple):
-    """A name that vLLM knows and this runtime does not.
+    """A name that vLLM knows and this runtime does not."""
 
-    Attributes:
-        instead: what to do, or why there is nothing to do.
-        neutral: values that ask for nothing, and are taken.
-    """
-
-    instead: str
-    neutral: tuple[Any, ...] = (None,)
+    instead: str  # what to do, or why there is nothing to do
+    neutral: tuple[Any, ...] = (None,)  # values that ask for nothing, and are taken
 
 
 _ONE_DEVICE = Unsupported("devices share a model by tensor_parallel_size: each has a part of every layer", (None, 1))
@@ -35,7 +53,6 @@ _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
 _OWN_TOKENIZER = Unsupported("the tokenizer is what transformers' AutoTokenizer reads from its folder", (None, "auto"))
-_BACKENDS = ("auto", "guidance")  # names of the one library that reads forms
 _NOT_HERE = Unsupported("this is a matter of vLLM's own workings, which are not these", (None, False))
 
 SAMPLING_PARAMS: dict[str, Unsupported] = {
@@ -57,29 +74,6 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     "output_text_buffer_length": Unsupported("what is held back for stop texts follows from them", (None, 0)),
 }
 
-# keyword of vLLM's LLM -> our setting
-SETTINGS: dict[str, str] = {
-    "max_model_len": "max_sequence_length",
-    "max_num_seqs": "max_batch_size",
-    "block_size": "page_size",
-    "num_gpu_blocks_override": "total_num_pages",
-    "gpu_memory_utilization": "memory_fraction",
-    "max_num_batched_tokens": "max_prefill_tokens",
-    "enable_prefix_caching": "prefix_cache",
-    "cudagraph_capture_sizes": "batch_sizes",
-    "cuda_graph_sizes": "batch_sizes",
-    "quantization": "quantize",
-    "enforce_eager": "backend",
-    "speculative_config": "speculation",
-}
-
-# key of vLLM's speculative_config -> our key of [speculation]
-SPECULATION: dict[str, str] = {
-    "method": "method",
-    "num_speculative_tokens": "num_tokens",
-    "prompt_lookup_min": "ngram_min",
-    "prompt_lookup_max": "ngram_max",
-}
 
 LLM_KEYWORDS: dict[str, Unsupported] = {
     "task": Unsupported("a model generates", (None, "auto", "generate")),
@@ -158,25 +152,8 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
 }
 
 
-class LLMKeywords(EngineKeywords, total=False):
-    """Keywords of an `LLM`: our settings, by our names or vLLM's."""
-
-    max_model_len: int | None
-    max_num_seqs: int | None
-    block_size: int | None
-    num_gpu_blocks_override: int | None
-    gpu_memory_utilization: float
-    max_num_batched_tokens: int | None
-    enable_prefix_caching: bool | None
-    cudagraph_capture_sizes: list[int] | None
-    cuda_graph_sizes: list[int] | None
-    quantization: str | None
-    enforce_eager: bool
-    speculative_config: Mapping[str, Any] | None
-
-
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
-    """Return what was given but for the names of a table, whose values must be neutral.
+    """Return keywords without the names of a table, whose values must be neutral.
 
     Raises:
         ArgumentError: a name of the table asks for something.

@@ -31,7 +31,7 @@ def start_child(
 
 
 def leave_signals() -> None:
-    """Let the process that started this one decide: drop Ctrl-C and SIGTERM, those that wait already too."""
+    """Ignore Ctrl-C and SIGTERM, pending ones too: the process that started this one decides."""
     for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)

@@ -1,4 +1,4 @@
-"""What ranks compute together inside a step, and whether all of them mean the same."""
+"""Collectives inside a step, and the check that all ranks call the same ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
-from graphdecode.kernels.collective.board import LATE, MOST_RANKS
 from graphdecode.kernels.collective.group_collectives import group_all_gather, group_all_reduce
-from graphdecode.kernels.collective.shared_all_gather import shared_all_gather
-from graphdecode.kernels.collective.shared_all_reduce import shared_all_reduce
+from graphdecode.kernels.collective.shared_collectives import LATE, MOST_RANKS, shared_all_gather, shared_all_reduce
 
 Agree = Callable[[str], None]  # returns when all ranks have said the same, and raises otherwise
 
@@ -23,11 +21,6 @@ class Collectives(ABC):
     While a step is captured each of them is announced before it runs, and all ranks compare what they announce: its
     place in the step, its name, its shape and its dtype. So a mismatch is an error that names it, before any rank waits
     for what will not come.
-
-    Args:
-        rank: of the caller.
-        count: ranks that there are.
-        agree: compares a line with those of the other ranks.
     """
 
     def __init__(self, rank: int, count: int, agree: Agree) -> None:
@@ -65,11 +58,7 @@ class Collectives(ABC):
         self._gather(out, part)
 
     def greatest(self, x: Tensor) -> Tensor:
-        """Return the greatest of all ranks' numbers, one by one, [n]; while a model is loaded, however long that takes.
-
-        Args:
-            x: [n], of as many on each rank.
-        """
+        """Return the greatest of all ranks' numbers, [n], while a model is loaded; it may take any time."""
         self._agree(f"is to compare {len(x)} numbers")  # who is early waits here, where there is no limit
         found = x.new_empty((1, self.count * len(x)))
         self._gather(found, x[None])
@@ -77,10 +66,7 @@ class Collectives(ABC):
 
     @contextmanager
     def captured(self, what: str) -> Iterator[None]:
-        """Let all ranks begin to capture something together, agree on its collectives, and end together.
-
-        Args:
-            what: is captured, for messages.
+        """Make all ranks begin a capture together, agree on its collectives, and end together.
 
         Raises:
             RankError: they do not agree; the message names the ranks, what is captured, and the place.
@@ -107,7 +93,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def give_up(self, rank: int) -> None:
-        """Let nobody wait any more: a rank is gone."""
+        """End all waiting: a rank is gone."""
 
     @abstractmethod
     def _reduce(self, x: Tensor) -> None: ...
@@ -117,14 +103,7 @@ class Collectives(ABC):
 
 
 class SharedCollectives(Collectives):
-    """Through memory that the ranks of one machine share; on a CPU.
-
-    Args:
-        rank: of the caller.
-        count: ranks that there are.
-        agree: compares a line with those of the other ranks.
-        board: int64, the shared memory; see `kernels/collective/board.py`.
-    """
+    """Collectives in a shared-memory segment, `board`, on a CPU; see `kernels/collective/shared_collectives.py`."""
 
     def __init__(self, rank: int, count: int, agree: Agree, board: Tensor) -> None:
         super().__init__(rank, count, agree)
@@ -152,7 +131,7 @@ class SharedCollectives(Collectives):
         return f"rank {rank} of {self.count} {why} to a collective"
 
     def give_up(self, rank: int) -> None:
-        """Let nobody wait any more: a rank is gone."""
+        """End all waiting: a rank is gone."""
         if not self._words[LATE]:
             self._words[LATE] = rank + 1
 
@@ -161,7 +140,7 @@ class GroupCollectives(Collectives):
     """Over torch.distributed's default group: gloo on CPUs, NCCL on GPUs."""
 
     def give_up(self, rank: int) -> None:
-        """Let nobody wait any more: gloo notices by itself, NCCL in a graph would wait for ever for a rank."""
+        """End all waiting: gloo notices by itself, NCCL in a graph would wait for ever for a rank."""
         world = dist.group.WORLD
         if world is not None and dist.get_backend() == "nccl":
             world.abort()

@@ -1,27 +1,29 @@
-"""Messages between two ranks: a few numbers and some bytes, over a socket."""
+"""Connections between ranks: messages of a few numbers and some bytes, and heartbeats, each over a socket."""
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
+import threading
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 _HEADER = struct.Struct("<4iq")  # kind, three numbers, bytes that follow
+_MOST_SECONDS = 0.5  # between two heartbeats
+_HEARTBEATS_PER_LIMIT = 10
+_FAREWELL_SECONDS = 1.0  # to say why a rank ends
+_START_SECONDS = 120.0  # up to the first heartbeat, in which a process imports what it needs
+_HEARTBEAT, _FAILED, _ENDED = b".", b"!", b"-"
 
 
 class Message(NamedTuple):
-    """One message.
+    """One message."""
 
-    Attributes:
-        kind: what it is about; the two sides agree on the numbers.
-        numbers: three of them.
-        payload: bytes.
-    """
-
-    kind: int
-    numbers: tuple[int, int, int]
-    payload: bytes
+    kind: int  # what it is about; the two sides agree on the numbers
+    numbers: tuple[int, int, int]  # three of them
+    payload: bytes  # bytes
 
 
 class Link:
@@ -76,3 +78,89 @@ class Link:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+
+class Watch(threading.Thread):
+    """Sends heartbeats, and reports a rank that has died or stalled.
+
+    A rank is stalled when no heartbeat came for the limit. That is counted in looks and not by the clock, so that
+    ranks which are stopped and go on together, as by Ctrl-Z, find nobody stalled.
+
+    Args:
+        peers: by rank, connected sockets that nothing else uses; they are owned.
+        limit_seconds: without a heartbeat.
+        tell: is called once, in this thread, with the rank and what became of it.
+    """
+
+    def __init__(
+        self, peers: Mapping[int, socket.socket], limit_seconds: float, tell: Callable[[int, str], None]
+    ) -> None:
+        super().__init__(name="rank-watch", daemon=True)
+        self._peers = dict(peers)
+        self._every = min(limit_seconds / _HEARTBEATS_PER_LIMIT, _MOST_SECONDS)
+        self._limit = limit_seconds
+        self._tell = tell
+        self._ends = threading.Event()
+        for peer in self._peers.values():
+            peer.setblocking(False)
+
+    def run(self) -> None:
+        """Send and look for heartbeats until somebody is gone, or `close`."""
+        silent = dict.fromkeys(self._peers, 0)
+        said = dict.fromkeys(self._peers, b"")
+        began: set[int] = set()
+        while self._peers and not self._ends.is_set():
+            self._send(_HEARTBEAT)
+            ready, _, _ = select.select(list(self._peers.values()), [], [], self._every)
+            if ready:
+                self._ends.wait(self._every)  # heartbeats come one by one: look at those of all at once
+            for rank, peer in list(self._peers.items()):
+                try:
+                    came = peer.recv(1 << 16)
+                except BlockingIOError:
+                    silent[rank] += 1
+                    limit = self._limit if rank in began else max(self._limit, _START_SECONDS)
+                    if silent[rank] * self._every > limit:
+                        self._found(rank, f"has stalled: no sign of life for {limit:g} s")
+                        return
+                    continue
+                except OSError:
+                    came = b""
+                said[rank] = (said[rank] + came).lstrip(_HEARTBEAT)
+                silent[rank] = 0
+                began.add(rank)
+                if said[rank].startswith(_ENDED):
+                    del self._peers[rank]
+                elif not came:
+                    text = said[rank].removeprefix(_FAILED).decode(errors="replace")
+                    self._found(rank, f"failed: {text}" if text else "died")
+                    return
+
+    def _found(self, rank: int, fate: str) -> None:
+        if not self._ends.is_set():
+            self._tell(rank, fate)
+
+    def _send(self, message: bytes) -> None:
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):  # full, for it is stopped; or gone, which reading tells
+                peer.send(message)
+
+    def await_end(self) -> None:
+        """Wait until the watch is over: somebody was found gone, and told, or all have said that they end."""
+        self.join()
+
+    def fail(self, text: str) -> None:
+        """Send the others the reason why this rank is about to end."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.settimeout(_FAREWELL_SECONDS)  # it is full where the other side has been stopped for long
+                peer.sendall(_FAILED + text.encode())
+
+    def close(self) -> None:
+        """Look no more, and let the others know that this end is meant."""
+        self._ends.set()
+        self._send(_ENDED)
+        if self.is_alive() and self is not threading.current_thread():
+            self.join()
+        for peer in self._peers.values():
+            peer.close()

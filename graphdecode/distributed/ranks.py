@@ -23,11 +23,14 @@ import torch
 import torch.distributed as dist
 
 from graphdecode.distributed.collectives import Collectives, GroupCollectives, SharedCollectives
-from graphdecode.distributed.errors import RankError
-from graphdecode.distributed.link import Link, Message
-from graphdecode.distributed.watch import Watch
+from graphdecode.distributed.link import Link, Message, Watch
 from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.native import library as native
+
+
+class RankError(GraphdecodeError, RuntimeError):
+    """A rank died, stalled, failed, or wanted something else than the others; the message names it."""
+
 
 SAID = -1  # the kind of what ranks say to one another; others are the engine's
 _LOOK_SECONDS = 0.05
@@ -36,37 +39,20 @@ _GRACE_SECONDS = 5.0  # for a rank that was told to end
 
 @dataclass(frozen=True)
 class Terms:
-    """What all ranks of a group go by.
+    """The settings that all ranks of a group share."""
 
-    Attributes:
-        count: ranks.
-        device: "cpu" or "cuda": rank i has the i-th GPU of its machine.
-        how: "shared", "gloo" or "nccl".
-        limit_seconds: without a sign of life, or in wait for another rank, after which a rank counts as stalled.
-        threads: of each rank, on a CPU.
-        store: address and port of torch.distributed's store; None where there is none.
-    """
-
-    count: int
-    device: str
-    how: str
-    limit_seconds: float
-    threads: int
-    store: tuple[str, int] | None = None
+    count: int  # ranks
+    device: str  # "cpu" or "cuda": rank i has the i-th GPU of its machine
+    how: str  # "shared", "gloo" or "nccl"
+    limit_seconds: float  # without a heartbeat, or in wait for another rank, after which a rank counts as stalled
+    threads: int  # of each rank, on a CPU
+    store: tuple[str, int] | None = None  # address and port of torch.distributed's store; None where there is none
 
 
 class Ranks(ABC):
-    """One end of a group.
+    """One end of a group."""
 
-    Args:
-        rank: of this process.
-        terms: of the group.
-
-    Attributes:
-        collectives: what they compute together.
-    """
-
-    collectives: Collectives
+    collectives: Collectives  # what they compute together
 
     def __init__(self, rank: int, terms: Terms) -> None:
         self.rank = rank
@@ -79,7 +65,7 @@ class Ranks(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         if self.terms.device == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", self.rank % torch.cuda.device_count())
@@ -91,7 +77,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def agree(self, text: str) -> None:
-        """Come back when all ranks have said the same.
+        """Return when all ranks have said the same.
 
         Raises:
             RankError: they have not; the message says who said what.
@@ -130,15 +116,7 @@ def leave_group() -> None:
 
 
 class Leader(Ranks):
-    """The end of rank 0.
-
-    Args:
-        terms: of the group.
-        links: to the other ranks, in their order.
-        lives: sockets to them for signs of life.
-        board: the shared memory, if there is any.
-        processes: of the other ranks, where this one has started them.
-    """
+    """The end of rank 0."""
 
     def __init__(
         self,
@@ -186,7 +164,7 @@ class Leader(Ranks):
         return [process.pid for process in self._processes]
 
     def tell(self, kind: int, numbers: tuple[int, int, int] = (0, 0, 0), payload: bytes = b"") -> None:
-        """Tell the other ranks to do something.
+        """Send a command to the other ranks.
 
         Raises:
             RankError: one of them is gone.
@@ -199,7 +177,7 @@ class Leader(Ranks):
                 self._gone(rank)
 
     def agree(self, text: str) -> None:
-        """Come back when all ranks have said the same; see `Ranks.agree`."""
+        """Return when all ranks have said the same; see `Ranks.agree`."""
         said = [text, *(message.payload.decode() for message in self._answers())]
         if len(set(said)) == 1:
             self.tell(SAID)
@@ -237,7 +215,7 @@ class Leader(Ranks):
         raise RankError(str(self._failure))
 
     def check(self) -> None:
-        """Find out whether all ranks are there and did what they should.
+        """Check that all ranks are alive and were in time.
 
         Raises:
             RankError: one is gone, or was late; the message names it.
@@ -250,7 +228,7 @@ class Leader(Ranks):
         raise RankError(str(self._failure))
 
     def explain(self, error: BaseException) -> None:
-        """Take note that this rank failed in the midst of something; the others cannot go on.
+        """Record that this rank failed in the midst of something; the others cannot go on.
 
         Raises:
             RankError: it failed because another rank is gone.
@@ -301,15 +279,7 @@ class Leader(Ranks):
 
 
 class Follower(Ranks):
-    """The end of any other rank; the process ends when rank 0 is gone.
-
-    Args:
-        rank: of this process.
-        terms: of the group.
-        link: to rank 0.
-        life: a socket to it for signs of life.
-        board: the shared memory, if there is any.
-    """
+    """The end of any other rank; the process ends when rank 0 is gone."""
 
     def __init__(self, rank: int, terms: Terms, link: Link, life: socket.socket, board: torch.Tensor | None) -> None:
         super().__init__(rank, terms)
@@ -338,7 +308,7 @@ class Follower(Ranks):
             raise
 
     def agree(self, text: str) -> None:
-        """Come back when all ranks have said the same; see `Ranks.agree`."""
+        """Return when all ranks have said the same; see `Ranks.agree`."""
         verdict = self._asked(Message(SAID, (0, 0, 0), text.encode())).payload
         if verdict:
             raise RankError(verdict.decode())
@@ -353,7 +323,7 @@ class Follower(Ranks):
         return self.receive()
 
     def fail(self, text: str) -> None:
-        """Tell rank 0 why this one is about to end."""
+        """Send rank 0 the reason why this rank is about to end."""
         self._watch.fail(text)
 
     def close(self) -> None:

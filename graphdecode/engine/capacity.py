@@ -1,4 +1,4 @@
-"""What a configuration means for a model: lengths, pages, and whether a machine can hold what it asks for."""
+"""Capacity of a configuration and a model: lengths, pages, and whether the machine has the memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from graphdecode.buckets import query_widths
 from graphdecode.config import BucketConfig, EngineConfig
-from graphdecode.engine.shapes import MIXED_TOKENS, mixed_shapes, prompt_shapes
-from graphdecode.engine.steps.automaton_places import state_bytes
-from graphdecode.engine.steps.step import ring_length
+from graphdecode.engine.steps.decode import state_bytes
+from graphdecode.engine.steps.step import MIXED_TOKENS, mixed_shapes, prompt_shapes, ring_length
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_named, format_of
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
@@ -60,14 +59,6 @@ def plan_capacity(
     """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free, less what graphs will take.
 
     `"auto"` never takes more pages than all rows at full length need.
-
-    Args:
-        config: rows, lengths and pages.
-        model: layers and heads.
-        dtype: of the cache.
-        device: where the cache goes.
-        available_bytes: memory that is free there; None: what is free now.
-        widths: queries of a row, for each of which a step is captured.
 
     Raises:
         ValueError: not even one page fits.

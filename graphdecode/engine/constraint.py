@@ -1,4 +1,4 @@
-"""What holds an answer to a form, token by token: the engine asks it, and knows nothing of texts or grammars."""
+"""Constraints on answers, token by token: the engine asks them for masks, and knows nothing of texts or grammars."""
 
 from __future__ import annotations
 
@@ -37,17 +37,13 @@ class Guide(NamedTuple):
 
 
 class Constraint(ABC):
-    """The state of one answer; whoever makes it knows what the tokens spell.
+    """The state of one answer; whoever makes it knows what the tokens spell."""
 
-    Attributes:
-        num_words: of a mask.
-    """
-
-    num_words: int
+    num_words: int  # of a mask
 
     @property
     def guide(self) -> Guide | None:
-        """What a device can follow in place of this; None where the form is not that simple."""
+        """The automaton that a device can follow in place of this; None where the form is not that simple."""
         return None
 
     @abstractmethod
@@ -117,14 +113,14 @@ class AtLeast(Constraint):
 
 
 def allow(words: np.ndarray, token_ids: Sequence[int]) -> None:
-    """Let some tokens come, too, in a mask of int32 words."""
+    """Set the bits of some tokens in a mask of int32 words."""
     bits = words.view(np.uint32)
     for token in token_ids:
         bits[token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)
 
 
 def forbid(words: np.ndarray, token_ids: Sequence[int]) -> None:
-    """Let some tokens not come, in a mask of int32 words."""
+    """Clear the bits of some tokens in a mask of int32 words."""
     bits = words.view(np.uint32)
     for token in token_ids:
         bits[token // MASK_BITS] &= ~np.uint32(1 << token % MASK_BITS)

@@ -19,8 +19,7 @@ from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, RequestRules
 from graphdecode.engine.runner import Runner
-from graphdecode.engine.scheduler import Scheduler
-from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.scheduler import Scheduler, Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ArgumentError, ClosedError, shown
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
@@ -82,7 +81,7 @@ class Engine:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a sequence gave its pages back for others and was recomputed."""
+        """Number of preemptions: a sequence gave its pages back for others and was recomputed."""
         return self.scheduler.num_preemptions
 
     @property
@@ -152,7 +151,7 @@ class Engine:
         grammar, min_tokens = request.grammar, request.sampling_params.min_tokens
         if grammar is None:
             return None, None
-        if not self.runner.step.holds_forms:
+        if not self.runner.step.takes_constraints:
             raise RequestError(f"a {type(self.runner.step).__name__} cannot hold answers to forms")
         mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)
         try:
@@ -235,7 +234,7 @@ class Engine:
         self._torn = None
 
     def step(self) -> list[Event]:
-        """Do one round for all requests: at most one prefill and one launch; return what became of whom.
+        """Run one step for all requests: at most one prefill and one launch; return the events.
 
         A step that fails gives up every request, whose owners are told by the next step; later requests are served.
 

@@ -8,24 +8,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import torch
 
 from graphdecode.buckets import MOST_DRAFTS
 from graphdecode.cache import PagedKVCache
-from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
+from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
-from graphdecode.distributed.launched import LaunchedRank
-from graphdecode.distributed.started import start_ranks
+from graphdecode.distributed.started import LaunchedRank, start_ranks
 from graphdecode.engine.capacity import plan_room, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
-from graphdecode.engine.shapes import pays
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
-from graphdecode.engine.steps.draft_sources import DraftSource, ModelDrafts, NgramDrafts
-from graphdecode.engine.steps.step import step_named
+from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts, NgramDrafts
+from graphdecode.engine.steps.step import pays, step_named
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
@@ -39,7 +37,7 @@ def load_runner(
     *,
     progress: bool = False,
     ranks: Ranks | None = None,
-    **keywords: Unpack[EngineKeywords],
+    **keywords: Any,
 ) -> Runner:
     """Load a model, size its cache, and lay out its buffers; nothing is captured yet.
 
@@ -212,7 +210,7 @@ def make_runner(
     step: Callable[[StepSetting], Step] | None = None,
     draft: Model | None = None,
     ranks: Ranks | None = None,
-    **keywords: Unpack[EngineKeywords],
+    **keywords: Any,
 ) -> Runner:
     """Size a loaded model's cache and lay out its buffers.
 

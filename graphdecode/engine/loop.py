@@ -19,8 +19,7 @@ from graphdecode.engine.pace import ChunkBudget, DraftPace
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
-from graphdecode.engine.scheduler import Scheduler, draft_gaps
-from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.scheduler import Scheduler, Sequence, draft_gaps
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
@@ -99,7 +98,7 @@ class EngineLoop:
         return True
 
     def step(self) -> list[Event]:
-        """Do one round: at most one prefill, one launch, and the reading of one earlier launch."""
+        """Run one round: at most one prefill, one launch, and the reading of one earlier launch."""
         self._since, self._prefilled = time.perf_counter(), 0
         if self.scheduler.waiting or self.scheduler.prefilling:
             self._enter_prompts()
@@ -203,11 +202,12 @@ class EngineLoop:
         return plan
 
     def _stage(self, rows: list[Sequence]) -> bool:
-        """Tell the device of other rows; return whether there are any."""
+        """Stage other rows; return whether there are any."""
         self._staged, self._held, self._found, self._repeated = [], {}, [], None
         if not rows:
             return False
-        for row, mask in _masks(_constrained(rows)).items():
+        fresh = [row for row, sequence in enumerate(rows) if not sequence.num_generated]  # theirs are filled already
+        for row, mask in _masks(_constrained(rows, fresh)).items():
             kept = rows[row].sampling.token_mask
             assert kept is not None
             kept[:] = mask
@@ -358,7 +358,7 @@ class EngineLoop:
 
 
 def _constrained(rows: list[Sequence], without: Collection[int] = ()) -> _Constrained:
-    """Return the rows that are held to forms by the kind of their constraints, but for some."""
+    """Return the constrained rows by the kind of their constraints, but for some."""
     found: _Constrained = {}
     for row, sequence in enumerate(rows):
         if sequence.constraint is not None and row not in without:

@@ -1,4 +1,4 @@
-"""What is counted and timed: of one request, and of an engine."""
+"""Metrics of one request, and statistics of an engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RequestMetrics:
 
 
 class DraftCounts(NamedTuple):
-    """What became of drafts.
+    """Counts of drafts.
 
     Attributes:
         drafted: drafts that were verified.
@@ -99,7 +99,7 @@ class EngineStats:
 
     @property
     def speculation(self) -> DraftCounts:
-        """What became of drafts: the counts that have vLLM's names above, together."""
+        """The counts of drafts that have vLLM's names above, together."""
         by_position = tuple(self.spec_decode_num_accepted_tokens_per_pos)
         return DraftCounts(self.spec_decode_num_draft_tokens, self.spec_decode_num_accepted_tokens, by_position)
 

@@ -1,4 +1,4 @@
-"""What the next round takes on, by what earlier ones took: drafts to verify, and tokens of prompts."""
+"""How much the next round takes on, by the times of earlier ones: drafts to verify, and tokens of prompts."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ from graphdecode.attention import TokenByTokenAttention
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Slot, StepBuffers
 from graphdecode.cache import fill_page_row
-from graphdecode.engine.shapes import prompt_shapes
 from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import adopt_model, decode_attention_of
-from graphdecode.engine.steps.step import StepSetting
+from graphdecode.engine.steps.step import StepSetting, prompt_shapes
 from graphdecode.kernels.sampling.logprobs import token_logprobs
 from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, LogprobOutputs
 from graphdecode.models import Chunks
@@ -100,7 +99,7 @@ class Prompts:
 
     def run(self, chunks: Chunks) -> Any:
         """Compute the keys and values of some chunks; return what `score` takes."""
-        return self._model.prefill(*chunks, self._caches, self._attention)
+        return self._model.prefill(chunks, self._caches, self._attention)
 
     def dummies(self) -> list[list[PromptChunk]]:
         """Return passes of 1, 2, 4, ... tokens into the trash page, up to the largest: they compile all."""
@@ -120,7 +119,7 @@ class Prompts:
         return bool(self._model.logits(passed, 0, count).isfinite().all())
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:
-        """Tell the device of some chunks."""
+        """Stage some chunks."""
         staged = self.buffers.staging(_CHUNKS)
         end = 0
         for row, chunk in enumerate(chunks):
@@ -137,13 +136,13 @@ class Prompts:
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
         self.buffers.upload(_CHUNKS, end)
 
-    def score(self, chunks: Sequence[PromptChunk], stream: Any) -> list[StepLogprobs | None]:
+    def score(self, chunks: Sequence[PromptChunk], passed: Any) -> list[StepLogprobs | None]:
         """Return the log-probabilities that each chunk of a pass wants; it had no others behind it."""
         begins = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
         placed = zip(chunks, begins, strict=False)
-        return [self._scored(chunk, stream, begin) if chunk.scored else None for chunk, begin in placed]
+        return [self._scored(chunk, passed, begin) if chunk.scored else None for chunk, begin in placed]
 
-    def _scored(self, chunk: PromptChunk, stream: Any, begin: int) -> StepLogprobs:
+    def _scored(self, chunk: PromptChunk, passed: Any, begin: int) -> StepLogprobs:
         """Reduce a chunk's logits, from `begin` on in the pass, with the operator that a decode step does it with."""
         device, width = self._model.device, chunk.num_logprobs
         found = StepLogprobs([], [], [], [])
@@ -158,7 +157,7 @@ class Prompts:
             )
             asked = ((1, count), (count, FLAG_LOGPROBS), (count, width))  # live rows, flags, likely tokens
             given = (torch.full((size,), value, dtype=torch.int32, device=device) for size, value in asked)
-            logits = self._model.logits(stream, begin + first, begin + first + count)
+            logits = self._model.logits(passed, begin + first, begin + first + count)
             token_logprobs(outputs, logits, targets[first : first + count], *given)
             found.sampled.extend(outputs.sampled_logprob.tolist())
             found.ranks.extend(outputs.sampled_rank.tolist())

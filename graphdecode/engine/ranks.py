@@ -27,7 +27,7 @@ Load: TypeAlias = Callable[[str, EngineConfig, Ranks], Runner]
 
 
 class Command(IntEnum):
-    """What rank 0 tells the others, with the numbers and the payload of the message."""
+    """The messages of rank 0 to the others, with their numbers and payloads."""
 
     LOAD = 0  # what to load, as JSON
     CHANGE = 1  # which buffers, bytes of the name, how many numbers; name, numbers, data
@@ -52,7 +52,7 @@ class LeadingRunner(Runner):
         self.ends_ranks = True
 
     def lead(self, *, ends_ranks: bool) -> None:
-        """Tell the others from now on; up to here all ranks have done the same by themselves."""
+        """Send commands from now on; up to here all ranks have done the same by themselves."""
         self.ends_ranks = ends_ranks
         for number, buffers in enumerate((self.buffers, self.prompts.buffers)):
             buffers.relay = lambda change, number=number: self._relay(number, change)
@@ -73,7 +73,7 @@ class LeadingRunner(Runner):
         self.ranks.check()
 
     def stage(self, rows: Sequence[RowInputs] = (), chunks: Sequence[PromptChunk] = ()) -> None:
-        """Tell all ranks' devices everything about rows and chunks; see `Runner.stage`."""
+        """Stage rows and chunks on all ranks; see `Runner.stage`."""
         with self._together():
             super().stage(rows, chunks)
             if rows:  # what follows on the device is looked at before the next launch
@@ -101,7 +101,7 @@ class LeadingRunner(Runner):
 
 
 def follow(ranks: Follower, load: Load) -> None:
-    """Do what rank 0 tells, without a scheduler, until it ends the group.
+    """Run the commands of rank 0, without a scheduler, until it ends the group.
 
     Raises:
         GraphdecodeError: the model cannot be loaded or captured.

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: tokens, and no text; and what it refuses."""
+"""Requests and events of the engine, in tokens and no text; and the rules by which requests are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What became of one request in one step of the engine.
+    """The outcome of one step of the engine for one request.
 
     Attributes:
         request_id: what `Engine.add` returned.
@@ -98,7 +98,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What an engine can serve, as plain data: a front refuses by it what the engine would, in any process."""
+    """The limits of an engine, as plain data: a front in any process refuses by it what the engine would."""
 
     vocab_size: int  # token ids are below it
     eos_token_ids: tuple[int, ...]  # that end an answer unless the request ignores them

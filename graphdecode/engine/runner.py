@@ -25,7 +25,7 @@ _HERE = nullcontext()
 
 
 class LaunchPlan(NamedTuple):
-    """What to launch of what is staged: all that the ranks of a model have to agree on."""
+    """A launch of what is staged: all that the ranks of a model have to agree on."""
 
     # the step as it is: rows that feed tokens, 0 for chunks by themselves; the queries of each; tokens of the chunks;
     # and whether it runs in halves, between which the host does something
@@ -84,13 +84,6 @@ def computed_in(model: Model) -> str:
 class Runner:
     """The model, its cache, a kind of step and its graphs.
 
-    Args:
-        setting: what steps and prompts are built on: the model, its caches, buckets, capture and loop.
-        cache: who owns the pages of the setting's caches.
-        capacity: what the configuration means for this model.
-        step: makes the kind of step that is captured.
-        around: is entered around each capture, with what is captured.
-
     Attributes:
         graphs: those of steps and prompts, by shape; its buckets are those of steps of one query a row.
         buffers: every tensor that the step reads or writes.
@@ -140,7 +133,7 @@ class Runner:
         return _HERE if self.is_on_host else on_device(self.model.device)
 
     def stage(self, rows: Sequence[RowInputs] = (), chunks: Sequence[PromptChunk] = ()) -> None:
-        """Tell the device everything about rows, for when the membership changed, and of chunks of the next launch."""
+        """Stage rows, for when the membership changed, and chunks of the next launch."""
         with self.here():
             if rows:
                 self.step.stage(rows)

@@ -1,7 +1,7 @@
 """Capture, replay and inspection of step graphs; knows nothing of models."""
 
+from graphdecode.graphs.backend import StalePointer, StalePointerError
 from graphdecode.graphs.errors import CaptureError
-from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError
 from graphdecode.graphs.inspect.check import Finding, check
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Loop, Node, StepGraph

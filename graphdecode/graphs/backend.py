@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,16 +11,55 @@ import torch
 from torch import Tensor
 
 from graphdecode.buffers import Batch, StepBuffers, on_device
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, GraphdecodeError
 from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
 from graphdecode.graphs.cuda_loop import CudaLoops
-from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError, stale_pointers
 from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, Step, StepGraph, StepLoop, run
 
 BACKENDS = ("auto", "cuda", "recorded", "eager")
+
+
+class StalePointerError(GraphdecodeError, RuntimeError):
+    """A graph would read or write memory whose owner has left it."""
+
+
+@dataclass(frozen=True)
+class StalePointer:
+    """An address in a graph that nobody owns any more."""
+
+    bucket: int  # rows of the graph
+    node: str  # the operator or kernel
+    argument: str  # its argument
+    address: int | None  # where the graph points
+    owner: str | None  # whose memory it was at capture
+    problem: str  # what has become of it
+    file: str | None  # of the step's line
+    line: int | None  # its number
+    is_certain: bool = True  # whether it surely is an address, and had an owner; a strict manager refuses no other
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}: " if self.file else ""
+        address = "" if self.address is None else f" ({self.address:#x})"
+        return f"{where}bucket {self.bucket}: {self.node}, argument {self.argument}{address}: {self.problem}"
+
+
+def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[StalePointer]:
+    """Yield each argument of a graph that points at memory which has another owner than at capture, or none.
+
+    An owner may have reallocated its storage in place (`resize_`), or taken another one (`set_`, `.data = ...`, a
+    parameter that was replaced in its module); memory that was never declared may have been freed, or have had no owner
+    even at capture.
+    """
+    problem_of = graph.problem_finder(owners)
+    for node in graph.nodes:
+        for argument in node.arguments:
+            problem = problem_of(argument)
+            if problem is not None:
+                what = (argument.name, argument.address, argument.owner, problem, node.file, node.line)
+                yield StalePointer(bucket, node.name, *what, argument.is_certain)
 
 
 class Backend:
@@ -44,7 +84,7 @@ class Backend:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """The device of the buffers."""
         return self._buffers[0].device
 
     def _graph(self, step: Step, batch: Batch) -> StepGraph:
@@ -133,7 +173,7 @@ class Backend:
             self._captures, self._blocks, self._cuda_loops, self._has_recorded = [], [], None, False
 
     def forget(self) -> None:
-        """Let go of the constants, too: nothing is captured any more."""
+        """Release the constants, too: nothing is captured any more."""
         self.owners.thaw()
         self.owners = Owners(self._buffers[0])
 

@@ -19,7 +19,7 @@ from graphdecode.graphs.step_graph import Argument, Step, StepGraph
 
 
 class CudaCapture:
-    """What all graphs of a back end share: one stream to capture on and one memory pool.
+    """The stream to capture on and the memory pool that all graphs of a back end share.
 
     A pool is good for one generation of graphs: when the last one is gone the allocator takes it apart. cuBLAS keeps a
     workspace for every stream that it was used on, and frees none. Those of all streams are freed right before a

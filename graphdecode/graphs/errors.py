@@ -89,12 +89,6 @@ HAZARDS = {
 class CaptureError(GraphdecodeError, RuntimeError):
     """A step does what no graph can replay.
 
-    Args:
-        kind: of the hazard, a key of `HAZARDS`.
-        operator: the operator to blame.
-        detail: what is particular to this case.
-        place: file and line to blame; None means the line of the step that is running now.
-
     Attributes:
         file: of the step's line to blame; None where it is not known.
         line: the line's number.

@@ -30,7 +30,7 @@ from graphdecode.graphs.inspect.observer import (
 )
 from graphdecode.graphs.inspect.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
-from graphdecode.kernels.native.calls import NativeSequence, joined
+from graphdecode.kernels.native.library import NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
@@ -55,7 +55,7 @@ class ReusedMemory:
         self._in_use: dict[int, tuple[StorageWeakRef, Tensor]] = {}
 
     def hold(self, key: int, tensor: Tensor) -> Tensor:
-        """Let a new storage of the step, which a key identifies, stand for a block; return its first tensor over it."""
+        """Assign a block to a new storage of the step, which a key identifies; return its first tensor over it."""
         for one, (storage, block) in list(self._in_use.items()):
             if storage.expired():
                 self._free.append(block)

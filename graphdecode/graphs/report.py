@@ -1,4 +1,4 @@
-"""What was captured, bucket by bucket."""
+"""Reports of captured graphs, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -17,54 +17,38 @@ _NAMES_SHOWN = 8
 
 @dataclass
 class BucketReport:
-    """One bucket's graph.
+    """One bucket's graph."""
 
-    Attributes:
-        bucket: rows.
-        state: "captured", "waiting" (for its first use, or for `capture()`), or "eager" (nothing is captured).
-        nodes: kind of node or operator -> count.
-        kernels: name of kernel or operator -> count.
-        capture_ms: time that the capture took, without warm-up, and without reading what the graph holds.
-        instantiate_ms: time of it that the driver took to make the graph fit to launch; 0 where there is no driver.
-        pool_bytes: memory that the capture added for intermediates; CUDA graphs share theirs, so that a smaller bucket
-            mostly adds none.
-        driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
-        moved_bytes: what one replay reads and writes at most: of recorded operators all tensors that they are given, of
-            CUDA kernels the slots, caches and weights among their arguments. Of a cache the live lengths are read, and
-            of an embedding the rows that are gathered, which no graph knows: both count whole. 0 where it is not known.
-        replays: how many steps ran, in single replays and in launches.
-        live_rows: rows that were live, over all these steps.
-        choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
-        error: why the capture failed, for a bucket that stays eager.
-        loop: how several steps are launched: "while" (one launch; the device decides when it ends), "unrolled" (one
-            launch of all steps), "host" (the host decides, step by step), "single" (a launch for each step); None
-            where the manager has no loop.
-        loop_reason: why it is not "while" on a GPU.
-        launches: how often the loop was launched.
-        eager_runs: steps that ran operator by operator, before there was a graph, or because none holds so many tokens.
-        queries: of each row.
-        along: tokens beside the rows that the step takes along, such as those of prompts.
-    """
-
-    bucket: int
-    state: str
-    nodes: Counter[str] = field(default_factory=Counter)
-    kernels: Counter[str] = field(default_factory=Counter)
-    capture_ms: float = 0.0
+    bucket: int  # rows
+    state: str  # "captured", "waiting" (for its first use, or for `capture()`), or "eager" (nothing is captured)
+    nodes: Counter[str] = field(default_factory=Counter)  # kind of node or operator -> count
+    kernels: Counter[str] = field(default_factory=Counter)  # name of kernel or operator -> count
+    capture_ms: float = 0.0  # time that the capture took, without warm-up, and without reading what the graph holds
+    # time of it that the driver took to make the graph fit to launch; 0 where there is no driver
     instantiate_ms: float = 0.0
+    # memory that the capture added for intermediates; CUDA graphs share theirs, so that a smaller bucket mostly adds
+    # none
     pool_bytes: int = 0
-    driver_bytes: int = 0
+    driver_bytes: int = 0  # device memory that the driver took to make the graph fit to launch; 0 where there is none
+    # what one replay reads and writes at most: of recorded operators all tensors that they are given, of CUDA kernels
+    # the slots, caches and weights among their arguments. Of a cache the live lengths are read, and of an embedding the
+    # rows that are gathered, which no graph knows: both count whole. 0 where it is not known
     moved_bytes: int = 0
-    replays: int = 0
-    live_rows: int = 0
+    replays: int = 0  # how many steps ran, in single replays and in launches
+    live_rows: int = 0  # rows that were live, over all these steps
+    # by name, what the step's owner chose for this bucket, and the figures that spoke for it
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
-    error: str | None = None
+    error: str | None = None  # why the capture failed, for a bucket that stays eager
+    # how several steps are launched: "while" (one launch; the device decides when it ends), "unrolled" (one launch of
+    # all steps), "host" (the host decides, step by step), "single" (a launch for each step); None where the manager has
+    # no loop
     loop: str | None = None
-    loop_reason: str | None = None
-    launches: int = 0
+    loop_reason: str | None = None  # why it is not "while" on a GPU
+    launches: int = 0  # how often the loop was launched
+    # steps that ran operator by operator, before there was a graph, or because none holds so many tokens
     eager_runs: int = 0
-    queries: int = 1
-    along: int = 0
+    queries: int = 1  # of each row
+    along: int = 0  # tokens beside the rows that the step takes along, such as those of prompts
 
     @classmethod
     def of(cls, shape: StepShape, state: str) -> BucketReport:
@@ -84,7 +68,7 @@ class BucketReport:
         return 1.0 - self.live_rows / (self.bucket * self.replays) if self.replays else 0.0
 
     def take(self, ready: Ready, *, is_whole: bool) -> None:
-        """Tell of what runs a shape; of its halves the times and the memory add up, and the rest is the whole's."""
+        """Add the figures of what runs a shape; times and memory of its halves add up, and the rest is the whole's."""
         for graph in ready.graphs:
             self.capture_ms += graph.capture_ms
             self.instantiate_ms += graph.instantiate_ms
@@ -107,16 +91,11 @@ class BucketReport:
 
 @dataclass
 class GraphReport:
-    """All buckets of a manager, smallest first.
+    """All buckets of a manager, smallest first."""
 
-    Attributes:
-        backend: "cuda", "recorded" or "eager".
-        buckets: of it.
-        computed_in: what the step's owner says of its dtype, its weights and the processor; "" where it says nothing.
-    """
-
-    backend: str
-    buckets: list[BucketReport]
+    backend: str  # "cuda", "recorded" or "eager"
+    buckets: list[BucketReport]  # of it
+    # what the step's owner says of its dtype, its weights and the processor; "" where it says nothing
     computed_in: str = ""
 
     def as_dict(self) -> dict:

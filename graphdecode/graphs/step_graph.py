@@ -72,42 +72,26 @@ class Argument:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of a graph.
+    """One operation of a graph."""
 
-    Attributes:
-        name: of the operator or kernel.
-        kind: of the node ("kernel", "memcpy", ...); a recorded operator is a kind of its own.
-        file: of the step's line that it comes from, where that is known.
-        line: its number.
-        arguments: its tensors, where they are known.
-    """
-
-    name: str
-    kind: str
-    file: str | None = None
-    line: int | None = None
-    arguments: tuple[Argument, ...] = ()
+    name: str  # of the operator or kernel
+    kind: str  # of the node ("kernel", "memcpy", ...); a recorded operator is a kind of its own
+    file: str | None = None  # of the step's line that it comes from, where that is known
+    line: int | None = None  # its number
+    arguments: tuple[Argument, ...] = ()  # its tensors, where they are known
 
 
 class StepGraph(ABC):
-    """One bucket's step, captured: replayed any number of times, closed once.
+    """One bucket's step, captured: replayed any number of times, closed once."""
 
-    Attributes:
-        nodes: the operations in order.
-        pool_bytes: memory of intermediates that this capture added to the pool, where others left too little.
-        driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
-        moved_bytes: what one replay reads and writes at most; 0 where it is not known. What is read in part (the live
-            pages of a cache, the gathered rows of a table) is counted whole.
-        capture_ms: time that it took to capture the graph and make it fit to launch, without warm-up.
-        instantiate_ms: time of it that the driver took; 0 where there is none.
-    """
-
-    nodes: list[Node]
-    pool_bytes: int
+    nodes: list[Node]  # the operations in order
+    pool_bytes: int  # memory of intermediates that this capture added to the pool, where others left too little
+    # what one replay reads and writes at most; 0 where it is not known. What is read in part (the live pages of a
+    # cache, the gathered rows of a table) is counted whole
     moved_bytes: int
-    capture_ms: float
-    driver_bytes: int = 0
-    instantiate_ms: float = 0.0
+    capture_ms: float  # time that it took to capture the graph and make it fit to launch, without warm-up
+    driver_bytes: int = 0  # device memory that the driver took to make the graph fit to launch; 0 where there is none
+    instantiate_ms: float = 0.0  # time of it that the driver took; 0 where there is none
 
     @property
     def kinds(self) -> Counter[str]:
@@ -129,24 +113,19 @@ class StepGraph(ABC):
 
 @dataclass(frozen=True)
 class Loop:
-    """How steps follow one another in one launch.
+    """A loop of steps in one launch.
 
     The loop runs the step, and runs it again while fewer than `limit` steps ran and any row is running. All of this is
     read from slots on the device: neither another number of steps nor another membership needs another capture.
-
-    Attributes:
-        max_steps: steps that a launch may be asked for at most.
-        running: a slot, int32 [1]: the step writes how many rows go on; none ends the loop.
-        limit: a slot, int32 [1]: steps that the launch was asked for; the manager writes it when that changes.
-        count: a slot, int32 [1]: steps that ran in the last launch. Where the device cannot end a loop early, all.
-        epilogue: runs once behind the steps of a launch, over the same batch, and is captured like the step; may be
-            None.
     """
 
-    max_steps: int
-    running: str = "running"
+    max_steps: int  # steps that a launch may be asked for at most
+    running: str = "running"  # a slot, int32 [1]: the step writes how many rows go on; none ends the loop
+    # a slot, int32 [1]: steps that the launch was asked for; the manager writes it when that changes
     limit: str = "loop_limit"
+    # a slot, int32 [1]: steps that ran in the last launch. Where the device cannot end a loop early, all
     count: str = "loop_count"
+    # runs once behind the steps of a launch, over the same batch, and is captured like the step; may be None
     epilogue: Step | None = None
 
 
@@ -239,7 +218,7 @@ class HostLoop(StepLoop):
 
 @dataclass(frozen=True)
 class Ready:
-    """How a shape runs."""
+    """The callables that run a shape."""
 
     replays: Sequence[Replay]  # run one step, and the loop's epilogue; or the two halves of a step
     loop: StepLoop | None = None  # runs several steps; None where there is no loop

@@ -10,21 +10,18 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from graphdecode.buckets import KINDS, BucketLadder, ShapeLadder, StepShape
 from graphdecode.buffers import Batch, FrozenError, StepBuffers
 from graphdecode.errors import ArgumentError
-from graphdecode.graphs.backend import Backend
+from graphdecode.graphs.backend import Backend, StalePointer
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.inspect.picture import to_dot, to_svg
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, no_row_live, run
-
-if TYPE_CHECKING:  # what a replay needs none of
-    from graphdecode.graphs.inspect.audit import StalePointer
 
 CAPTURE_TIMES = ("startup", "first-use")
 _WITHOUT = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}

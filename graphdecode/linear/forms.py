@@ -10,16 +10,10 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, refuse_taken
-from graphdecode.linear.expert_form import ExpertForm, ExpertNames
-from graphdecode.linear.fixed import Fixed
-from graphdecode.linear.int8 import Int8, Int8Panels
+from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, PlainExperts
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.kept_experts import ExpertPanels, ExpertTiles
 from graphdecode.linear.linear_choice import Choices, Product
-from graphdecode.linear.packed import Packed
-from graphdecode.linear.panels import Panels
-from graphdecode.linear.plain import Plain
-from graphdecode.linear.plain_experts import PlainExperts
+from graphdecode.linear.plain import Fixed, Int8, Int8Panels, Packed, Panels, Plain
 from graphdecode.linear.tiles import Int8Tiles, KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantised_linear import QuantisedPanels, quantised_linear
-from graphdecode.kernels.model.quantised_embedding import quantised_embedding
+from graphdecode.kernels.model.embedding import quantised_embedding
 from graphdecode.linear.few_bits import FewBits, FewBitsSource, read_parts
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.panels import Panels
+from graphdecode.linear.plain import Panels
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,

@@ -1,18 +1,93 @@
-"""Which path reads the weight of a linear layer fastest: measured once for each shape, and remembered."""
+"""Which path reads the weight of a linear layer fastest: measured once for each shape, and kept on disk.
+
+The next start on the same machine need not measure it again.
+"""
 
 import dataclasses
+import hashlib
+import json
+import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.small_linear_config import MOST_ROWS, SmallLinearConfig
-from graphdecode.linear.choice_cache import ChoiceCache, processor_name, software
+from graphdecode.kernels import native
+from graphdecode.kernels.linear.small_linear import MOST_ROWS, SmallLinearConfig
+from graphdecode.kernels.native.instructions import instructions
+from graphdecode.kernels.native.private_folder import cache_folder
 from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
+
+_FILE = "choices.json"
+
+
+def processor_name(device: torch.device) -> str:
+    """Return the name of a GPU, or that of the CPU with the instructions and the number of threads that are used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {instructions().name}, {torch.get_num_threads()} threads"
+
+
+def software() -> str:
+    """Return what a measurement is good for: versions of torch and Triton, and a hash of the sources of products."""
+    try:
+        triton_version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton_version = "none"
+    source = hashlib.sha256()
+    kernels = Path(native.__file__).parents[1]
+    for folder in (Path(__file__).parent, *(kernels / name for name in ("linear", "moe", "native"))):
+        for file in sorted(folder.glob("*.[pch]*")):
+            source.update(file.read_bytes())
+    return f"torch {torch.__version__}, triton {triton_version}, source {source.hexdigest()[:12]}"
+
+
+class ChoiceCache:
+    """A JSON file of measured choices by key. A file that cannot be read or written costs a measurement, never a run.
+
+    Args:
+        folder: where the file is; None means `cache_folder()`. It is made when something is first written.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = (folder or cache_folder()) / _FILE
+        self._choices = self._read()
+        self._own: dict[str, Any] = {}
+
+    def get(self, key: str) -> Any | None:
+        """Return what was put for a key, by whichever process; None if nothing was."""
+        return self._choices.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep a value that JSON can hold, beside what other processes have written meanwhile."""
+        self._own[key] = value
+        self._choices = self._read() | self._own  # an entry lost to a process that wrote at the same time comes back
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, suffix=".tmp", delete=False) as file:
+                json.dump(self._choices, file, indent=1, sort_keys=True)
+            Path(file.name).replace(self._file)  # readers see the old file or the new one, whole
+        except OSError:
+            return
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            choices = json.loads(self._file.read_text())
+        except (OSError, ValueError, RecursionError):  # not there, no JSON, or nested too deeply
+            return {}
+        return choices if isinstance(choices, dict) else {}
+
 
 Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
 _REPETITIONS = 7
@@ -153,7 +228,9 @@ class LinearTuner:
 
             def measure(rows: int = rows) -> Choices:
                 try:
-                    config, times = fastest_product(weight, bias, rows, self._graph_clock(weight.device))
+                    if self._clock is None:  # one for all: cuBLAS keeps a workspace for every stream it has seen
+                        self._clock = GraphClock(weight.device)
+                    config, times = fastest_product(weight, bias, rows, self._clock)
                 except Exception as error:  # no room for a graph, say: cuBLAS needs no measurement to be right
                     message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -163,11 +240,6 @@ class LinearTuner:
 
             choices |= self._remembered(self._key(weight, bias, (rows,)), measure, (rows,), ("plain", "small"))
         return choices
-
-    def _graph_clock(self, device: torch.device) -> GraphClock:
-        if self._clock is None:  # one for all products: cuBLAS keeps a workspace for every stream that it has seen
-            self._clock = GraphClock(device)
-        return self._clock
 
     def _key(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...], paths: str = "") -> str:
         shape = "x".join(map(str, weight.shape))
@@ -186,14 +258,10 @@ class LinearTuner:
             choices = _parse(stored)
             if choices is None or not _fits(choices, batch_sizes, paths):
                 choices = measure()
-                if all(choice.us is not None for choice in choices.values()):
-                    self._keep(key, choices)
+                if self._cache is not None and all(choice.us is not None for choice in choices.values()):
+                    self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
             self.choices[key] = choices
         return self.choices[key]
-
-    def _keep(self, key: str, choices: Choices) -> None:
-        if self._cache is not None:
-            self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
 
     def best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
         """Return the shortest time of a product in seconds; its weight is not in a cache that the model overflows."""

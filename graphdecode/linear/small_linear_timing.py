@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.linear import linear
-from graphdecode.kernels.linear.small_linear import small_linear
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, candidates
-from graphdecode.kernels.native.early_start import has_early_start
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, small_linear
+from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.kernels.norm.rms_norm import rms_norm
 
 _COLD_BYTES = 256 << 20  # more than any L2 cache

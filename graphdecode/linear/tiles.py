@@ -8,20 +8,19 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.int8_linear import quantise_int8
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.linear import quantise_int8
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles, tiled
 from graphdecode.kernels.model.act_mul import act_mul
-from graphdecode.kernels.model.tiled_embedding import tiled_embedding
-from graphdecode.kernels.native.early_start import has_early_start
+from graphdecode.kernels.model.embedding import tiled_embedding
+from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.linear.few_bits import FewBits
-from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.gguf_blocks import TILED_BLOCKS
 from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.kept import Kept
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import ROWS_AT_ONCE, Plain
+from graphdecode.linear.plain import ROWS_AT_ONCE, Fixed, Plain
 from graphdecode.linear.weight_form import FormOptions, RowTable, WeightForm
 
 

@@ -1,13 +1,20 @@
 """Decoders written as a step over fixed memory, and the loading of checkpoints."""
 
+from graphdecode.models.checkpoint import generation_defaults
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import Family, config_of, register_family
-from graphdecode.models.generation_defaults import generation_defaults
-from graphdecode.models.load import check_model, describe_model, load_model, resolve_device, resolve_dtype, weight_bytes
+from graphdecode.models.load import (
+    check_model,
+    describe_model,
+    load_model,
+    register_source,
+    resolve_device,
+    resolve_dtype,
+    weight_bytes,
+)
 from graphdecode.models.model import Chunks, MixingModel, Model, ModelShape
 from graphdecode.models.source import ModelSourceError, resolve_model_path
-from graphdecode.models.sources import register_source
 from graphdecode.models.weight_map import CheckpointError
 
 __all__ = [

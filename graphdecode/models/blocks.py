@@ -1,4 +1,4 @@
-"""What layers are made of: norms, attention, the gated MLP, and the residual stream that runs through them.
+"""Building blocks of layers: norms, attention, MLPs and experts, and the residual stream that runs through them.
 
 A block is a frozen dataclass of weight forms, tensors, smaller blocks and plain values, so that what a model holds is
 found by walking through it.
@@ -20,10 +20,10 @@ from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
-from graphdecode.kernels.model.embedding import embedding
-from graphdecode.kernels.model.embedding_norm import embedding_norm
+from graphdecode.kernels.model.embedding import embedding, embedding_norm
+from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from graphdecode.linear.expert_form import ExpertForm
+from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
@@ -32,7 +32,7 @@ Vary = Callable[[WeightForm], WeightForm]
 
 
 class StepOperators(NamedTuple):
-    """What a layer is made of besides products and attention; each has the signature of the fused operator.
+    """The operators of a layer besides products and attention; each has the signature of the fused operator.
 
     With `fuses_products` a product may take the norm before it, and what is done with its result, into its own launch;
     with `fuses_append` attention appends the keys and values that it attends to.
@@ -118,7 +118,7 @@ class Norm(Block):
     eps: float
 
     def read_bytes(self, rows: int | None = None) -> int:
-        """Of the gain."""
+        """Return the bytes of the gain."""
         return self.weight.nbytes
 
 
@@ -171,7 +171,7 @@ class ResidualStream:
 
     @property
     def tokens(self) -> Tokens:
-        """Those of a pass of one part.
+        """The tokens of a pass of one part.
 
         Raises:
             NotImplementedError: there are two, each with rows and a page table of its own.
@@ -182,7 +182,7 @@ class ResidualStream:
 
     @property
     def live(self) -> Tensor:
-        """How many tokens are live, int32 [1]; of a pass of two parts all, for the first one's padding is not last."""
+        """Number of live tokens, int32 [1]; in a pass of two parts all, for padding of the first is not last."""
         if len(self._parts) == 1:
             return self._parts[0].live
         if self._all_live is None:
@@ -242,7 +242,7 @@ class ResidualStream:
         self._is_whole, self._post_norm, self._scale = False, None, 1.0
 
     def change(self, norm: Norm | None = None, scale: float = 1.0) -> None:
-        """Let what the last block gave be normed and scaled before it is added; for then, at no launch of its own."""
+        """Norm and scale the output of the last block when it is added to the residual, in the same launch."""
         self._post_norm, self._scale = norm, scale
 
     def feed(self, linear: WeightForm, out: Tensor) -> None:
@@ -317,50 +317,34 @@ class ResidualStream:
 
 @dataclass(frozen=True)
 class Attention(Block):
-    """Rotary grouped-query attention over the layer's cache; queries and keys may be normed per head.
+    """Rotary grouped-query attention over the layer's cache; queries and keys may be normed per head."""
 
-    Attributes:
-        qkv: [(heads + 2 kv_heads) * head_dim, hidden].
-        q_norm: of each query head, or None.
-        k_norm: of each key head, or None.
-        o: [hidden, heads * head_dim].
-        head_dim: channels of a head.
-        window: how many keys before a query's own it sees; -1 is all.
-        cos_sin: float32 [positions, 2, channels / 2] of a head's first channels, which turn with the position; of the
-            others they do not, and of none where there are 0.
-        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
-        logits_soft_cap: caps the logits where it is > 0.
-        sinks: float32 [heads], logits without a value; or None.
-    """
-
-    qkv: WeightForm
-    q_norm: Norm | None
-    k_norm: Norm | None
-    o: WeightForm
-    head_dim: int
-    window: int
+    qkv: WeightForm  # [(heads + 2 kv_heads) * head_dim, hidden]
+    q_norm: Norm | None  # of each query head, or None
+    k_norm: Norm | None  # of each key head, or None
+    o: WeightForm  # [hidden, heads * head_dim]
+    head_dim: int  # channels of a head
+    # float32 [positions, 2, channels / 2] of a head's first channels, which turn with the position; of the others they
+    # do not, and of none where there are 0
     cos_sin: Tensor
-    sm_scale: float | None = None
-    logits_soft_cap: float = 0.0
-    sinks: Tensor | None = None
+    options: AttentionOptions  # what becomes of the logits, and which keys a query sees
 
     def run(self, stream: ResidualStream, cache: LayerCache) -> None:
         """Append the tokens' keys and values to the cache, and give what they attend to."""
         qkv = stream.room_of(self.qkv)
         stream.feed(self.qkv, qkv)
         attended = stream.room(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
-        turn = self.turn(qkv)
-        options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
+        turn = self.rotation(qkv)
         if stream.append_and_attend is not None:
-            stream.append_and_attend(attended, qkv, cache, turn, options)
+            stream.append_and_attend(attended, qkv, cache, turn, self.options)
         else:
             q = torch.empty_like(attended)
             stream.operators.append(q, cache, qkv, stream.tokens, turn)
             assert stream.attend is not None  # of a pass of one part
-            stream.attend(attended, q, cache, options)
+            stream.attend(attended, q, cache, self.options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
 
-    def turn(self, qkv: Tensor) -> HeadTurn:
+    def rotation(self, qkv: Tensor) -> HeadTurn:
         """Return how queries and keys are normed and turned; an attention that norms them itself does it here."""
         return HeadTurn(
             self.cos_sin,
@@ -371,7 +355,7 @@ class Attention(Block):
 
 
 class FeedForward(Block):
-    """What a layer does with each token by itself."""
+    """The feed-forward part of a layer."""
 
     @abstractmethod
     def run(self, stream: ResidualStream) -> None:
@@ -441,3 +425,95 @@ class Head(Block):
         if self.soft_cap > 0.0:
             cap_logits(logits, self.soft_cap)
         return logits
+
+
+@dataclass(frozen=True)
+class Experts(Block):
+    """The gated MLPs of a layer's experts: `down(gate(x))`, each expert's read once for all tokens that go to it."""
+
+    gate_up: ExpertForm  # of all experts, [hidden] to [2 * width], the gate first
+    down: ExpertForm  # of all experts, [width] to [hidden]
+    count: int  # how many there are
+    top_k: int  # how many of them a token takes
+    width: int  # channels inside of one
+    gate: Gate  # what is made of the halves of `gate_up`'s products
+
+    def run(self, hidden: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+        """Return what the experts give for the pairs that `moe_route` listed, [tokens * top_k, hidden]."""
+        pairs, dtype = hidden.shape[0] * self.top_k, torch.float32 if self.down.gives_floats else None
+        inner, parts = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
+        self.gate_up.apply(inner, hidden, order, offsets, slots=self.top_k, gate=self.gate)
+        self.down.apply(parts, inner, order, offsets, slots=1)
+        return parts
+
+    def read_bytes(self, rows: int | None = None) -> int:
+        """Return the bytes of as many experts as so many tokens can be routed to."""
+        held = sum(tensor.nbytes for tensor in self.tensors)
+        return held if rows is None else held * min(rows * self.top_k, self.count) // self.count
+
+
+@dataclass(frozen=True)
+class SparseMlp(FeedForward):
+    """Experts behind a router, and a shared one that every token takes, by a share of its own, where there is one."""
+
+    router: WeightForm  # [experts, hidden], and with a shared expert one row more, the gate of its share
+    experts: Experts  # of which a token takes those with its largest logits
+    shared: GatedMlp | None  # or None
+    renormalise: bool  # whether the weights of a token's experts add up to 1
+
+    def run(self, stream: ResidualStream) -> None:
+        """Take `hidden`, and give what is to be added to the residual; all of it stays on the device."""
+        rows, count, top_k = stream.hidden.shape[0], self.experts.count, self.experts.top_k
+        logits = stream.room_of(self.router, "router")
+        self.router.apply(logits, stream.hidden)
+        ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, top_k), (rows * top_k,)))
+        offsets = logits.new_empty((count + 1,), dtype=torch.int32)
+        weights = logits.new_empty((rows, top_k), dtype=torch.float32)
+        moe_route(ids, weights, order, offsets, logits[:, :count], stream.live, self.renormalise)
+        parts = self.experts.run(stream.hidden, order, offsets)
+        if self.shared is None:
+            moe_combine(stream.open(in_floats=self.experts.down.gives_floats), parts, ids, weights)
+        else:
+            self.shared.run(stream)
+            moe_combine(stream.given, parts, ids, weights, logits[:, count:])
+
+
+@dataclass(frozen=True)
+class PreNormLayer(Layer):
+    """Attention and an MLP, each behind a norm: `x + scale * attention(norm(x))`, then `x + scale * mlp(norm(x))`."""
+
+    input_norm: Norm
+    attention: Attention
+    post_norm: Norm
+    mlp: FeedForward
+    residual_scale: float = 1.0
+
+    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
+        """Run the layer."""
+        stream.norm(self.input_norm)
+        self.attention.run(stream, cache)
+        stream.change(scale=self.residual_scale)
+        stream.norm(self.post_norm)
+        self.mlp.run(stream)
+        stream.change(scale=self.residual_scale)
+
+
+@dataclass(frozen=True)
+class SandwichLayer(Layer):
+    """Attention and an MLP, each with a norm behind it and perhaps one before: `x + after(attention(before(x)))`."""
+
+    before_attention: Norm | None
+    attention: Attention
+    after_attention: Norm
+    before_mlp: Norm | None
+    mlp: FeedForward
+    after_mlp: Norm
+
+    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
+        """Run the layer."""
+        stream.norm(self.before_attention)
+        self.attention.run(stream, cache)
+        stream.change(self.after_attention)
+        stream.norm(self.before_mlp)
+        self.mlp.run(stream)
+        stream.change(self.after_mlp)

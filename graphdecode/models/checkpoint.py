@@ -13,27 +13,24 @@ from torch import Tensor
 from graphdecode.errors import shown
 from graphdecode.linear.few_bits import FewBits, part_of
 from graphdecode.linear.weight_form import Shard, Stored
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json, token_ids
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
 from graphdecode.models.family import config_of, family_of
 from graphdecode.models.quantised.methods import CONFIGURATIONS, method_of
 from graphdecode.models.quantised.packed_tensor import Method, PackedTensor
 from graphdecode.models.rope import UnsupportedRopeError
-from graphdecode.models.source import refuse_pointer, require_file, resolve_model_path
+from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
 _ADAPTER = "adapter_config.json"
 _BARE = "model."  # what names of a decoder begin with that its checkpoint, of the part without a head, leaves out
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what transformers looks at where do_sample is true
+_ALWAYS = ("repetition_penalty",)
+GENERATION_FILE = "generation_config.json"
 
 
 class Checkpoint:
     """A folder, by its path or as a repository of the hub.
-
-    Args:
-        model: see `resolve_model_path`.
-
-    Attributes:
-        folder: that it is.
 
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach.
@@ -80,7 +77,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All that the files hold; what is quantised, by the names and shapes that it had before.
+        """The tensors of the files; quantized ones by the names and shapes of the original weights.
 
         Raises:
             CheckpointError: there are no safetensors, or a file is missing or damaged.
@@ -207,3 +204,31 @@ class Checkpoint:
 
 def _is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
+
+
+def generation_defaults(folder: Path) -> dict[str, float]:
+    """Return the sampling parameters that a checkpoint's folder states, as transformers understands them.
+
+    Where the file does not say `do_sample`, the answer is greedy: temperature 0. Nothing is stated without the file,
+    but for a model that `graphdecode models install` knows: its makers' recommendation.
+
+    Raises:
+        UnsupportedModelError: the file cannot be read, or states what is no number; ranges are not looked at.
+    """
+    package = installed_as(folder)
+    if package is not None:
+        return dict(package.sampling)
+    file = folder / GENERATION_FILE
+    if not file.exists():
+        return {}
+    settings = read_json(file)
+    try:
+        samples = flag(settings, "do_sample", False)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file}: {error}") from error
+    names = _ALWAYS + (_SAMPLED if samples else ())
+    stated = {name: settings[name] for name in names if settings.get(name) is not None}
+    for name, value in stated.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise UnsupportedModelError(f"{file}: {name} must be a number, got {shown(value)}")
+    return stated if samples else {"temperature": 0.0, **stated}

@@ -1,4 +1,4 @@
-"""What a decoder looks like, and the fields of a config.json that most families read alike."""
+"""The configuration of a decoder, and the fields of a config.json that most families read alike."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphdecode.attention import AttentionOptions
 from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids, whole
 from graphdecode.models.rope import RopeConfig
@@ -31,101 +32,59 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The experts of a model.
+    """The experts of a model."""
 
-    Attributes:
-        count: experts of a layer.
-        slots: of which a token takes so many.
-        intermediate_size: channels inside of one.
-        renormalise: whether the weights of a token's experts add up to 1.
-        shared_intermediate_size: channels inside of the expert that every token takes; 0: there is none.
-        layers: for each layer, whether it has experts; one without has an MLP.
-        alpha: of a clamped gate.
-        limit: of a clamped gate.
-    """
-
-    count: int
-    slots: int
-    intermediate_size: int
-    renormalise: bool
-    shared_intermediate_size: int = 0
-    layers: tuple[bool, ...]
-    alpha: float = 1.0
-    limit: float = 0.0
+    count: int  # experts of a layer
+    top_k: int  # of which a token takes so many
+    intermediate_size: int  # channels inside of one
+    renormalise: bool  # whether the weights of a token's experts add up to 1
+    shared_intermediate_size: int = 0  # channels inside of the expert that every token takes; 0: there is none
+    layers: tuple[bool, ...]  # for each layer, whether it has experts; one without has an MLP
+    alpha: float = 1.0  # of a clamped gate
+    limit: float = 0.0  # of a clamped gate
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shapes and options of a decoder; a family with more of them has a subclass.
+    """Shapes and options of a decoder; a family with more of them has a subclass."""
 
-    Attributes:
-        architecture: Hugging Face's name of it.
-        vocab_size: rows of the embedding.
-        hidden_size: channels of the residual stream.
-        intermediate_size: channels of the gated MLP.
-        num_hidden_layers: decoder layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads.
-        head_dim: channels of a head.
-        rms_norm_eps: of all norms.
-        activation: "silu", "gelu" or "gelu_tanh".
-        max_position_embeddings: tokens that a sequence may have.
-        rope: the rotary embedding.
-        qkv_bias: the QKV product has a bias.
-        o_bias: the output product of attention has one.
-        mlp_bias: the MLP's products have one.
-        tie_word_embeddings: the output layer is the embedding.
-        windows: for each layer, how many keys before a query's own it sees; -1 is all.
-        layer_ropes: for each layer its rotary embedding, None where it knows nothing of positions; empty where all
-            have `rope`.
-        sm_scale: multiplies the logits of attention; None: 1 / sqrt(head_dim).
-        attention_soft_cap: caps these logits where it is > 0.
-        experts: or None.
-        embedding_scale: multiplies the embedded tokens.
-        residual_scale: multiplies what attention and MLP add to the residual stream.
-        logits_scale: multiplies the model's logits.
-        logits_soft_cap: caps them where it is > 0.
-        eos_token_ids: tokens that end an answer.
-        dtype: of the checkpoint.
-        few_bits: its weights are integers of few bits with scales, which are not of that dtype.
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    activation: str
-    max_position_embeddings: int
-    rope: RopeConfig
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    tie_word_embeddings: bool
-    windows: tuple[int, ...]
+    architecture: str  # Hugging Face's name of it
+    vocab_size: int  # rows of the embedding
+    hidden_size: int  # channels of the residual stream
+    intermediate_size: int  # channels of the gated MLP
+    num_hidden_layers: int  # decoder layers
+    num_attention_heads: int  # query heads
+    num_key_value_heads: int  # key and value heads
+    head_dim: int  # channels of a head
+    rms_norm_eps: float  # of all norms
+    activation: str  # "silu", "gelu" or "gelu_tanh"
+    max_position_embeddings: int  # tokens that a sequence may have
+    rope: RopeConfig  # the rotary embedding
+    qkv_bias: bool = False  # the QKV product has a bias
+    o_bias: bool = False  # the output product of attention has one
+    mlp_bias: bool = False  # the MLP's products have one
+    tie_word_embeddings: bool  # the output layer is the embedding
+    windows: tuple[int, ...]  # for each layer, how many keys before a query's own it sees; -1 is all
+    # for each layer its rotary embedding, None where it knows nothing of positions; empty where all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
-    sm_scale: float | None = None
-    attention_soft_cap: float = 0.0
-    experts: ExpertsConfig | None = None
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logits_scale: float = 1.0
-    logits_soft_cap: float = 0.0
-    eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype
-    few_bits: bool = False
+    sm_scale: float | None = None  # multiplies the logits of attention; None: 1 / sqrt(head_dim)
+    attention_soft_cap: float = 0.0  # caps these logits where it is > 0
+    experts: ExpertsConfig | None = None  # or None
+    embedding_scale: float = 1.0  # multiplies the embedded tokens
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
+    logits_scale: float = 1.0  # multiplies the model's logits
+    logits_soft_cap: float = 0.0  # caps them where it is > 0
+    eos_token_ids: tuple[int, ...]  # tokens that end an answer
+    dtype: torch.dtype  # of the checkpoint
+    few_bits: bool = False  # its weights are integers of few bits with scales, which are not of that dtype
+
+    def attention_options(self, layer: int) -> AttentionOptions:
+        """Return what becomes of the logits of a layer's attention; a layer's weights may add to it."""
+        return AttentionOptions(self.sm_scale, self.windows[layer], self.attention_soft_cap)
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5.
-
-    Args:
-        settings: of a config.json, with the family's defaults.
-        may_be_partial: whether the family knows channels that do not turn with the position.
 
     Raises:
         UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
@@ -169,11 +128,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
 
 
 def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
-    """Return for each layer whether it sees a window, as `layer_types` says.
-
-    Args:
-        settings: of a config.json, with the family's defaults.
-        otherwise: what holds where there is no such field.
+    """Return for each layer whether it sees a window, as `layer_types` says, or as `otherwise` does.
 
     Raises:
         UnsupportedModelError: the field does not name each layer's type, or names an unknown one.

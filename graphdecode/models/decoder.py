@@ -17,7 +17,7 @@ from graphdecode.attention import (
 )
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
-from graphdecode.linear.expert_form import ExpertForm
+from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import (
     AppendAndAttend,
@@ -36,15 +36,9 @@ from graphdecode.models.model import Chunks
 
 
 class Decoder:
-    """A decoder-only transformer.
+    """A decoder-only transformer; see `Model`.
 
-    Args:
-        config: shapes and options.
-        stem: from tokens to the residual stream.
-        layers: in order, each with a cache of its own.
-        head: from the residual stream to logits.
-        operators: of the layers; others than the fused ones are for measuring what fusing is worth.
-        cache_scales: see `Model`; None: 1.0 everywhere.
+    Other operators than the fused ones are for measuring what fusing is worth.
     """
 
     def __init__(
@@ -66,12 +60,7 @@ class Decoder:
         self.device = stem.embedding.device
 
     def varied(self, linear: Vary | None = None, operators: StepOperators | None = None) -> Decoder:
-        """Return a decoder over the same weights that takes other paths, to be measured beside this one.
-
-        Args:
-            linear: makes the product of each layer's weight; None keeps them.
-            operators: of the layers; None keeps them.
-        """
+        """Return a decoder over the same weights that takes other paths, for measuring; None keeps its own."""
         layers, head = self.layers, self.head
         if linear is not None:
             layers, head = [layer.varied(linear) for layer in layers], head.varied(linear)
@@ -119,17 +108,7 @@ class Decoder:
         return sum(block.read_bytes(rows) for block in self.blocks)
 
     def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
-        """Run one decode step: feed each row's token, append its keys and values, and return the logits.
-
-        Args:
-            batch: slots tokens int64 [b], pre_step_seqlens int32 [b], rows int32 [b] (0, 1, ...),
-                page_table int32 [b, pages], live_rows int32 [1].
-            caches: keys and values of each layer.
-            attention: its workspaces are planned here, once for all layers.
-
-        Returns:
-            Logits, float32 [b, vocab]; those of padding rows are meaningless.
-        """
+        """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
 
@@ -148,7 +127,7 @@ class Decoder:
         Products, norms and what else takes each token by itself are one launch for all tokens, the chunks' first.
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        of_chunks = Tokens(chunks.token_ids, chunks.rows, chunks.positions, chunks.live, chunks.page_table)
+        of_chunks = Tokens(*chunks[:4], chunks.page_table)
         of_rows = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
         count = chunks.token_ids.shape[0]
 
@@ -164,36 +143,22 @@ class Decoder:
         return self.head.run(stream.narrowed(count, count + batch.size))
 
     def prefill(
-        self,
-        token_ids: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        live: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        page_table: Tensor,
-        caches: list[LayerCache],
-        attention: TokenByTokenAttention | None = None,
+        self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None
     ) -> ResidualStream:
         """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
+        tokens = Tokens(*chunks[:4], chunks.page_table)
 
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, cache, rows, positions, live, page_table, options)
-                return
-            extend_over(cache, out, q, cu_seqlens_q, cu_seqlens_kv, page_table, options)
+                attention.run(out, q, cache, *tokens[1:], options)
+            else:
+                extend_over(cache, out, q, *chunks[4:], options)
 
         with torch.no_grad():
-            return self._run_layers([Tokens(token_ids, rows, positions, live, page_table)], caches, attend)
+            return self._run_layers([tokens], caches, attend)
 
     def logits(self, stream: ResidualStream, begin: int, end: int) -> Tensor:
-        """Return the logits, float32 [end - begin, vocab], of some tokens of a prefill; once: they are made in place.
-
-        Args:
-            stream: what `prefill` returned.
-            begin: first token.
-            end: behind the last one.
-        """
+        """Return the logits of some tokens of a prefill; once: they are made in place. See `Model.logits`."""
         with torch.no_grad():
             return self.head.run(stream.narrowed(begin, end))
 

@@ -1,4 +1,4 @@
-"""What a model family is, and which there are: the first of the doors through which a model comes in."""
+"""Model families: the base class, and the registry of all that there are."""
 
 from __future__ import annotations
 
@@ -23,13 +23,9 @@ from graphdecode.models.weights import Weights
 
 @dataclass(frozen=True)
 class BlocksStem(Stem):
-    """An embedding whose rows are undone as they are gathered; `embedding` has no rows, it says dtype and channels.
+    """An embedding whose rows are undone as they are gathered; `embedding` has no rows, it says dtype and channels."""
 
-    Attributes:
-        table: the embedding, perhaps the output layer's own.
-    """
-
-    table: RowTable = field(kw_only=True)
+    table: RowTable = field(kw_only=True)  # the embedding, perhaps the output layer's own
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""
@@ -37,17 +33,12 @@ class BlocksStem(Stem):
 
 
 class Family(ABC):
-    """One architecture: its configuration, the map of its weights, and its layer.
+    """One architecture: its configuration, the map of its weights, and its layer."""
 
-    Attributes:
-        architecture: Hugging Face's name of it, as a config.json has it.
-        norm_offset: is added to the weights of all norms: 1 where checkpoints have their distance from 1.
-        experts_have_turns: how tensors lie that have all experts of a layer; see `ExpertNames`.
-    """
-
-    architecture: ClassVar[str]
+    architecture: ClassVar[str]  # Hugging Face's name of it, as a config.json has it
+    # is added to the weights of all norms: 1 where checkpoints have their distance from 1
     norm_offset: ClassVar[float] = 0.0
-    experts_have_turns: ClassVar[bool] = False
+    experts_interleaved: ClassVar[bool] = False  # how tensors lie that have all experts of a layer; see `ExpertNames`
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:
@@ -101,7 +92,7 @@ FAMILIES: dict[str, Family] = {}  # by architecture; filled while files are impo
 
 
 def register_family(family: Family, *, replace: bool = False) -> None:
-    """Let models of another architecture be loaded.
+    """Register a model family.
 
     Args:
         family: of theirs.

@@ -1,7 +1,8 @@
 """Fields of a configuration that nobody has looked at yet: each reader takes what it names, and refuses the rest.
 
 A config.json is a stranger's: a number may be a text, of any size, infinite, or a list. Whoever reads a field by these
-need not ask, and the error names the field, the value and what it must be; who knows the file puts its name before.
+need not ask: each raises an `UnsupportedModelError` that names the field, the value and what it must be, where a field
+is missing or something else. Who knows the file puts its name before.
 """
 
 from __future__ import annotations
@@ -38,11 +39,7 @@ class UnsupportedModelError(GraphdecodeError, ValueError):
 
 
 def count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Return a field that is an integer from 1 to what `LIMITS` says; `default`, if any, for one absent or null.
-
-    Raises:
-        UnsupportedModelError: it is missing, or something else.
-    """
+    """Return a field that is an integer from 1 to what `LIMITS` says; `default`, if any, for one absent or null."""
     value = settings.get(name)
     if value is None:
         value = default
@@ -57,11 +54,7 @@ def count(settings: Mapping[str, Any], name: str, default: int | None = None) ->
 
 
 def whole(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """Return a field that is an integer >= 0; `default` for one absent or null.
-
-    Raises:
-        UnsupportedModelError: it is something else.
-    """
+    """Return a field that is an integer >= 0; `default` for one absent or null."""
     value = settings.get(name)
     if value is None:
         value = default
@@ -71,11 +64,7 @@ def whole(settings: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a field that is a number above 0 and finite; `default`, if any, for one absent or null.
-
-    Raises:
-        UnsupportedModelError: it is missing, or something else.
-    """
+    """Return a field that is a number above 0 and finite; `default`, if any, for one absent or null."""
     value = settings.get(name)
     if value is None and default is not None:
         return default
@@ -85,11 +74,7 @@ def number(settings: Mapping[str, Any], name: str, default: float | None = None)
 
 
 def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return a field that is true or false, and no word that means it; `default` for one absent or null.
-
-    Raises:
-        UnsupportedModelError: it is something else.
-    """
+    """Return a field that is true or false, and no word that means it; `default` for one absent or null."""
     value = settings.get(name)
     if value is None:
         value = default
@@ -99,11 +84,7 @@ def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> str:
-    """Return a field that is one of some words.
-
-    Raises:
-        UnsupportedModelError: it is missing, or something else.
-    """
+    """Return a field that is one of some words."""
     value = settings.get(name)
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
@@ -113,11 +94,7 @@ def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> st
 
 
 def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return a field that is a token id or a list of them; none for one absent or null.
-
-    Raises:
-        UnsupportedModelError: it is something else.
-    """
+    """Return a field that is a token id or a list of them; none for one absent or null."""
     value = settings.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_is_integer, ids)):

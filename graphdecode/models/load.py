@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder: each tensor straight to its place, no second copy of the model."""
+"""From a source of weights to a decoder: each tensor straight to its place, no second copy of the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,37 +20,91 @@ from tqdm import tqdm
 
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
+from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import MissingInstructions, instructions
-from graphdecode.linear.choice_cache import ChoiceCache
+from graphdecode.linear.few_bits import FewBitsSource
 from graphdecode.linear.forms import check_options, has_form, keeping
 from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
+from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import DTYPES, ModelConfig, read_json
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of, known_families
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model, ModelShape
 from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
-from graphdecode.models.sources import Source, open_source
+from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, check_split, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.weight_map import CheckpointError, check, parts
 from graphdecode.models.weights import Weights
+
+
+class Source(TensorSource, Protocol):
+    """One model: its configuration, the tensors that there are, and the reading of one of them."""
+
+    name: str  # of the model, for messages
+
+    def __init__(self, model: str | Path) -> None: ...
+
+    @classmethod
+    def opens(cls, model: str | Path) -> bool:
+        """Whether a model's name is one of this kind of source; whether there is such a model is not asked here."""
+
+    def config(self) -> ModelConfig:
+        """Return the configuration, without reading any tensor.
+
+        Raises:
+            UnsupportedModelError: it cannot be read, or describes no model that is supported.
+        """
+
+
+@runtime_checkable
+class KeepsBlocks(FewBitsSource, Protocol):
+    """A source whose weights of few bits are blocks of GGUF's types, as `read_few_bits` returns them."""
+
+    keeps_blocks: Literal[True]
+
+
+SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first that opens a name has the model
+
+
+def register_source(source: type[Source], *, replace: bool = False) -> None:
+    """Register a kind of source; it is asked before those that are known.
+
+    Args:
+        source: the class.
+        replace: even before one of the same name.
+
+    Raises:
+        ArgumentError: there is a source of that name.
+    """
+    refuse_taken("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
+    SOURCES.insert(0, source)
+
+
+_OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(source), SOURCES)
+
+
+def open_source(model: str | Path) -> Source:
+    """Return the source of a model: a shape's random weights, a GGUF file, a folder, or what was registered.
+
+    Raises:
+        ValueError: there is no model of that name.
+    """
+    _OUTSIDE.find()
+    return next(source for source in SOURCES if source.opens(model))(model)
+
 
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False) -> AdoptedFolder | None:
     """Return a source's model as transformers runs it; None where a family of ours does.
-
-    Args:
-        source: of the model.
-        model_impl: "native", "transformers", or "auto": ours where there is one.
-        trust_remote_code: see `AdoptedFolder`.
 
     Raises:
         ArgumentError: transformers is asked for, and the source is no folder; or there is no such implementation.
@@ -81,11 +136,7 @@ _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: now, and where huge pages are for 
 
 
 def join_pages(tensors: Iterable[Tensor]) -> None:
-    """Let memory that tensors fill have huge pages where the system has them; values and addresses stay.
-
-    Args:
-        tensors: on a CPU. Where they stand apart and are small, or a library packed them, nothing is done.
-    """
+    """Back the memory of tensors on a CPU with huge pages where the system has them; values and addresses stay."""
     if sys.platform != "linux" or HUGE_PAGE % os.sysconf("SC_PAGE_SIZE"):
         return
     advise = ctypes.CDLL(None).madvise
@@ -123,12 +174,7 @@ _NAMES = (  # of keys and of values, behind the attention's own
 
 
 def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tuple[str, str] | None]:
-    """Return the names of each layer's scales, of keys and of values; None where a layer has none.
-
-    Args:
-        tensors: of a source.
-        num_layers: of its model.
-    """
+    """Return the names of each layer's scales, of keys and of values; None where a layer has none."""
     found: list[tuple[str, str] | None] = []
     for layer in range(num_layers):
         prefix = _ATTENTION.format(layer)
@@ -256,11 +302,6 @@ def check_model(
 ) -> ModelConfig | AdoptedConfig:
     """Look at a model's configuration and at what weights there are, and read none of them.
 
-    Args:
-        model: as for `load_model`.
-        model_impl: likewise.
-        trust_remote_code: likewise.
-
     Raises:
         ValueError: there is no such model, its configuration cannot be used, or tensors are missing or of wrong shapes.
     """
@@ -321,7 +362,7 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model)
-    if quantize == "gguf" and not isinstance(source, Gguf):
+    if quantize == "gguf" and not isinstance(source, KeepsBlocks):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     expands = quantize == _EXPANDED
     # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
@@ -399,12 +440,14 @@ def _has_blocks(source: TensorSource, device: torch.device) -> bool:
     if device.type == "cpu" and native.library() is None:
         return False
     kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
-    return isinstance(source, Gguf) and any(stored.dtype in kinds for stored in source.tensors.values())
+    return isinstance(source, KeepsBlocks) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
 def _has_groups(source: TensorSource) -> bool:
     """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
-    return not isinstance(source, Gguf) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
+    return not isinstance(source, KeepsBlocks) and any(
+        stored.dtype in GROUP_TYPES for stored in source.tensors.values()
+    )
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""What the engine asks of a model, whoever wrote it: our own decoders, and modules of other libraries."""
+"""The interface between the engine and a model, be it our own decoder or a module of another library."""
 
 from __future__ import annotations
 
@@ -13,29 +13,19 @@ from graphdecode.cache import LayerCache
 
 
 class Chunks(NamedTuple):
-    """Chunks of prompts: many tokens of some rows, as `Model.prefill` takes them.
+    """Chunks of prompts: many tokens of some rows, as `Model.prefill` takes them."""
 
-    Attributes:
-        token_ids: int64 [t], the rows' tokens one after another.
-        rows: int32 [t], the row of each token.
-        positions: int32 [t].
-        live: int32 [1]; tokens from there on are padding.
-        cu_seqlens_q: int32 [b + 1], where each row's tokens begin.
-        cu_seqlens_kv: int32 [b + 1], cumulative lengths, these tokens included.
-        page_table: int32 [b, pages].
-    """
-
-    token_ids: Tensor
-    rows: Tensor
-    positions: Tensor
-    live: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
-    page_table: Tensor
+    token_ids: Tensor  # int64 [t], the rows' tokens one after another
+    rows: Tensor  # int32 [t], the row of each token
+    positions: Tensor  # int32 [t]
+    live: Tensor  # int32 [1]; tokens from there on are padding
+    cu_seqlens_q: Tensor  # int32 [b + 1], where each row's tokens begin
+    cu_seqlens_kv: Tensor  # int32 [b + 1], cumulative lengths, these tokens included
+    page_table: Tensor  # int32 [b, pages]
 
 
 class ModelShape(Protocol):
-    """What follows from a model's configuration alone."""
+    """The sizes of a model, which follow from its configuration alone."""
 
     @property
     def architecture(self) -> str:
@@ -63,7 +53,7 @@ class ModelShape(Protocol):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """How many keys before a query's own layers see, -1 for all: what steps are planned for."""
+        """Distinct window sizes of the layers: keys before a query's own, -1 for all. Steps are planned for each."""
 
     @property
     def max_position_embeddings(self) -> int:
@@ -75,7 +65,7 @@ class ModelShape(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint."""
+        """The dtype of the checkpoint."""
 
     @property
     def few_bits(self) -> bool:
@@ -83,16 +73,11 @@ class ModelShape(Protocol):
 
 
 class Model(Protocol):
-    """A decoder over a paged cache, written so that a step of it can be captured.
+    """A decoder over a paged cache, written so that a step of it can be captured."""
 
-    Attributes:
-        dtype: of weights, activations and cache.
-        device: where it runs.
-        cache_scales: what an fp8 cache divides keys and values of each layer by, as the checkpoint says.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
+    dtype: torch.dtype  # of weights, activations and cache
+    device: torch.device  # where it runs
+    # what an fp8 cache divides keys and values of each layer by, as the checkpoint says
     cache_scales: list[tuple[float, float]]
 
     @property
@@ -131,28 +116,11 @@ class Model(Protocol):
             attention: its workspaces are planned here, once for all layers.
         """
 
-    def prefill(
-        self,
-        token_ids: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        live: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        page_table: Tensor,
-        caches: list[LayerCache],
-        attention: TokenByTokenAttention | None = None,
-    ) -> Any:
+    def prefill(self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None) -> Any:
         """Append the keys and values of many tokens.
 
         Args:
-            token_ids: int64 [t], the rows' tokens one after another.
-            rows: int32 [t], the row of each token.
-            positions: int32 [t].
-            live: int32 [1], t.
-            cu_seqlens_q: int32 [b + 1], where each row's tokens begin.
-            cu_seqlens_kv: int32 [b + 1], cumulative lengths, these tokens included.
-            page_table: int32 [b, pages].
+            chunks: the tokens, and where they belong.
             caches: keys and values of each layer.
             attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
 
@@ -172,16 +140,10 @@ class Model(Protocol):
 
 @runtime_checkable
 class MixingModel(Protocol):
-    """What a model has beside that of `Model` whose decode steps can take chunks of prompts along."""
+    """A model whose decode steps can take chunks of prompts along; its methods beside those of `Model`."""
 
     def mix(self, batch: Batch, chunks: Chunks, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
-        """Do what `decode` and `prefill` do in one pass, and return the logits, float32 [b, vocab], of the rows.
+        """Run `decode` and `prefill` in one pass, and return the logits of the rows, float32 [b, vocab].
 
         A row may be the one whose prompt ends with a chunk of the pass: it feeds the token behind it.
-
-        Args:
-            batch: of `decode`.
-            chunks: of other tokens.
-            caches: keys and values of each layer.
-            attention: of the rows.
         """

@@ -21,47 +21,29 @@ class UnsupportedRopeError(GraphdecodeError, ValueError):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """A rotary embedding.
+    """A rotary embedding."""
 
-    Attributes:
-        rope_type: one of `ROPE_TYPES`.
-        theta: base of the frequencies.
-        factor: by how much the context is stretched.
-        rotary_factor: part of a head's channels that turn, the first ones.
-        original_max_positions: context that the model was first trained for.
-        low_freq_factor: llama3: wavelengths above `original_max_positions / low_freq_factor` are stretched fully.
-        high_freq_factor: llama3: wavelengths below `original_max_positions / high_freq_factor` are left alone.
-        beta_fast: yarn: channels that turn more often than this over the original context are left alone.
-        beta_slow: yarn: channels that turn less often than this are stretched fully.
-        attention_factor: yarn and longrope: scales cosines and sines.
-        truncate: yarn: round the borders between these channels.
-        short_factors: longrope: by how much each pair of channels is stretched where no sequence can be longer than
-            `original_max_positions`.
-        long_factors: longrope: the same where sequences can be.
-    """
-
-    rope_type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    rotary_factor: float = 1.0
-    original_max_positions: int = 0
+    rope_type: str = "default"  # one of `ROPE_TYPES`
+    theta: float = 10000.0  # base of the frequencies
+    factor: float = 1.0  # by how much the context is stretched
+    rotary_factor: float = 1.0  # part of a head's channels that turn, the first ones
+    original_max_positions: int = 0  # context that the model was first trained for
+    # llama3: wavelengths above `original_max_positions / low_freq_factor` are stretched fully
     low_freq_factor: float = 1.0
+    # llama3: wavelengths below `original_max_positions / high_freq_factor` are left alone
     high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
+    beta_fast: float = 32.0  # yarn: channels that turn more often than this over the original context are left alone
+    beta_slow: float = 1.0  # yarn: channels that turn less often than this are stretched fully
+    attention_factor: float = 1.0  # yarn and longrope: scales cosines and sines
+    truncate: bool = True  # yarn: round the borders between these channels
+    # longrope: by how much each pair of channels is stretched where no sequence can be longer than
+    # `original_max_positions`
     short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()  # longrope: the same where sequences can be
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any], max_positions: int, *, may_be_partial: bool = False) -> RopeConfig:
         """Take the fields of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
-
-        Args:
-            settings: of a config.json.
-            max_positions: tokens that a sequence may have.
-            may_be_partial: whether some of a head's channels may stay as they are, in this family.
 
         Raises:
             UnsupportedRopeError: the type is unknown, a field that it needs is missing, the channels are rotated in
@@ -240,11 +222,6 @@ def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: f
 
     Those of layers with windows stand in a field `sliding_rope`, as a config.json of their own. In older files
     `rope_theta` and `rope_scaling` are of the former alone.
-
-    Args:
-        settings: of a config.json.
-        theta: base of the former, where nothing says another one.
-        sliding_theta: base of the latter.
     """
     given, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
     halves = (

@@ -67,10 +67,6 @@ def shape_config(name: str) -> ModelConfig:
 class RandomWeights:
     """Any tensor that a shape's model has, drawn from a normal distribution where it goes; gains of norms are 1.
 
-    Args:
-        model: the name of a shape.
-        seed: of the draws.
-
     Raises:
         ValueError: the shape is unknown.
     """
@@ -92,7 +88,7 @@ class RandomWeights:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """What the map of the family's weights names."""
+        """The tensors that the family's weight map names."""
         weight_map = family_of(self._config.architecture).weights(self._config)
         return {part.name: Stored(part.shape, "BF16") for part in parts(weight_map)}
 

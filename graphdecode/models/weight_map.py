@@ -1,4 +1,4 @@
-"""Where a model's tensors go: each family's map, and whether a source has what it names."""
+"""Weight maps: where the tensors of a source go in a model, and the check that a source has them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,21 @@ class CheckpointError(GraphdecodeError, ValueError):
 
 
 class Run(NamedTuple):
-    """Neighbouring rows or columns of a tensor, which shards share evenly.
+    """Neighbouring rows or columns of a tensor, which shards share evenly."""
 
-    Attributes:
-        size: how many they are.
-        heads: of keys or values that they are; where there are fewer than shards, several have the same. 0: no heads.
-    """
-
-    size: int
+    size: int  # how many they are
+    # of keys or values that they are; where there are fewer than shards, several have the same. 0: no heads
     heads: int = 0
 
 
 class Part(NamedTuple):
-    """A tensor of a source, as a family expects it.
+    """A tensor of a source, as a family expects it."""
 
-    Attributes:
-        name: in the source.
-        shape: in the source.
-        split: the axis along which shards share it; None: each has it whole.
-        runs: along that axis, each shared by itself; none: all of it is one.
-        is_added: whether it is added to what shards give in parts, so that the first alone has it, the others zeros.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: int | None = None
-    runs: tuple[Run, ...] = ()
+    name: str  # in the source
+    shape: tuple[int, ...]  # in the source
+    split: int | None = None  # the axis along which shards share it; None: each has it whole
+    runs: tuple[Run, ...] = ()  # along that axis, each shared by itself; none: all of it is one
+    # whether it is added to what shards give in parts, so that the first alone has it, the others zeros
     is_added: bool = False
 
 
@@ -85,12 +74,6 @@ def parts(weight_map: WeightMap) -> Iterator[Part]:
 
 def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unused: frozenset[str]) -> None:
     """Compare the tensors of a source with those that a model has.
-
-    Args:
-        name: of the source, for the message.
-        tensors: that it has.
-        weight_map: of the model.
-        unused: names that may be there and are not read.
 
     Raises:
         CheckpointError: names all that are missing, unexpected, misshapen or not of a float type.

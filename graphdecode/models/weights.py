@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphdecode.distributed import Collectives
 from graphdecode.linear.across_ranks import Summed
-from graphdecode.linear.expert_form import ExpertForm, ExpertNames
+from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.forms import keeps, load_experts, load_linear, tied_linear
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
@@ -20,7 +20,7 @@ from graphdecode.models.weight_map import WeightMap
 
 
 class Weights:
-    """What a family builds its layers from.
+    """The weights of a model, from which a family builds its layers.
 
     Args:
         source: has all tensors that the map names.
@@ -64,7 +64,7 @@ class Weights:
             self._embedding = form
         return form.row_table
 
-    def experts(self, place: str, experts: ExpertsConfig, *, is_gated: bool, has_turns: bool = False) -> ExpertForm:
+    def experts(self, place: str, experts: ExpertsConfig, *, is_gated: bool, interleaved: bool = False) -> ExpertForm:
         """Return one product of all experts at a place, with its bias where the map has one.
 
         Args:
@@ -72,25 +72,25 @@ class Weights:
                 part with all experts along its first dimension.
             experts: of the model.
             is_gated: the first half of the outputs is the gate of the second.
-            has_turns: how stacks lie; see `ExpertNames`.
+            interleaved: how stacks lie; see `ExpertNames`.
 
         Raises:
             ValueError: a form is asked for that experts do not have.
         """
-        names = ExpertNames(self._names(place), experts.count, is_gated, experts.slots, has_turns)
+        names = ExpertNames(self._names(place), experts.count, is_gated, experts.top_k, interleaved)
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
-        if bias is not None and names.is_stack and is_gated and has_turns:
+        if bias is not None and names.is_stack and is_gated and interleaved:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         return load_experts(self._source, names, bias, self._options)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations."""
+        """The dtype of the activations."""
         return self._options.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they go."""
+        """The device of the weights."""
         return self._options.device
 
     def norm(self, place: str, eps: float) -> Norm:

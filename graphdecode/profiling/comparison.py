@@ -15,25 +15,15 @@ _SAME = ("model", "dtype", "backend")
 
 @dataclass(frozen=True)
 class PointChange:
-    """One bucket at one context in two profiles; times are of a step, in milliseconds.
+    """One bucket at one context in two profiles; times are of a step, in milliseconds."""
 
-    Attributes:
-        bucket: rows.
-        context: tokens of each row.
-        before_ms: median of all steps.
-        after_ms: the same in the later profile.
-        before_quiet_ms: median of the quickest round, which neighbours on the machine disturbed least.
-        after_quiet_ms: the same in the later profile.
-        noise: the larger of the two profiles' spreads between rounds.
-    """
-
-    bucket: int
-    context: int
-    before_ms: float
-    after_ms: float
-    before_quiet_ms: float
-    after_quiet_ms: float
-    noise: float
+    bucket: int  # rows
+    context: int  # tokens of each row
+    before_ms: float  # median of all steps
+    after_ms: float  # the same in the later profile
+    before_quiet_ms: float  # median of the quickest round, which neighbours on the machine disturbed least
+    after_quiet_ms: float  # the same in the later profile
+    noise: float  # the larger of the two profiles' spreads between rounds
 
     @property
     def ratio(self) -> float:
@@ -52,15 +42,10 @@ class PointChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All points that two profiles share.
+    """All points that two profiles share."""
 
-    Attributes:
-        changes: of each point.
-        differences: facts in which the profiles differ, so that the comparison means less; for people.
-    """
-
-    changes: list[PointChange]
-    differences: list[str]
+    changes: list[PointChange]  # of each point
+    differences: list[str]  # facts in which the profiles differ, so that the comparison means less; for people
 
     @property
     def overall(self) -> float:

@@ -1,4 +1,4 @@
-"""What a measurement ran on."""
+"""The environment of a measurement, and the device's read bandwidth."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
     on_gpu = device.type == "cuda"
     facts: dict[str, str | int | float] = {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if on_gpu else _cpu_field("model name") or _processor(),
+        "device_name": torch.cuda.get_device_name(device)
+        if on_gpu
+        else _cpu_field("model name") or platform.processor() or platform.machine(),
         "cache_bytes": cache_bytes(device),
         "cpu_mhz": _cpu_field("cpu MHz") or "unknown",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
@@ -40,7 +43,9 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         "commit": _commit(),
     }
     if on_gpu:
-        facts |= _gpu_facts()
+        answer = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
+        values = [value.strip() for value in answer.splitlines()[0].split(",")] if answer else []
+        facts |= {f"gpu_{name.replace('.', '_')}": value for name, value in zip(_GPU_FIELDS, values, strict=False)}
     return facts
 
 
@@ -58,10 +63,6 @@ def _cpu_field(name: str) -> str:
             if line.startswith(name):
                 return line.partition(":")[2].strip()
     return ""
-
-
-def _processor() -> str:
-    return platform.processor() or platform.machine()
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -86,7 +87,31 @@ def _commit() -> str:
     return (commit + "+changes" if changed else commit) or "unknown"
 
 
-def _gpu_facts() -> dict[str, str]:
-    answer = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
-    values = [value.strip() for value in answer.splitlines()[0].split(",")] if answer else []
-    return {f"gpu_{field.replace('.', '_')}": value for field, value in zip(_GPU_FIELDS, values, strict=False)}
+def read_bandwidth(device: torch.device | str, *, size_bytes: int | None = None, repeats: int = 7) -> float:
+    """Measure the read bandwidth of a device, in bytes per second.
+
+    Sums a tensor that no cache holds, `repeats` times, and takes the median; the threads are torch's.
+
+    Args:
+        size_bytes: of the tensor; None means 1 GiB on a CPU, and on a GPU 4 GiB or half of what is free.
+        repeats: timed passes, after one that is not counted.
+    """
+    device = torch.device(device)
+    if size_bytes is None:
+        size_bytes = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 2) if device.type == "cuda" else 1 << 30
+    data = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
+    seconds = sorted(_timed_sum(data) for _ in range(repeats + 1))
+    return data.nbytes / seconds[len(seconds) // 2]
+
+
+def _timed_sum(data: torch.Tensor) -> float:
+    if data.is_cuda:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        data.sum()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+    began = time.perf_counter()
+    data.sum()
+    return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Ladders tried out: a recorded load replayed through each of them in turn, and what the graphs cost."""
+"""Trials of ladders: a recorded load replayed through each of them in alternation, and the cost of their graphs."""
 
 from __future__ import annotations
 
@@ -24,40 +24,26 @@ from graphdecode.profiling.latency import STEPS_PER_STAGING, rows_at
 
 @dataclass(frozen=True)
 class LadderTrial:
-    """What one ladder took.
+    """Measurements of one ladder."""
 
-    Attributes:
-        step_ms: mean time of a step of the load: the median over the rounds.
-        quiet_ms: the same of the quickest round, which neighbours on the machine disturbed least.
-        rounds_ms: the mean of each round.
-        capture_ms: time of all captures.
-        pool_bytes: memory of all graphs' intermediates.
-    """
-
-    step_ms: float
-    quiet_ms: float
-    rounds_ms: list[float]
-    capture_ms: float
-    pool_bytes: int
+    step_ms: float  # mean time of a step of the load: the median over the rounds
+    quiet_ms: float  # the same of the quickest round, which neighbours on the machine disturbed least
+    rounds_ms: list[float]  # the mean of each round
+    capture_ms: float  # time of all captures
+    pool_bytes: int  # memory of all graphs' intermediates
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One ladder's step over another's: below 1 is quicker.
+    """One ladder's step over another's: below 1 is quicker."""
 
-    Attributes:
-        median: of the rounds, each with the other ladder's of the same time.
-        quiet: quickest round over quickest round.
-        noise: half the distance between the quartiles of the rounds' ratios, over their median.
-    """
-
-    median: float
-    quiet: float
-    noise: float
+    median: float  # of the rounds, each with the other ladder's of the same time
+    quiet: float  # quickest round over quickest round
+    noise: float  # half the distance between the quartiles of the rounds' ratios, over their median
 
     @property
     def verdict(self) -> str:
-        """What can be said beyond the noise."""
+        """The verdict, beyond the noise."""
         if max(self.median, self.quiet) < 1 - self.noise:
             return "quicker"
         if min(self.median, self.quiet) > 1 + self.noise:
@@ -67,25 +53,15 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Trial:
-    """Ladders that took turns.
+    """Ladders measured in alternation."""
 
-    Attributes:
-        model: the model's name, for people.
-        dtype: that it was computed in.
-        backend: of the graphs.
-        context: tokens of each row.
-        steps: of each round.
-        rounds: of each ladder.
-        ladders: by name.
-    """
-
-    model: str
-    dtype: str
-    backend: str
-    context: int
-    steps: int
-    rounds: int
-    ladders: dict[str, LadderTrial]
+    model: str  # the model's name, for people
+    dtype: str  # that it was computed in
+    backend: str  # of the graphs
+    context: int  # tokens of each row
+    steps: int  # of each round
+    rounds: int  # of each ladder
+    ladders: dict[str, LadderTrial]  # by name
 
     def ratio(self, name: str, over: str) -> Ratio:
         """Return how one ladder's step compares with another's."""
@@ -100,7 +76,6 @@ def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
 
     Args:
         counts: batch size -> decode steps.
-        steps: how many.
     """
     total = sum(counts.values())
     shares = {size: steps * number / total for size, number in counts.items()}
@@ -125,18 +100,13 @@ def try_ladders(
     rounds: int = 7,
     progress: bool = True,
 ) -> Trial:
-    """Replay a load through each ladder in turn (A B, B A, A B, ...), over one model.
+    """Replay a load through each ladder in alternation (A B, B A, A B, ...), over one model.
 
     Args:
         ladders: by name, all with the same max_batch_size.
         counts: batch size -> decode steps, as recorded.
         model: a checkpoint folder, `"demo"`, or a shape.
-        device: where.
-        dtype: of weights and cache.
         context: tokens of each row.
-        steps: of each round.
-        rounds: of each ladder.
-        progress: show a bar on standard error.
 
     Raises:
         ValueError: the model or the device cannot be used, or a number is out of range.
@@ -147,9 +117,7 @@ def try_ladders(
     largest = max(ladder.max_batch_size for ladder in ladders.values())
     length = context + STEPS_PER_STAGING
     config = BucketConfig(
-        max_batch_size=largest,
-        max_sequence_length=length,
-        total_num_pages=largest * (-(-length // 16) + 1),
+        max_batch_size=largest, max_sequence_length=length, total_num_pages=largest * (-(-length // 16) + 1)
     )
     decoder = load_model(
         model, device=place, dtype=dtype, max_sequence_length=length, batch_sizes=(1, largest), progress=progress
@@ -161,12 +129,14 @@ def try_ladders(
         )
     trace = trace_of(counts, steps)
     with ExitStack() as held:
-        trials: dict[str, _Turns] = {}
+        trials: dict[str, _LadderRun] = {}
         for name, ladder in ladders.items():
-            trials[name] = _Turns(decoder, replace(config, batch_sizes=ladder.sizes), context)
+            trials[name] = _LadderRun(decoder, replace(config, batch_sizes=ladder.sizes), context)
             held.callback(trials[name].close)
-        turns = [(index, name) for index in range(rounds + 1) for name in list(ladders)[:: -1 if index % 2 else 1]]
-        for _, name in tqdm(turns, desc="trying ladders", unit="turn", disable=None if progress else True, leave=False):
+        visits = [(index, name) for index in range(rounds + 1) for name in list(ladders)[:: -1 if index % 2 else 1]]
+        for _, name in tqdm(
+            visits, desc="trying ladders", unit="round", disable=None if progress else True, leave=False
+        ):
             trials[name].run(trace)
         return Trial(
             model,
@@ -179,7 +149,7 @@ def try_ladders(
         )
 
 
-class _Turns:
+class _LadderRun:
     """One ladder's graphs, and what its rounds took."""
 
     def __init__(self, decoder: Model, config: BucketConfig, context: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -19,19 +21,138 @@ from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_of
-from graphdecode.profiling.bandwidth import read_bandwidth
-from graphdecode.profiling.environment import describe_environment
-from graphdecode.profiling.profile_row import ProfileRow, Samples
+from graphdecode.profiling.environment import describe_environment, read_bandwidth
 
+_BARS = 40
+_QUARTILES = 3  # how far a histogram goes: so many times as far from the least value as three quarters of them do
+NOISY = 0.1  # medians of rounds that differ by more say little about a tenth
 _HELD_CYCLES = 4_000_000  # some 2 ms, in which the host gets ahead of the device
+SCHEMA_VERSION = 2
+STEPS_PER_STAGING = 16  # the graph advances itself: rows are set back before they grow far past the context
+ROUNDS = 5  # in which all points take turns, so that a slow minute of the machine falls on all of them
+TRACED_STEPS = 10
+_EAGER_SHARE = 2  # one eager step is timed for so many replays
+_LEAST_EAGER_STEPS = 3
+_WIDE_STEPS = 15  # at most, of each bucket and number of queries
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Percentiles of one kind of duration."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        """Return the percentiles of some durations, in their unit."""
+        p50, p90, p99 = np.percentile(values, [50, 90, 99])
+        return cls(float(p50), float(p90), float(p99), float(max(values)))
+
+    @classmethod
+    def weighted(cls, weights: Mapping[float, float]) -> Percentiles:
+        """Return the percentiles of some values that count by their weights.
+
+        Args:
+            weights: value -> weight; at least one is above 0.
+        """
+        values = sorted(value for value, weight in weights.items() if weight > 0)
+        shares = np.cumsum([weights[value] for value in values])
+        p50, p90, p99 = (values[int(np.searchsorted(shares, share * shares[-1]))] for share in (0.5, 0.9, 0.99))
+        return cls(float(p50), float(p90), float(p99), float(values[-1]))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Histogram of durations."""
+
+    low: float  # lower end of the first bar
+    high: float  # upper end of the last bar
+    counts: list[int]  # of each bar
+    above: int  # durations past the last bar: a stall of the machine would otherwise make one bar of all the rest
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Histogram:
+        """Return the histogram of some durations, in their unit."""
+        low, p75 = float(min(values)), float(np.percentile(values, 75))
+        high = max(min(float(max(values)), low + _QUARTILES * (p75 - low)), low * (1 + 1e-6) + 1e-12)
+        counts, _ = np.histogram(values, bins=_BARS, range=(low, high))
+        return cls(low, high, [int(count) for count in counts], sum(value > high for value in values))
+
+
+def spread_of(round_ms: Sequence[float]) -> float:
+    """Return half the range of the rounds' medians over their median; of three rounds or more, the worst is left out.
+
+    One round may be spoilt by a neighbour without moving the median of all; two spoilt rounds may move it.
+    """
+    ordered = sorted(round_ms)
+    kept = ordered[:-1] if len(ordered) > 2 else ordered
+    return (kept[-1] - kept[0]) / 2 / statistics.median(ordered)
+
+
+@dataclass
+class Samples:
+    """Times at one point over all rounds, and the median of each round."""
+
+    launch_us: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    token_ms: list[float] = field(default_factory=list)
+    eager_ms: list[float] = field(default_factory=list)
+    round_ms: list[float] = field(default_factory=list)
+    eager_round_ms: list[float] = field(default_factory=list)
+
+    def add_round(
+        self, launch_us: Sequence[float], step_ms: Sequence[float], token_ms: Sequence[float], eager_ms: Sequence[float]
+    ) -> None:
+        """Add the times of one round."""
+        self.launch_us += launch_us
+        self.step_ms += step_ms
+        self.token_ms += token_ms
+        self.eager_ms += eager_ms
+        self.round_ms.append(statistics.median(step_ms))
+        self.eager_round_ms.append(statistics.median(eager_ms))
+
+    def row(self, bucket: int, context: int, bytes_moved: int, bandwidth: float, cache_bytes: int) -> dict[str, Any]:
+        """Return the figures of the point, as `profile.json` holds them.
+
+        Args:
+            bucket: rows, all of them live.
+            context: tokens in the cache of each row.
+            bytes_moved: that a step must read and write: weights once, keys and values of all rows once.
+            bandwidth: measured in the same run, in bytes per second.
+            cache_bytes: of the processor's last cache.
+        """
+        step, eager = Percentiles.of(self.step_ms), Percentiles.of(self.eager_ms)
+        seconds, noise = step.p50 / 1000, spread_of(self.round_ms)
+        return {
+            "bucket": bucket,
+            "context": context,
+            "launch_us": asdict(Percentiles.of(self.launch_us)),  # host time of the launch
+            "step_ms": asdict(step),  # on the device
+            "token_ms": asdict(Percentiles.of(self.token_ms)),  # from the launch to the tokens in the host's hands
+            "eager_ms": asdict(eager),  # the same step, run eagerly
+            "replay_speedup": eager.p50 / step.p50,
+            "bytes_moved": bytes_moved,
+            "in_cache": bytes_moved <= cache_bytes,  # memory sets no floor then
+            "achieved_bytes_per_second": bytes_moved / seconds,
+            "bandwidth_share": bytes_moved / seconds / bandwidth,
+            "floor_ms": 1000 * bytes_moved / bandwidth,
+            "times_floor": seconds * bandwidth / bytes_moved,
+            "round_ms": self.round_ms,  # median step of each round
+            "noise": noise,
+            "noisy": noise > NOISY,  # the figures cannot be trusted to a tenth
+            "eager_round_ms": self.eager_round_ms,
+            "eager_noise": spread_of(self.eager_round_ms),  # `replay_speedup` cannot be trusted any further
+            "histogram_ms": asdict(Histogram.of(self.step_ms)),
+        }
 
 
 def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool = True) -> list[float]:
     """Return the time of each of `count` steps on a GPU in ms, one launched behind the other.
 
     Args:
-        launch: starts a step.
-        count: how many.
         is_held: hold the device back until the host has launched all of them, so that each begins where the one before
             ends, and no launch is part of its time; else a step takes as long as the slower of the two.
     """
@@ -47,20 +168,10 @@ def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool =
     return [begin.elapsed_time(end) for begin, end in pairwise(events)]
 
 
-SCHEMA_VERSION = 2
-STEPS_PER_STAGING = 16  # the graph advances itself: rows are set back before they grow far past the context
-ROUNDS = 5  # in which all points take turns, so that a slow minute of the machine falls on all of them
-TRACED_STEPS = 10
-_EAGER_SHARE = 2  # one eager step is timed for so many replays
-_LEAST_EAGER_STEPS = 3
-_WIDE_STEPS = 15  # at most, of each bucket and number of queries
-
-
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
     """Return the bytes that a step must move: the weights once, each row's keys and values once, the new ones written.
 
     Args:
-        runner: model and cache.
         bucket: rows.
         context: tokens of each row.
     """
@@ -72,7 +183,6 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
     """Give rows that have `context - 1` tokens in the cache and are about to feed the next one; their pages are theirs.
 
     Args:
-        runner: whose cache it is.
         count: rows.
         context: tokens of each.
         logprobs: how many log-probabilities a step is to give besides the token's own; -1: none.
@@ -128,8 +238,6 @@ class LatencyProfiler:
 
         Args:
             contexts: tokens in the cache of each row.
-            model: the model's name, for people.
-            progress: show a bar on standard error.
 
         Raises:
             ValueError: a context is less than 1, or does not fit the capacity.
@@ -154,12 +262,14 @@ class LatencyProfiler:
             if len(bandwidths) == index:
                 bandwidths.append(read_bandwidth(device, repeats=2))
             steps = self._steps // rounds + (index < self._steps % rounds)
-            self._visit(points[bucket, context], bucket, context, steps)
+            with rows_at(runner, bucket, context) as live:
+                times = self.replayed(live, steps)
+                eager_ms = self.eager(live, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
+            points[bucket, context].add_round(*times, eager_ms)
         wide = self._wide_steps(contexts[0], min(self._steps, _WIDE_STEPS))
         bandwidth, cache_bytes = statistics.median(bandwidths), int(environment["cache_bytes"])
         rows = [
-            ProfileRow.of(*point, samples, step_bytes(runner, *point), bandwidth, cache_bytes)
-            for point, samples in points.items()
+            samples.row(*point, step_bytes(runner, *point), bandwidth, cache_bytes) for point, samples in points.items()
         ]
         return {
             "schema": SCHEMA_VERSION,
@@ -173,7 +283,7 @@ class LatencyProfiler:
             "steps": self._steps,
             "rounds": rounds,
             "captures": runner.graphs.report().as_dict(),
-            "rows": [asdict(row) for row in rows],
+            "rows": rows,
             "wide_steps": wide,
         }
 
@@ -195,13 +305,6 @@ class LatencyProfiler:
             profiler.export_chrome_trace(str(path))
         return path
 
-    def _visit(self, samples: Samples, bucket: int, context: int, steps: int) -> None:
-        """Time one point's steps of one round, replayed and eager."""
-        with rows_at(self.runner, bucket, context) as rows:
-            launch_us, step_ms, token_ms = self.replayed(rows, steps)
-            eager_ms = self.eager(rows, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
-        samples.add_round(launch_us, step_ms, token_ms, eager_ms)
-
     def _wide_steps(self, context: int, count: int) -> list[dict[str, float]]:
         """Time the steps of several queries a row, where there are such: bucket, queries, context and median step_ms.
 
@@ -213,14 +316,14 @@ class LatencyProfiler:
         if len(widths) == 1:
             return []
         times: dict[tuple[int, int], list[float]] = {}
-        for turn in range(count + 2):
+        for repeat in range(count + 2):
             for bucket in graphs.buckets:
                 with rows_at(self.runner, bucket, context) as rows:
                     for queries in widths:
                         self._stage(rows)
                         began = time.perf_counter()
                         self.runner.read(self.runner.launch(LaunchPlan(StepShape(bucket, queries))))
-                        if turn > 1:  # the first use may capture
+                        if repeat > 1:  # the first use may capture
                             times.setdefault((bucket, queries), []).append(1e3 * (time.perf_counter() - began))
         return [
             {"bucket": bucket, "queries": queries, "context": context, "step_ms": statistics.median(found)}

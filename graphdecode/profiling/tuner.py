@@ -1,28 +1,93 @@
-"""The best ladder for a load: which batch sizes should have a graph, given how often each occurs and what it costs."""
+"""Bucket ladders for a recorded load: the record, what steps and graphs cost, and the best ladders side by side."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause, shown
+
+SCHEMA_VERSION = 1  # of the report that holds these figures
+TODAY = "today"
+
+
+def read_batch_sizes(path: Path) -> Counter[int]:
+    """Read a histogram of batch sizes: batch size -> decode steps.
+
+    Raises:
+        ValueError: the file cannot be read, holds something else, or counts no step.
+    """
+    counts = _read(path)
+    if not counts.total():
+        raise ArgumentError(f"{path} counts no decode step")
+    return counts
+
+
+def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
+    """Add a histogram to a file, merging it with what earlier runs left there; all of it or nothing is written.
+
+    Raises:
+        ValueError: the file holds something else, or cannot be written.
+    """
+    merged = Counter(counts)
+    if path.exists():
+        merged += _read(path)
+    text = json.dumps({"batch_sizes": {str(size): merged[size] for size in sorted(merged)}}, indent=1) + "\n"
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ArgumentError(f"{path} cannot be written: {cause(error)}") from error
+
+
+def check_record(path: Path) -> None:
+    """Refuse a file that a run could not add its batch sizes to, before the run.
+
+    Raises:
+        ValueError: `path` is in no folder, is a folder, or holds something else than a record.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArgumentError(f"{path} must be a file in a folder that exists")
+    if not os.access(path.parent, os.W_OK):
+        raise ArgumentError(f"{path} cannot be written: its folder is read-only")
+    if path.exists():
+        _read(path)
+
+
+def _read(path: Path) -> Counter[int]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} is no record of batch sizes: {cause(error)}") from error
+    counts = record.get("batch_sizes") if isinstance(record, dict) else None
+    if not isinstance(counts, dict):
+        raise ArgumentError(f"{path} is no record of batch sizes: it must be an object with an object batch_sizes")
+    for size, steps in counts.items():
+        if not re.fullmatch(r"[1-9]\d{0,8}", size) or type(steps) is not int or steps < 0:
+            raise ArgumentError(
+                f"{path} is no record of batch sizes: sizes must be integers >= 1 and their counts integers >= 0, "
+                f"got {shown(size)}: {shown(steps)}"
+            )
+    return Counter({int(size): steps for size, steps in counts.items()})
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a decode step costs at each batch size, in milliseconds.
+    """Cost of a decode step at each batch size, in milliseconds."""
 
-    Attributes:
-        step_ms: [max_batch_size + 1]; entry b is the cost of a graph of b rows, entry 0 is not used.
-        source: where the numbers come from, for people.
-    """
-
-    step_ms: np.ndarray
-    source: str
+    step_ms: np.ndarray  # [max_batch_size + 1]; entry b is the cost of a graph of b rows, entry 0 is not used
+    source: str  # where the numbers come from, for people
 
     @classmethod
     def linear(cls, max_batch_size: int, *, base_ms: float = 1.0, row_ms: float = 0.02) -> StepCost:
@@ -48,15 +113,10 @@ class StepCost:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """What a graph costs to have, at each batch size; entry b is of a graph of b rows, entry 0 is not used.
+    """Cost of a graph at each batch size; entry b is of a graph of b rows, entry 0 is not used."""
 
-    Attributes:
-        capture_ms: [max_batch_size + 1]; time of its capture.
-        pool_bytes: [max_batch_size + 1]; memory of its intermediates.
-    """
-
-    capture_ms: np.ndarray
-    pool_bytes: np.ndarray
+    capture_ms: np.ndarray  # [max_batch_size + 1]; time of its capture
+    pool_bytes: np.ndarray  # [max_batch_size + 1]; memory of its intermediates
 
     @classmethod
     def from_profile(cls, profile: dict, max_batch_size: int) -> GraphCost | None:
@@ -66,7 +126,11 @@ class GraphCost:
             profile: what `read_profile` returned.
             max_batch_size: rows.
         """
-        captured = [bucket for bucket in profile["captures"]["buckets"] if _is_plain(bucket)]
+        captured = [
+            bucket
+            for bucket in profile["captures"]["buckets"]
+            if bucket["state"] == "captured" and bucket.get("queries", 1) == 1
+        ]
         if not captured:
             return None
         times = {bucket["bucket"]: bucket["capture_ms"] for bucket in captured}
@@ -76,18 +140,12 @@ class GraphCost:
 
 @dataclass(frozen=True)
 class QueryCost:
-    """What a step costs that feeds several tokens of a row: the ladder's other axis, for speculation.
+    """Cost of a step with several queries a row, for speculation."""
 
-    Attributes:
-        bucket: rows.
-        queries: of each row.
-        step_ms: from the launch to the tokens in the host's hands.
-        break_even: tokens that a row has to gain by such a step, on average, for it to be no slower than plain ones.
-    """
-
-    bucket: int
-    queries: int
-    step_ms: float
+    bucket: int  # rows
+    queries: int  # of each row
+    step_ms: float  # from the launch to the tokens in the host's hands
+    # tokens that a row has to gain by such a step, on average, for it to be no slower than plain ones
     break_even: float
 
 
@@ -102,10 +160,6 @@ def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
         QueryCost(bucket, queries, step_ms, step_ms / measured[bucket, 1])
         for (bucket, queries), step_ms in sorted(measured.items())
     ]
-
-
-def _is_plain(bucket: dict) -> bool:
-    return bucket["state"] == "captured" and bucket.get("queries", 1) == 1
 
 
 def _interpolated(points: Mapping[int, float], max_batch_size: int) -> np.ndarray:
@@ -139,9 +193,6 @@ def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int,
 
     Args:
         counts: batch size -> decode steps; sizes in 1..max_batch_size.
-        cost: of a step.
-        max_batch_size: always one of the buckets.
-        max_graphs: how many buckets there may be.
 
     Raises:
         ValueError: a batch size is outside the range, nothing was counted, or there may be no bucket.
@@ -153,7 +204,12 @@ def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int,
         )
     if max_graphs < 1:
         raise ArgumentError(f"max_graphs must be >= 1, got {max_graphs}")
-    buckets = _worthwhile_buckets(sorted(size for size, steps in counts.items() if steps), cost, max_batch_size)
+    sizes = sorted(size for size, steps in counts.items() if steps)
+    cheapest = (
+        size + int(cost.step_ms[size:following].argmin())
+        for size, following in zip(sizes, [*sizes[1:], max_batch_size + 1], strict=True)
+    )
+    buckets = sorted({max_batch_size, *cheapest})
     served = np.array([0, *(sum(steps for size, steps in counts.items() if size <= bucket) for bucket in buckets)])
     step_ms = np.array([0.0, *cost.step_ms[buckets]])
     best = served * step_ms  # best[j]: everything up to buckets[j - 1] in that bucket; 0 is no bucket
@@ -170,13 +226,6 @@ def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int,
     return ladders
 
 
-def _worthwhile_buckets(sizes: Sequence[int], cost: StepCost, max_batch_size: int) -> list[int]:
-    buckets = {max_batch_size}
-    for size, following in zip(sizes, [*sizes[1:], max_batch_size + 1], strict=True):
-        buckets.add(size + int(cost.step_ms[size:following].argmin()))
-    return sorted(buckets)
-
-
 def _trace(before: Sequence[np.ndarray], buckets: Sequence[int], max_batch_size: int) -> BucketLadder:
     chosen, index = [], len(buckets)
     for choice in reversed(before):
@@ -185,3 +234,60 @@ def _trace(before: Sequence[np.ndarray], buckets: Sequence[int], max_batch_size:
             break
         chosen.append(buckets[index - 1])
     return BucketLadder(chosen, max_batch_size)
+
+
+@dataclass(frozen=True)
+class LadderFigures:
+    """Figures of a ladder under a load."""
+
+    name: str  # "today", "auto K" (made without knowing the load) or "best of K" graphs
+    sizes: tuple[int, ...]  # the buckets
+    expected_ms: float  # mean cost of a step
+    gain_ms: float | None  # what a step of "best of K" saves against "best of K-1"; None for others
+    padding_share: float  # share of the computed rows that are padding
+    capture_ms: float | None  # expected time to capture all graphs; None where no profile tells
+    pool_bytes: float | None  # expected memory of their intermediates; None likewise
+
+    @property
+    def ladder(self) -> BucketLadder:
+        """The ladder itself."""
+        return BucketLadder(self.sizes, self.sizes[-1])
+
+
+def compare_ladders(
+    counts: Mapping[int, int], today: BucketLadder, cost: StepCost, max_graphs: int, graph_cost: GraphCost | None = None
+) -> list[LadderFigures]:
+    """Put the ladder in force first, then the best ones of 1, 2, ... graphs; the last is the one to take.
+
+    Where `max_graphs` is not the number of graphs in force, the ladder that would be made of so many without knowing
+    the load stands between them.
+
+    Args:
+        counts: batch size -> decode steps.
+        today: the ladder in force; its largest bucket is the capacity.
+
+    Raises:
+        ValueError: a batch size is outside the capacity, nothing was counted, or there may be no bucket.
+    """
+    top = today.max_batch_size
+    best = best_ladders(counts, cost, top, max_graphs)
+    named = {TODAY: today}
+    if len(today) != max_graphs:
+        named[f"auto {max_graphs}"] = BucketLadder.auto(top, max_graphs)
+    named |= {f"best of {graphs}": ladder for graphs, ladder in enumerate(best, 1)}
+    figures: list[LadderFigures] = []
+    for name, ladder in named.items():
+        expected_ms = expected_step_ms(ladder, counts, cost)
+        follows = name.startswith("best") and figures[-1].name.startswith("best")
+        figures.append(
+            LadderFigures(
+                name,
+                ladder.sizes,
+                expected_ms,
+                figures[-1].expected_ms - expected_ms if follows else None,
+                padding_share(ladder, counts),
+                None if graph_cost is None else float(graph_cost.capture_ms[list(ladder)].sum()),
+                None if graph_cost is None else float(graph_cost.pool_bytes[list(ladder)].sum()),
+            )
+        )
+    return figures

@@ -1,10 +1,13 @@
-"""The endpoints."""
+"""The HTTP application: endpoints, and access by host name and API key."""
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import hmac
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,16 +19,115 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from graphdecode.config import ServerConfig
 from graphdecode.errors import shown
-from graphdecode.server.body import unless_gone
-from graphdecode.server.chat_completions import rendered_chat
+from graphdecode.server.completions import rendered_chat
 from graphdecode.server.desk import Desk
 from graphdecode.server.endpoint import GENERATING, Endpoint
-from graphdecode.server.guards import HostGuard, KeyGuard, caller_of, own_names
-from graphdecode.server.http_errors import SAYING, HttpError
+from graphdecode.server.http import SAYING, HttpError, while_there
 from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
+
+_KEY = "graphdecode.key"  # in a scope: the digest of the key that let it in
+_NETWORK_BYTES = 8  # of an address of IPv6; what is behind them one client may choose
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class _Guard(ABC):
+    """Lets requests through to the application behind it, or refuses them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    @abstractmethod
+    def refusal(self, scope: Scope) -> HttpError | None:
+        """Return why a request of HTTP is refused; None: it is let through."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or let it through."""
+        wrong = self.refusal(scope) if scope["type"] == "http" else None
+        if wrong is None:
+            await self._app(scope, receive, send)
+        else:
+            await JSONResponse(wrong.body, wrong.status, wrong.headers)(scope, receive, send)
+
+
+class HostGuard(_Guard):
+    """Refuses requests that call the server by a name which is not its own, `localhost`, or an address.
+
+    A page of elsewhere can let its own name point to this machine (DNS rebinding), and then read what the server says:
+    to the browser both are one origin. Its name stands in `Host`, and an address there is nobody's name.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        super().__init__(app)
+        self._hosts = frozenset(host.lower().rstrip(".") for host in (*hosts, "localhost"))
+
+    def refusal(self, scope: Scope) -> HttpError | None:
+        """See `_Guard`."""
+        for host in [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]:
+            # without its port, and an address of IPv6 without its brackets
+            name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].lower().rstrip(".")
+            if name not in self._hosts and not _is_address(name):
+                told = f"this server is not called {name[:200]!r}; [server] allowed_hosts names more"
+                return HttpError(403, told, code="host")
+        return None
+
+
+class KeyGuard(_Guard):
+    """Lets into /v1 only who brings a key; comparing takes as long for a wrong key as for a right one."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        super().__init__(app)
+        self._keys = [key.encode() for key in keys]
+
+    def refusal(self, scope: Scope) -> HttpError | None:
+        """See `_Guard`; the key that let a request in names its caller."""
+        if not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
+            return None
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            headers = {"WWW-Authenticate": "Bearer"}
+            return HttpError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
+        scope[_KEY] = hashlib.blake2b(key.strip(), digest_size=16).hexdigest()
+        return None
+
+
+def caller_of(scope: MutableMapping[str, Any]) -> str:
+    """Return the caller of a request, who cannot choose it: the digest of the API key, else the client's address."""
+    if _KEY in scope:
+        return str(scope[_KEY])
+    host = (scope.get("client") or ("",))[0]
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+        return address.packed[:_NETWORK_BYTES].hex()
+    return host
+
+
+def own_names(limits: ServerConfig) -> tuple[str, ...] | None:
+    """Return the names, besides localhost, that a server may be called by; None: any."""
+    names = tuple(limits.allowed_hosts)
+    is_local = limits.host == "localhost" or (_is_address(limits.host) and ip_address(limits.host).is_loopback)
+    return None if "*" in names or not (names or is_local) else names
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def prepared_tokens(desk: Desk, body: Tokenize) -> bytes:
@@ -62,13 +164,12 @@ def prepared_text(desk: Desk, body: Detokenize) -> bytes:
     return bytes(JSONResponse({"prompt": desk.tokenizer.decode(body.tokens)}).body)
 
 
-async def as_it_is(service: Service, prepared: bytes, caller: str) -> Response:
-    """Return the response that was prepared."""
+async def _as_it_is(service: Service, prepared: bytes, caller: str) -> Response:
     return Response(prepared, media_type="application/json")
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """Return what clients that render and tokenise themselves want to know."""
+    """Return facts for clients that render and tokenize themselves."""
     tokenizer = service.tokenizer
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     return {
@@ -106,27 +207,48 @@ def live(service: Service) -> dict[str, Any]:
 
 
 _PAGE = Path(__file__).parent / "page"
-_PAGE_MAY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-
-log = logging.getLogger(__name__)
 
 
 def make_app(service: Service) -> Starlette:
     """Return the application over a service that was started."""
-    endpoints = Endpoints(service)
+    card = {
+        "id": service.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "graphdecode",
+        "root": service.path.name,
+        "max_model_len": service.client.rules.capacity.token_limit,
+    }
+
+    def one_model(request: Request) -> dict[str, object]:
+        service.desk.check_model(request.path_params["model"])
+        return card
+
+    def health(_: Request) -> Response:  # empty, and 200 while requests are served
+        return Response(status_code=200 if service.is_healthy else 503)
+
+    def metrics(_: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def page(_: Request) -> Response:  # which needs nothing from elsewhere
+        return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
+
+    posted: list[tuple[str, Endpoint[Any, Any, Response]]] = [
+        *GENERATING.items(),
+        ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_it_is)),
+        ("/detokenize", Endpoint(Detokenize, prepared_text, _as_it_is)),
+    ]
     routes = [
-        Route("/v1/models", endpoints.models),
-        Route("/v1/models/{model:path}", endpoints.model),
-        *[Route(url, endpoints.of(endpoint), methods=["POST"]) for url, endpoint in GENERATING.items()],
-        Route("/tokenize", endpoints.of(Endpoint(Tokenize, prepared_tokens, as_it_is)), methods=["POST"]),
-        Route("/detokenize", endpoints.of(Endpoint(Detokenize, prepared_text, as_it_is)), methods=["POST"]),
-        Route("/tokenizer_info", endpoints.tokenizer_info),
-        Route("/health", endpoints.health),
-        Route("/ping", endpoints.health),
-        Route("/version", endpoints.version),
-        Route("/metrics", endpoints.metrics),
-        Route("/live", endpoints.live),
-        Route("/", endpoints.page),
+        Route("/v1/models", _get(lambda _: {"object": "list", "data": [card]})),
+        Route("/v1/models/{model:path}", _get(one_model)),
+        *[Route(url, _post(service, endpoint), methods=["POST"]) for url, endpoint in posted],
+        Route("/tokenizer_info", _get(lambda _: tokenizer_info(service))),
+        Route("/health", _get(health)),
+        Route("/ping", _get(health)),
+        Route("/version", _get(lambda _: {"version": service.version})),
+        Route("/metrics", _get(metrics)),
+        Route("/live", _get(lambda _: live(service))),
+        Route("/", _get(page)),
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
     limits = service.limits
@@ -139,83 +261,30 @@ def make_app(service: Service) -> Starlette:
         )
     if service.api_keys:
         middleware.append(Middleware(KeyGuard, keys=service.api_keys))
-    return Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers=SAYING,
-    )
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=SAYING)
 
 
-class Endpoints:
-    """Reads what a request says, and lets the service answer it.
+def _get(answer: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers a request in the event loop, with JSON unless it is a response already."""
 
-    Args:
-        service: that was started.
-    """
+    async def answered(request: Request) -> Response:
+        found = answer(request)
+        return found if isinstance(found, Response) else JSONResponse(found)
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._started = int(time.time())
+    return answered
 
-    def of(self, endpoint: Endpoint[Any, Any, Response]) -> Callable[[Request], Awaitable[Response]]:
-        """Return what takes requests to an endpoint."""
 
-        async def taken(request: Request) -> Response:
-            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if media_type != "application/json":  # a page of another origin may send the others unasked
-                raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
-            async with self._service.bodies.read(request) as data:
-                return await unless_gone(
-                    request.receive, endpoint.respond(self._service, data, caller_of(request.scope))
-                )
+def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Return what takes requests with a body to an endpoint."""
 
-        return taken
+    async def answered(request: Request) -> Response:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":  # a page of another origin may send the others unasked
+            raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
+        async with service.bodies.read(request) as data:
+            response = await while_there(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
+        if response is None:
+            raise HttpError(499, "the client went away")
+        return response
 
-    def _card(self) -> dict[str, object]:
-        service = self._service
-        return {
-            "id": service.model_name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "graphdecode",
-            "root": service.path.name,
-            "max_model_len": service.client.rules.capacity.token_limit,
-        }
-
-    async def models(self, _: Request) -> Response:
-        """`GET /v1/models`."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
-
-    async def model(self, request: Request) -> Response:
-        """`GET /v1/models/NAME`."""
-        self._service.desk.check_model(request.path_params["model"])
-        return JSONResponse(self._card())
-
-    async def tokenizer_info(self, _: Request) -> Response:
-        """`GET /tokenizer_info`."""
-        return JSONResponse(tokenizer_info(self._service))
-
-    async def health(self, _: Request) -> Response:
-        """`GET /health`: empty, and 200 while requests are served."""
-        return Response(status_code=200 if self._service.is_healthy else 503)
-
-    async def version(self, _: Request) -> Response:
-        """`GET /version`."""
-        return JSONResponse({"version": self._service.version})
-
-    async def live(self, _: Request) -> Response:
-        """`GET /live`, for the page."""
-        return JSONResponse(live(self._service))
-
-    async def page(self, _: Request) -> Response:
-        """`GET /`: the page, which needs nothing from elsewhere."""
-        headers = {
-            "Content-Security-Policy": _PAGE_MAY,
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }
-        return FileResponse(_PAGE / "index.html", headers=headers)
-
-    async def metrics(self, _: Request) -> Response:
-        """`GET /metrics`, for Prometheus."""
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return answered

@@ -1,8 +1,10 @@
-"""What it takes to make of a body what the engine is asked: a tokenizer, a template, limits; here or in a child."""
+"""Prepares requests for the engine: tokenizer, chat template and limits, in this process or in a child."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from graphdecode.config import ServerConfig
@@ -10,64 +12,43 @@ from graphdecode.engine import SamplingParams
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
-from graphdecode.server.http_errors import HttpError
-from graphdecode.text.intake import Asked, Intake, Resolved
-from graphdecode.text.prompts import as_prompt
+from graphdecode.server.http import HttpError
+from graphdecode.text.intake import Asked, Intake, Resolved, as_prompt
 
 
 class Serves(NamedTuple):
-    """What an `Intake` asks of an engine that is elsewhere."""
+    """What an `Intake` knows of an engine in another process."""
 
     rules: RequestRules
     seed: int
 
 
+@dataclass
 class Desk:
-    """Makes prompts and parameters ready for the engine; it can be sent to another process.
+    """Prepares prompts and parameters for the engine; picklable."""
 
-    Args:
-        model_name: what clients call the model.
-        tokenizer: of transformers.
-        limits: of the server.
-        sampling_defaults: of the checkpoint.
-        serves: what the engine can serve.
-        max_open: answers that run and wait at a time.
-    """
+    model_name: str
+    tokenizer: Any  # of transformers
+    limits: ServerConfig
+    sampling_defaults: SamplingParams  # of the checkpoint
+    serves: Serves
+    max_open: int  # answers that run and wait at a time
 
-    def __init__(
-        self,
-        model_name: str,
-        tokenizer: Any,
-        limits: ServerConfig,
-        sampling_defaults: SamplingParams,
-        serves: Serves,
-        max_open: int,
-    ) -> None:
-        self.model_name = model_name
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self.sampling_defaults = sampling_defaults
-        self.serves = serves
-        self.max_open = max_open
-        self.intake = self._made_intake()
-
-    def _made_intake(self) -> Intake:
-        return Intake(self.serves, self.tokenizer)  # type: ignore[arg-type]
+    @cached_property
+    def intake(self) -> Intake:
+        """The intake: prompts to tokens."""
+        return Intake(self.serves, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "intake"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.intake = self._made_intake()
-
     @property
     def mask_words(self) -> int:
-        """Of the mask of a token."""
+        """32-bit words of a token mask."""
         return -(-self.serves.rules.vocab_size // MASK_BITS)
 
     def warm(self) -> Desk:
-        """Return this, with what all forms share made; where forms cannot be read, each of them says so."""
+        """Return this with what all grammars share made; where grammars cannot be read, each request says so."""
         with suppress(GraphdecodeError):
             self.intake.grammars.warm()
         return self
@@ -86,14 +67,8 @@ class Desk:
                 code="model_not_found",
             )
 
-    def asked(self, params: SamplingParams, prompts: int, *, priority: int, has_form: bool) -> Asked:
-        """Return what a request asks for, whatever its prompts are.
-
-        Args:
-            params: of all answers.
-            prompts: as many.
-            priority: the lowest is served first.
-            has_form: the answers are to have a form.
+    def asked(self, params: SamplingParams, prompts: int, *, priority: int, is_structured: bool) -> Asked:
+        """Check and resolve the parameters that all prompts of a request share.
 
         Raises:
             HttpError: there are too many prompts, or answers.
@@ -111,14 +86,12 @@ class Desk:
                 "answers at most run and wait at a time (max_batch_size and max_waiting)",
                 param="n" if params.n > 1 else "prompt",
             )
-        return self.intake.asked(params, priority=priority, has_form=has_form)
+        return self.intake.asked(params, priority=priority, is_structured=is_structured)
 
     def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:
         """Return a prompt in tokens.
 
         Args:
-            prompt: text or token ids.
-            asked: of its answers.
             special: add the special tokens that the tokenizer begins a text with.
 
         Raises:

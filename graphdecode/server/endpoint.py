@@ -1,4 +1,4 @@
-"""What stands behind a path that takes a body, whether HTTP or a file brings it."""
+"""Endpoints that take a body, over HTTP or from a batch file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.body import LARGE_BYTES
-from graphdecode.server.chat_completions import chat, prepared_chat
-from graphdecode.server.completions import complete, prepared_completion
+from graphdecode.server.completions import chat, complete, prepared_chat, prepared_completion
 from graphdecode.server.desk import Desk
 from graphdecode.server.forked_work import WorkError, WorkLimits
-from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
 from graphdecode.server.protocol import (
     Body,
     ChatCompletion,
@@ -38,25 +36,15 @@ _LIMITS = WorkLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 
 @dataclass(frozen=True)
 class Endpoint(Generic[B, P, R]):
-    """Reads a body, and lets the service answer it.
+    """Reads a body, and lets the service answer it."""
 
-    Attributes:
-        kind: of the body.
-        prepare: makes of a body what can be answered in no time; it may run in another process.
-        answer: makes the response for a service, what was prepared and its caller.
-    """
-
-    kind: type[B]
-    prepare: Callable[[Desk, B], P]
+    kind: type[B]  # of the body
+    prepare: Callable[[Desk, B], P]  # makes of a body what can be answered in no time; it may run in another process
+    # makes the response for a service, what was prepared and its caller
     answer: Callable[[Service, P, str], Awaitable[R]]
 
     async def respond(self, service: Service, data: bytes, caller: str) -> R:
         """Return the response to a body.
-
-        Args:
-            service: that was started.
-            data: the body as it came.
-            caller: whose it is.
 
         Raises:
             HttpError: it cannot be served.
@@ -77,18 +65,20 @@ class Endpoint(Generic[B, P, R]):
             return await self.answer(service, result, caller)
 
     def prepared(self, desk: Desk, data: bytes, *, in_child: bool) -> tuple[P, tuple[str, ...]] | None:
-        """Return what is made of a body, and the names in it that are not known.
+        """Parse and prepare a body; return it with the names of its unknown fields.
 
         Args:
-            desk: that makes it.
-            data: the body as it came.
             in_child: nobody else waits for it; otherwise None comes back for a body that takes long, or brings a
                 template, which is a program.
 
         Raises:
             HttpError: it cannot be served.
         """
-        body = self._parsed(data)
+        try:
+            body = self.kind.model_validate_json(data)
+        except ValidationError as error:
+            message, place, code = problem_of(error)
+            raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
         desk.check_model(body.model)
         if not in_child and (body.parts > _MOST_PARTS_HERE or getattr(body, "chat_template", None) is not None):
             return None
@@ -103,13 +93,6 @@ class Endpoint(Generic[B, P, R]):
             raise
         except GraphdecodeError as error:
             raise as_http_error(error, frozenset(self.kind.model_fields)) from error
-
-    def _parsed(self, data: bytes) -> B:
-        try:
-            return self.kind.model_validate_json(data)
-        except ValidationError as error:
-            message, place, code = problem_of(error)
-            raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
 
 
 def _prepared(desk: Desk, endpoint: Endpoint[Any, Any, Any], data: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Stands for the engine in the process that speaks HTTP: starts its process, talks to it, and starts it again."""
+"""Client of the engine's process: starts it, talks to it, and restarts it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
-from graphdecode.server.forms import KEPT_BYTES, ReadForm, TaughtForms
-from graphdecode.server.http_errors import RESTARTING
+from graphdecode.server.http import RESTARTING
+from graphdecode.server.structured_outputs import KEPT_BYTES, KeptGrammars, ReadGrammar
 from graphdecode.server.wire import (
     Abort,
     Add,
@@ -26,7 +26,6 @@ from graphdecode.server.wire import (
     EngineSetup,
     Finish,
     Forget,
-    PackedEvent,
     Refused,
     Teach,
     Vitals,
@@ -39,42 +38,28 @@ from graphdecode.server.wire import (
 _DIED = "the engine's process ended before the answer was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
 _LISTENED = 4  # times within a silence, for it may be this process that stood still
-_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that reads a form keeps what it once took
+_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles a grammar keeps what it once took
 _EVENTS_AT_ONCE = 16
 _ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
-_LARGE_SECONDS = 5.0  # that a form is kept which takes more than all are to take
+_LARGE_SECONDS = 5.0  # that a grammar is held which is larger than all are to be
 _END_SECONDS = 5.0  # for the process to end by itself
 
 log = logging.getLogger(__name__)
 
 
 class Silence(NamedTuple):
-    """How long nothing may come from the engine's process before it is ended.
+    """Heartbeat timeouts, after which the engine's process is killed."""
 
-    Attributes:
-        starting_seconds: until it says for the first time that it runs.
-        loading_seconds: while it loads.
-        serving_seconds: while it serves.
-    """
-
-    starting_seconds: float = 300.0
-    loading_seconds: float = 60.0
-    serving_seconds: float = 6.0
+    starting_seconds: float = 300.0  # until it says for the first time that it runs
+    loading_seconds: float = 60.0  # while it loads
+    serving_seconds: float = 6.0  # while it serves
 
 
 class EngineClient:
-    """An engine in a process of its own, with the face that fronts need; all methods belong to one event loop.
+    """An engine in another process, with the methods that fronts need; for use from one event loop.
 
     Args:
-        setup: what the process loads.
         on_events: takes what it tells of requests.
-        on_vitals: takes how it is.
-        silence: that is no death.
-
-    Attributes:
-        ready: what a process said when it had loaded; None before the first one has.
-        serves: whether one that has loaded is running.
-        restarts: how often the process was started again.
     """
 
     def __init__(
@@ -89,34 +74,34 @@ class EngineClient:
         self._on_events = on_events
         self._on_vitals = on_vitals
         self._silence = silence or Silence()
-        self._taught = TaughtForms()  # what the process knows of grammars
+        self._taught = KeptGrammars()  # what the process knows of grammars
         self._numbers = itertools.count()
         self._metrics: dict[int, RequestMetrics] = {}  # of the requests that the process knows
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._life: asyncio.Task[None] | None = None
-        self.ready: EngineReady | None = None
-        self.serves = False
-        self.restarts = 0
+        self.ready: EngineReady | None = None  # what a process said when it had loaded; None before the first one has
+        self.serves = False  # whether one that has loaded is running
+        self.restarts = 0  # how often the process was started again
         self._watch: asyncio.Task[None] | None = None
         self._heard = False  # since somebody listened last
 
     @property
     def rules(self) -> RequestRules:
-        """What the engine can serve."""
+        """Limits of what the engine can serve."""
         assert self.ready is not None
         return self.ready.rules
 
     @property
     def seed(self) -> int:
-        """Of the requests that bring none."""
+        """Seed of requests without one."""
         assert self.ready is not None
         return self.ready.seed
 
     @property
     def num_open(self) -> int:
-        """Requests that were handed in and have not ended."""
+        """Requests in flight."""
         return len(self._metrics)
 
     async def start(self) -> None:
@@ -138,7 +123,7 @@ class EngineClient:
         self._socket = here
         with there:
             self._process = start_child("graphdecode.server.engine_process", [there.fileno()], _FEW_ARENAS)
-        self._taught = TaughtForms()
+        self._taught = KeptGrammars()
         reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
         self._write(self._setup)
         return reader
@@ -163,13 +148,15 @@ class EngineClient:
         self.ready, self.serves = message, True
 
     async def _live(self, reader: asyncio.StreamReader) -> None:
-        """Take what comes; when the process ends, tell all who wait, and start another one."""
+        """Receive messages; when the process ends, fail all requests in flight, and restart it."""
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
                     await self._take(await receive(reader))
             self.serves = False
-            self._give_up_all()
+            lost, self._metrics = self._metrics, {}
+            ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
+            self._on_events([event._replace(error_code=RESTARTING) for event in ended])
             reader = await self._started_again()
 
     async def _started_again(self) -> asyncio.StreamReader:
@@ -190,7 +177,7 @@ class EngineClient:
                 return reader
 
     async def _watched(self) -> None:
-        """End the process when it stands still, as if it had ended by itself."""
+        """Kill the process when its heartbeat stops."""
         silent = 0
         while True:
             await asyncio.sleep(self._silence.serving_seconds / _LISTENED)
@@ -215,7 +202,10 @@ class EngineClient:
                 await asyncio.sleep(0)  # events may bring much to decode, and others wait
                 self._heard = True
             packed = message[first : first + _EVENTS_AT_ONCE]
-            known = [self._event(each) for each in packed if each[0] in self._metrics]
+            known = [unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
+            for event in known:
+                if event.finish_reason is not None:
+                    del self._metrics[event.request_id]
             if all(event.prompt_logprobs is None for event in known):
                 self._on_events(known)
                 continue
@@ -224,21 +214,6 @@ class EngineClient:
                     self._on_events([part])
                     await asyncio.sleep(0)
                     self._heard = True
-
-    def _event(self, packed: PackedEvent) -> Event:
-        event = unpack_event(packed, self._metrics[packed[0]])
-        if event.finish_reason is not None:
-            del self._metrics[event.request_id]
-        return event
-
-    def _give_up_all(self) -> None:
-        lost, self._metrics = self._metrics, {}
-        self._on_events(
-            [
-                Event(each, [], None, "error", None, metrics, _DIED, error_code=RESTARTING)
-                for each, metrics in lost.items()
-            ]
-        )
 
     def _write(self, message: Any) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -253,23 +228,23 @@ class EngineClient:
         if not self.serves:
             raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
         if request.grammar is not None and not self.knows(request.grammar):  # forgotten since it was read
-            self.teach(ReadForm(request.grammar, None, KEPT_BYTES + 1))  # nobody knows its size any more
+            self.teach(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # nobody knows its size any more
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
         self._write(Add(request_id, request))
         return request_id
 
     def knows(self, grammar: str) -> bool:
-        """Whether the process keeps a grammar."""
+        """Whether the process holds a grammar."""
         return grammar in self._taught
 
-    def teach(self, form: ReadForm) -> None:
-        """Have the process know a grammar that it does not, and forget others where they become too many."""
-        self._write(Teach(form.grammar, form.automaton))
-        for other in self._taught.add(form):
+    def teach(self, read: ReadGrammar) -> None:
+        """Send a grammar to the process, and evict others beyond its limits."""
+        self._write(Teach(read.grammar, read.automaton))
+        for other in self._taught.add(read):
             self._write(Forget(other))
-        if form.nbytes > KEPT_BYTES:  # it stays for those who ask at once, and no longer
-            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._let_go, form.grammar)
+        if read.nbytes > KEPT_BYTES:  # it stays for those who ask at once, and no longer
+            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._let_go, read.grammar)
 
     def _let_go(self, grammar: str) -> None:
         if self._taught.drop(grammar):
@@ -286,11 +261,7 @@ class EngineClient:
             self._write(Finish(request_id, num_tokens))
 
     def close(self, *, at_once: bool = False) -> None:
-        """Let the process end; what it had to do ends with an error.
-
-        Args:
-            at_once: do not wait for its step to end.
-        """
+        """End the process; requests in flight fail."""
         for task in (self._life, self._watch):
             if task is not None:
                 task.cancel()

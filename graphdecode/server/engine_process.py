@@ -21,14 +21,13 @@ from typing import Any
 from graphdecode.distributed import RankError
 from graphdecode.distributed.child import leave_signals
 from graphdecode.engine import Engine, Event, RequestMetrics
-from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton
+from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.models.load import return_free_memory
-from graphdecode.profiling.bandwidth import read_bandwidth
-from graphdecode.profiling.environment import cache_bytes
+from graphdecode.profiling.environment import cache_bytes, read_bandwidth
 from graphdecode.server.forked_work import STACK_BYTES
-from graphdecode.server.http_errors import REFUSED
+from graphdecode.server.http import REFUSED
 from graphdecode.server.wire import (
     HEARTBEAT_SECONDS,
     Abort,
@@ -48,7 +47,7 @@ from graphdecode.text.grammar import Grammars
 
 _VITALS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
-_STACK_BYTES = 4 * STACK_BYTES  # of threads: reading a form that was read in a child overflows none of them
+_STACK_BYTES = 4 * STACK_BYTES  # of threads: a grammar that was read in a child overflows none of them
 _READERS = 2  # grammars that are read at a time
 _LOOK_EVERY_SECONDS = 0.005  # for messages, while grammars are read and there is nothing else to do
 
@@ -56,12 +55,11 @@ log = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """Serves one engine to the other end of a wire.
+    """Runs one engine for the process at the other end of a socket.
 
     Args:
-        engine: captured already.
         wire: where requests come from, and events go.
-        grammars: reads forms; None: requests bring none.
+        grammars: compiles structured outputs; None: requests bring none.
     """
 
     def __init__(self, engine: Engine, wire: Wire, grammars: Grammars | None = None) -> None:
@@ -78,7 +76,7 @@ class EngineProcess:
         self._told = 0.0  # when the vitals went out
 
     def serve(self) -> None:
-        """Step while there is work, and wait for some where there is none; until the other side is gone."""
+        """Step while there is work, and wait for messages otherwise, until the other side is gone."""
         engine = self._engine
         self._tell_vitals()
         while True:
@@ -110,7 +108,10 @@ class EngineProcess:
             else:
                 self._reading[message.request_id] = self._compiled(grammar), message
         elif isinstance(message, Teach):
-            self._taught[message.grammar] = None if message.automaton is None else _known(message.automaton)
+            self._taught[message.grammar] = None
+            if message.automaton is not None:
+                known = self._taught[message.grammar] = Future()
+                known.set_result(message.automaton)
         elif isinstance(message, Forget):
             self._leave(self._taught.pop(message.grammar, None))
             self._readers.submit(return_free_memory)  # what it was is scattered over the heap
@@ -122,7 +123,7 @@ class EngineProcess:
             self._engine.abort(self._forget(message.request_id))
 
     def _add_read(self) -> None:
-        """Hand in the requests whose grammars are read by now; what is wrong with one is said again, to its owner."""
+        """Add the requests whose grammars are compiled by now; errors go to their owners."""
         if not self._engine.has_work:
             wait([future for future, _ in self._reading.values()], _LOOK_EVERY_SECONDS, FIRST_COMPLETED)
         for request_id, (future, message) in list(self._reading.items()):
@@ -131,7 +132,7 @@ class EngineProcess:
                 self._add(message, future)
 
     def _compiled(self, grammar: str) -> Future[Any]:
-        """Return what a grammar that was taught becomes."""
+        """Return the compilation of a grammar, started where it was not."""
         assert self._grammars is not None
         known = self._taught[grammar]
         if known is None or known.cancelled():
@@ -139,12 +140,12 @@ class EngineProcess:
         return known
 
     def _leave(self, future: Future[Any] | None) -> None:
-        """Read a grammar no more that nobody waits for, unless that has begun."""
+        """Cancel a compilation that nobody waits for, unless it has begun."""
         if future is not None and not any(future is other for other, _ in self._reading.values()):
             future.cancel()
 
     def _held(self, compiled: Future[Any]) -> Constraint:
-        """Return what holds an answer to a grammar that was read.
+        """Return the constraint of a grammar that was compiled.
 
         Raises:
             GraphdecodeError: it could not be read.
@@ -223,12 +224,6 @@ class EngineProcess:
         stats.launch_seconds.clear()
 
 
-def _known(automaton: TokenAutomaton) -> Future[Any]:
-    known: Future[Any] = Future()
-    known.set_result(automaton)
-    return known
-
-
 def _floor_seconds(engine: Engine) -> float | None:
     """Return what reading the weights once takes; None where the last cache may hold them, which sets no floor."""
     device, size = engine.model.device, engine.model.weight_bytes
@@ -238,7 +233,7 @@ def _floor_seconds(engine: Engine) -> float | None:
 
 
 def _beat(wire: Wire) -> None:
-    """Tell the other side now and then that this process runs, be its step as long as it may."""
+    """Send heartbeats, however long a step takes."""
     with suppress(OSError):
         while True:
             time.sleep(HEARTBEAT_SECONDS)

@@ -1,4 +1,4 @@
-"""A process that forks a child for each piece of work: what strangers send is read there, within limits.
+"""The fork server: a child for each piece of untrusted work, within limits.
 
     python -m graphdecode.server.fork_server FD
 
@@ -40,11 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """Forks for each piece of work, and ends the children that nobody waits for.
+    """Forks a child for each piece of work, and kills children that nobody waits for.
 
     Args:
         control: a connected stream socket, over which the sockets of pieces of work come.
-        state: what their functions get first.
     """
 
     def __init__(self, control: socket.socket, state: Any) -> None:
@@ -83,7 +82,7 @@ class ForkServer:
             self._reap(poll)
 
     def fork(self, job: socket.socket) -> bool:
-        """Fork for a piece of work, and return whether that worked; if not, its asker is told.
+        """Fork for a piece of work; return False, and tell its sender, where that fails.
 
         Args:
             job: over which the work comes, and its answer goes.
@@ -118,13 +117,13 @@ class ForkServer:
 
 
 def _tell(job: socket.socket, message: Any) -> None:
-    """Send a few bytes; whoever does not take them, or has left, is not waited for."""
+    """Send a short message without blocking; errors are ignored."""
     with suppress(OSError):
         job.send(framed(message), socket.MSG_DONTWAIT)
 
 
 def _end_with(parent: int) -> None:
-    """Have this process end when its parent does, however that ends; Linux alone can."""
+    """Have this process killed when its parent ends (Linux)."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
@@ -132,7 +131,7 @@ def _end_with(parent: int) -> None:
 
 
 def _work(job: socket.socket, state: Any) -> NoReturn:
-    """Do one piece of work in a child, and end it; nothing of the parent's is cleaned up."""
+    """Do one piece of work in a child, and exit without the parent's cleanup."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -167,7 +166,7 @@ def _done(wire: Wire, state: Any) -> Done:
 
 
 def _limit(limits: WorkLimits) -> None:
-    """Take the limits, and silence libraries that would say on standard error what strangers sent them."""
+    """Apply the limits, and silence standard error, where libraries would print untrusted input."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
@@ -182,7 +181,7 @@ def _limit(limits: WorkLimits) -> None:
 
 
 def main() -> None:
-    """Make what the first message asks for, say so, and fork for what comes."""
+    """Make the state that the first message asks for, acknowledge, and serve."""
     leave_signals()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Work in a child of another process, within limits: whatever it is given, nothing of this one waits for it."""
+"""Work in children of a fork server, within limits and in a fair order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import logging
 import signal
 import socket
 import subprocess
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from graphdecode.distributed.child import start_child
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.fair_queue import FairQueue
-from graphdecode.server.http_errors import RESTARTING, HttpError
+from graphdecode.server.http import RESTARTING, HttpError
 from graphdecode.server.wire import Wire, framed, receive
 
+CALLERS_KEPT = 10_000
 PLACES = 2  # children at a time in a lane
 _QUICK_SECONDS = 1
 STACK_BYTES = 4 << 20  # of a child; what it was right for is done again where there is more
@@ -30,48 +31,57 @@ _ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
 }  # for a fork finds no other threads
-
 log = logging.getLogger(__name__)
 
 
-class WorkLimits(NamedTuple):
-    """What one piece of work may take.
+class FairQueue:
+    """Start-time fair queueing (Goyal, Vin and Cheng, 1996): callers with large requests wait behind small ones.
 
-    Attributes:
-        cpu_seconds: of a processor.
-        wall_seconds: from its beginning to its end.
-        memory_bytes: beyond what the process has that forks it.
+    A request's start tag is the virtual time at which its caller's earlier requests would all have been served, were
+    callers served side by side; virtual time is the tag of the request that began last.
     """
 
-    cpu_seconds: int
-    wall_seconds: float
-    memory_bytes: int
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ends: OrderedDict[str, float] = OrderedDict()  # caller -> when all that it asked for is served
+
+    def start_tag(self, caller: str, tokens: int) -> float:
+        """Return the start tag of a request of at most so many tokens; the lowest is served first.
+
+        Beyond `CALLERS_KEPT` callers, the one that has not asked for longest is forgotten.
+        """
+        tag = max(self._now, self._ends.pop(caller, 0.0))
+        self._ends[caller] = tag + tokens
+        if len(self._ends) > CALLERS_KEPT:
+            self._ends.popitem(last=False)
+        return tag
+
+    def began(self, tag: float) -> None:
+        """Advance the virtual time: a request began."""
+        self._now = max(self._now, tag)
+
+
+class WorkLimits(NamedTuple):
+    """Limits of one piece of work."""
+
+    cpu_seconds: int  # of a processor
+    wall_seconds: float  # from its beginning to its end
+    memory_bytes: int  # beyond what the process has that forks it
 
 
 class Patience(NamedTuple):
-    """How long is waited for what is not the work's own affair.
+    """Timeouts that do not depend on the work itself."""
 
-    Attributes:
-        quick_seconds: for the end of a first attempt.
-        taken_seconds: for the process to take a piece of work, which it does at once.
-        start_seconds: for the process to start.
-    """
-
-    quick_seconds: float = 5.0
-    taken_seconds: float = 5.0
-    start_seconds: float = 120.0
+    quick_seconds: float = 5.0  # for the end of a first attempt
+    taken_seconds: float = 5.0  # for the process to take a piece of work, which it does at once
+    start_seconds: float = 120.0  # for the process to start
 
 
 class WorkSetup(NamedTuple):
-    """The first message.
+    """The first message."""
 
-    Attributes:
-        modules: to import before a fork, by name.
-        make_state: makes what all functions get first.
-    """
-
-    modules: tuple[str, ...]
-    make_state: Callable[[], Any]
+    modules: tuple[str, ...]  # to import before a fork, by name
+    make_state: Callable[[], Any]  # makes what all functions get first
 
 
 class Work(NamedTuple):
@@ -83,43 +93,33 @@ class Work(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What became of it.
+    """The result of a piece of work."""
 
-    Attributes:
-        result: what the function returned.
-        error: that it raised, for its asker.
-        fault: the traceback of one that nobody expects, for the log.
-    """
-
-    result: Any = None
-    error: GraphdecodeError | None = None
-    fault: str | None = None
+    result: Any = None  # what the function returned
+    error: GraphdecodeError | None = None  # that it raised, for its asker
+    fault: str | None = None  # the traceback of one that nobody expects, for the log
 
 
 class Taken(NamedTuple):
-    """The process has taken a piece of work; its child answers next."""
+    """The fork server accepted a piece of work; its child answers next."""
 
 
 class Ended(NamedTuple):
-    """The child ended without an answer.
+    """The child ended without an answer."""
 
-    Attributes:
-        code: of its exit; below 0: minus the signal that ended it; None: there was no process to be had.
-    """
-
-    code: int | None
+    code: int | None  # of its exit; below 0: minus the signal that ended it; None: there was no process to be had
 
 
 class WorkError(GraphdecodeError):
-    """A piece of work took more of a processor, of memory or of stack than it may, however idle the machine is."""
+    """A piece of work exceeded its limit of CPU time, memory or stack."""
 
 
 class _TooLongError(WorkError):
-    """It took more of a processor."""
+    """It exceeded its CPU time."""
 
 
 class Lane:
-    """Places for children, and who waits for one: of these, who asks for much waits behind who asks for little."""
+    """A bounded number of children, with a fair queue of waiters."""
 
     def __init__(self) -> None:
         self._queue = FairQueue()
@@ -129,25 +129,25 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def place(self, caller: str, size: int) -> AsyncGenerator[None, None]:
-        """Wait for a place, and hold it; see `ForkedWork.run`.
+        """Wait for a place, and hold it meanwhile; see `ForkedWork.run`.
 
         Raises:
             HttpError: too many wait.
         """
-        turn = self._queue.turn(caller, size)
+        tag = self._queue.start_tag(caller, size)
         if self._running < PLACES:
             self._running += 1
         else:
-            await self._given(turn)
-        self._queue.began(turn)
+            await self._given(tag)
+        self._queue.began(tag)
         try:
             yield
         finally:
             self._pass_on()
 
-    async def _given(self, turn: float) -> None:
+    async def _given(self, tag: float) -> None:
         mine = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (turn, next(self._numbers), mine))
+        heapq.heappush(self._waiting, (tag, next(self._numbers), mine))
         if len(self._waiting) > MOST_WAITING:
             self._shed()
         try:
@@ -158,7 +158,7 @@ class Lane:
             raise
 
     def _shed(self) -> None:
-        """Forget those who have left; if these are too few, refuse who would have waited longest."""
+        """Drop waiters that have left; if these are too few, refuse the last in order."""
         self._waiting = [each for each in self._waiting if not each[2].done()]
         if len(self._waiting) > MOST_WAITING:
             last = max(self._waiting)
@@ -177,7 +177,7 @@ class Lane:
 
 
 class ForkedWork:
-    """Sends pieces of work to a process that forks for each; all methods belong to one event loop.
+    """Client of the fork server, for use from one event loop.
 
     The process is started by the first piece of work, and again where it has ended. Work that is not done within a
     second is begun anew in a lane of its own, so that all other work has its turn soon.
@@ -186,7 +186,6 @@ class ForkedWork:
         state_maker: returns what makes, in that process, what all functions get first, and can be pickled; it is called
             where the process is started.
         modules: that the functions are of, by name: the process imports them once, and no child.
-        patience: with the process and the machine.
     """
 
     def __init__(
@@ -202,20 +201,13 @@ class ForkedWork:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None where there is none."""
+        """Process id of the fork server; None where there is none."""
         return None if self._process is None else self._process.pid
 
     async def run(
         self, function: Callable[..., Any], *arguments: Any, limits: WorkLimits, caller: str, size: int
     ) -> Any:
-        """Return what `function(state, *arguments)` returns in a child; who is cancelled ends it.
-
-        Args:
-            function: of a module, so that it can be pickled.
-            arguments: that can be pickled.
-            limits: of time and memory.
-            caller: whose work it is.
-            size: how much work, beside others of this caller.
+        """Return what `function(state, *arguments)` returns in a child; cancelling kills it.
 
         Raises:
             GraphdecodeError: what the function raised.
@@ -291,7 +283,7 @@ class ForkedWork:
         Raises:
             HttpError: it cannot be started.
         """
-        if self._has_ended:
+        if self._process is not None and self._process.poll() is not None:  # it has ended
             self.close()
         if self._start is None:
             self._start = asyncio.create_task(asyncio.to_thread(self._begin), name="fork server")
@@ -303,10 +295,6 @@ class ForkedWork:
                 log.error("the process that reads requests cannot be started: %s: %s", type(error).__name__, error)
                 self._kill()
             raise _away() from error
-
-    @property
-    def _has_ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
 
     def _begin(self) -> socket.socket:
         here, there = socket.socketpair()
@@ -321,7 +309,7 @@ class ForkedWork:
         return here
 
     def _kill(self) -> None:
-        """End the process, which may not listen; another one is started for what comes next."""
+        """Kill the fork server; another one is started for the next work."""
         if self._process is not None:
             self._process.kill()
         self.close()
@@ -343,7 +331,7 @@ class ForkedWork:
 
 
 def _fate(ended: Ended, limits: WorkLimits) -> GraphdecodeError:
-    """Return what ended a child: its own limits, or what is no fault of the work."""
+    """Return why a child ended: a limit of its own, or a cause outside."""
     if ended.code is None:
         return _busy("there is no process to be had")
     if ended.code == -signal.SIGXCPU:

@@ -1,23 +1,31 @@
 """The bodies of requests: OpenAI's fields, and those that vLLM adds to them.
 
-Types are strict, as OpenAI's are; ranges are the business of `SamplingParams`. A field that is not known is kept in
+Types are strict, as OpenAI's are; ranges are checked by `SamplingParams`. An unknown field is kept in
 `model_extra`, and ignored.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from graphdecode.engine import SamplingParams
+from graphdecode.errors import ArgumentError
 
 _TEXTS = ("prompt", "messages", "tools", "bad_words", "stop")
 _NUMBERS = ("allowed_token_ids", "stop_token_ids", "logit_bias")
 
 T = TypeVar("T")
+OTHERWISE = ("logprobs", "logit_bias", "max_tokens", "structured_outputs", "detokenize")  # see `Generation`
+_LARGE = {
+    *("prompt", "messages", "tools", "response_format", "structured_outputs", "stop", "bad_words", "logit_bias"),
+    *("stop_token_ids", "allowed_token_ids", "chat_template", "chat_template_kwargs", "suffix", "user"),
+}
+_UNKNOWN_TOLD, _UNKNOWN_LENGTH = 10, 40
+_ASKED = {field.name for field in fields(SamplingParams) if field.init} - {*OTHERWISE}
 Listed = Annotated[
     list[T], Field(fail_fast=True)
 ]  # one wrong element is enough: of a million, each would have its own error
@@ -25,7 +33,7 @@ GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """Base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -33,12 +41,13 @@ class Body(BaseModel):
 
     @property
     def parts(self) -> int:
-        """About how often preparing it asks a tokenizer, or goes round in a template; 64 numbers count as one."""
-        texts = [getattr(self, name, None) for name in _TEXTS]
+        """Estimated cost of preparing it: calls of a tokenizer and rounds of a template; 64 numbers count as one."""
+        texts = [each for name in _TEXTS if isinstance(each := getattr(self, name, None), list)]
         numbers = [getattr(self, name, None) or () for name in _NUMBERS]
-        return sum(len(each) for each in texts if isinstance(each, list) and not _is_numbers(each)) + (
-            sum(map(len, numbers)) // 64
-        )
+        lists = [
+            each for each in texts if not (each and isinstance(each[0], int))
+        ]  # others are one prompt of token ids
+        return sum(map(len, lists)) + sum(map(len, numbers)) // 64
 
 
 class StreamOptions(BaseModel):
@@ -50,17 +59,26 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-OTHERWISE = ("logprobs", "logit_bias", "max_tokens", "structured_outputs", "detokenize")  # see `Generation`
-
-
-def _asking() -> Any:
+def _asking() -> type[Body]:
     """Return a body with the fields of `SamplingParams`, but for those that a request states otherwise."""
     kinds = get_type_hints(SamplingParams, localns={"Sequence": Listed}, include_extras=True)
     asked = [each.name for each in fields(SamplingParams) if each.init and each.name not in OTHERWISE]
-    return create_model("Asking", __base__=Body, **{name: (kinds[name] | None, None) for name in asked})  # type: ignore[call-overload]
+    return create_model("Asking", __base__=Body, **{name: (kinds[name] | None, None) for name in asked})  # type: ignore[call-overload, no-any-return]
 
 
-class Generation(_asking()):  # type: ignore[misc]
+if TYPE_CHECKING:
+
+    class Asking(Body):
+        """Those fields of `SamplingParams` that are read by name here; all of them go to it together."""
+
+        n: int | None = None
+        prompt_logprobs: int | None = None
+
+else:
+    Asking = _asking()
+
+
+class Generation(Asking):
     """What completions and chat completions have in common: `SamplingParams`, but what they state in another way."""
 
     max_tokens: int | None = None
@@ -121,22 +139,11 @@ class Detokenize(Body):
     tokens: Listed[int]
 
 
-_LARGE = {
-    *("prompt", "messages", "tools", "response_format", "structured_outputs", "stop", "bad_words", "logit_bias"),
-    *("stop_token_ids", "allowed_token_ids", "chat_template", "chat_template_kwargs", "suffix", "user"),
-}
-_UNKNOWN_TOLD, _UNKNOWN_LENGTH = 10, 40
-
 B = TypeVar("B", bound=Body)
 
 
-def _is_numbers(given: list[Any]) -> bool:
-    """Whether it is one prompt of token ids."""
-    return bool(given) and isinstance(given[0], int)
-
-
 def without_large_parts(body: B) -> B:
-    """Return a body whose fields of any size are None, once they have been made into something else."""
+    """Return a copy without the fields of unbounded size, once they have been processed."""
     unset = dict.fromkeys(_LARGE & type(body).model_fields.keys())
     slim = body.model_copy(update=unset)
     slim.__pydantic_extra__ = {}
@@ -150,7 +157,35 @@ def unknown_fields(body: Body) -> tuple[str, ...]:
 
 
 def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]:
-    """Return what is wrong with a body first: for people, the place of it, and the kind for programs."""
+    """Return the first error of a body: message, location, and code."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg']}" if place else first["msg"], first["loc"], first["type"]
+
+
+def sampling_params(
+    body: Generation, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **others: Any
+) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    Args:
+        body: of the request; fields that it leaves out, or sets to null, keep their defaults.
+        max_tokens: None is as many as fit.
+        logprobs: of how many tokens; None: none.
+        others: fields that follow from what else the request asks for.
+
+    Raises:
+        ArgumentError: a value outside its range.
+    """
+    asked = {name: value for name in _ASKED - set(others) if (value := getattr(body, name)) is not None}
+    return replace(defaults, **asked, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others)
+
+
+def _logit_bias(body: Generation) -> dict[int, float] | None:
+    """Return the biases by token id, which JSON writes as text."""
+    if body.logit_bias is None:
+        return None
+    try:
+        return {int(token): value for token, value in body.logit_bias.items()}
+    except ValueError:
+        raise ArgumentError(f"logit_bias must name token ids, got {list(body.logit_bias)[:5]}") from None

@@ -9,18 +9,16 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server import sse
-from graphdecode.server.body import disconnected
-from graphdecode.server.cursor import Cursor, Delta, cursors_of
-from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, sse_event, while_there
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
+from graphdecode.text.answer import Answer
 from graphdecode.text.intake import Order
 from graphdecode.text.outputs import Logprob
 
@@ -33,14 +31,52 @@ _HEADERS = [
 ]
 
 
-class Reply(Response, ABC):
-    """Answers one request of HTTP; it is the response too.
+class Delta(NamedTuple):
+    """The new part of one answer."""
 
-    Args:
-        service: what generates.
-        body: of the request.
-        orders: its prompts, none of them refused.
-    """
+    text: str  # that can be shown
+    token_ids: list[int]  # new ones, of which the text may still be held back
+    logprobs: list[dict[int, Logprob]] | None  # of these; None where they were not asked for
+    is_first: bool  # nothing was sent of it before
+    finish_reason: str | None  # with the last delta
+    stop_reason: str | int | None  # with the last delta: the stop text or token
+
+
+class Cursor:
+    """Reads one answer as it grows."""
+
+    def __init__(self, index: int, order: Order, answer: Answer) -> None:
+        self.index = index
+        self.order = order
+        self.answer = answer
+        self.text_length = 0
+        self._tokens_read = 0
+        self._begun = False
+        self._ended = False
+
+    def take(self) -> Delta | None:
+        """Return what is new, None where nothing is."""
+        answer, output = self.answer, self.answer.output
+        if self._ended:
+            return None
+        self._ended = answer.finished
+        start, end = self._tokens_read, len(output.token_ids)
+        text = "".join(answer.pieces)
+        if not (text or end > start or self._ended):
+            return None
+        answer.pieces.clear()
+        self.text_length += len(text)
+        self._tokens_read = end
+        is_first, self._begun = not self._begun, True
+        logprobs = None if output.logprobs is None else output.logprobs[start:end]
+        reason = output.finish_reason if self._ended else None
+        return Delta(
+            text, output.token_ids[start:end], logprobs, is_first, reason, output.stop_reason if self._ended else None
+        )
+
+
+class Reply(Response, ABC):
+    """Answers one request of HTTP; it is the response too."""
 
     prefix: str  # of its id
     kind: str  # `object` of the whole response
@@ -50,9 +86,10 @@ class Reply(Response, ABC):
         self.service = service
         self.body_fields = body
         self.orders = orders
-        self.cursors = cursors_of(orders)
+        pairs = [(order, answer) for order in orders for answer in order.answers]
+        self.cursors = [Cursor(index, order, answer) for index, (order, answer) in enumerate(pairs)]
         self.background = None
-        self._promise_kept: Callable[[], None] = _nothing
+        self._promise_kept: Callable[[], None] = lambda: None
         self.status_code = 200
         self._usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
         self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
@@ -90,31 +127,27 @@ class Reply(Response, ABC):
             HttpError: there is no room for it now.
         """
         self._promise_kept = self.service.promise(len(self.cursors))
-        work = asyncio.ensure_future(
-            self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
-        )
-        gone = asyncio.ensure_future(disconnected(receive))
+        failed: Exception | None = None
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await while_there(
+                receive, self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
+            )
+        except Exception as error:
+            failed = error
         finally:
-            for task in (work, gone):
-                task.cancel()
-            results = await asyncio.gather(work, gone, return_exceptions=True)
             self._promise_kept()
         if self.service.limits.log_requests:
-            self._log()
+            for cursor in self.cursors:
+                prompt, output = cursor.order.output, cursor.answer.output
+                asked = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
+                told = (self._head["id"], cursor.index, asked, output.text, output.finish_reason)
+                log.info("%s %d: %r -> %r (%s)", *told)
         if self.service.tracer is not None:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             for order in self.orders:
                 self.service.tracer.trace(str(self._head["id"]), order, self.body_fields, headers)
-        if isinstance(results[0], Exception):
-            raise results[0]
-
-    def _log(self) -> None:
-        for cursor in self.cursors:
-            prompt, output = cursor.order.output, cursor.answer.output
-            asked = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
-            log.info("%s %d: %r -> %r (%s)", self._head["id"], cursor.index, asked, output.text, output.finish_reason)
+        if failed is not None:
+            raise failed
 
     async def _news(self) -> AsyncGenerator[None, None]:
         """Come back whenever there is news; tell the metrics of it."""
@@ -165,7 +198,7 @@ class Reply(Response, ABC):
         except HttpError as failed:
             await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
         else:
-            head, usage = sse.as_json(self._head), sse.as_json(self.usage())
+            head, usage = as_json(self._head), as_json(self.usage())
             body = b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
             await Response(body, media_type="application/json")(scope, receive, send)
 
@@ -175,24 +208,21 @@ class Reply(Response, ABC):
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     chunks = [
-                        self._chunk(choice)
+                        self._head | {"choices": [_told(choice)]} | self._usage_of_chunk()
                         for cursor in self.cursors
                         if (delta := cursor.take()) is not None
                         for choice in self.choices_of(cursor, delta)
                     ]
                     if chunks:
-                        await _send_more(send, b"".join(chunks))
+                        await _send_more(send, b"".join(map(sse_event, chunks)))
             end = self._head | {"choices": [], "usage": self.usage()}
-            await _send_more(send, (sse.event(end) if self._usage_wanted else b"") + sse.DONE)
+            await _send_more(send, (sse_event(end) if self._usage_wanted else b"") + SSE_DONE)
         except (GraphdecodeError, TimeoutError) as error:
-            await _send_more(send, sse.event(self._failure(error).body) + sse.DONE)
+            await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
         await send({"type": "http.response.body", "body": b""})
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        chunk = self._head | {"choices": [_told(choice)]}
-        if self._usage_wanted:
-            chunk["usage"] = self.usage() if self._usage_always else None
-        return sse.event(chunk)
+    def _usage_of_chunk(self) -> dict[str, Any]:
+        return {"usage": self.usage() if self._usage_always else None} if self._usage_wanted else {}
 
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, TimeoutError):
@@ -216,18 +246,14 @@ async def in_pieces(choice: dict[str, Any]) -> bytes:
     """Return a choice as JSON; others have their turn between two pieces of a prompt's log-probabilities."""
     scores = choice.get("prompt_logprobs")
     if scores is None:
-        return sse.as_json(choice)
+        return as_json(choice)
     del choice["prompt_logprobs"]
-    pieces = [sse.as_json(choice)[:-1] + b',"prompt_logprobs":[']
+    pieces = [as_json(choice)[:-1] + b',"prompt_logprobs":[']
     for first in range(0, len(scores), _PLACES_AT_ONCE):
-        piece = sse.as_json(_scores_as_json(scores[first : first + _PLACES_AT_ONCE]))
+        piece = as_json(_scores_as_json(scores[first : first + _PLACES_AT_ONCE]))
         pieces.append((b"," if first else b"") + piece[1:-1])
         await asyncio.sleep(0)
     return b"".join([*pieces, b"]}"])
-
-
-def _nothing() -> None:
-    """Nothing was promised."""
 
 
 async def _send_more(send: Send, data: bytes) -> None:

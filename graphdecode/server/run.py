@@ -1,28 +1,150 @@
-"""A server's life: bind, load, serve, drain, end."""
+"""The life of a server: bind, load, serve, drain, end; uvicorn's HTTP with bounds on time and connections."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from http import HTTPStatus
+from typing import Any, ClassVar, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import ArgumentError, cause
-from graphdecode.server.http_protocol import protocol_with
+from graphdecode.server.http import HttpError
 
+MAX_HEAD_BYTES = 64 << 10
+_REFUSALS = 64  # connections beyond the limit that are told so; further ones are closed without a word
+_REFUSED_SECONDS = 1.0  # that one may take to read it: closing at once could take the answer away
+_FRAMING = 8  # bytes that a byte of a body may be sent in, where it comes in chunks; trailers are no body
 _LOOK_EVERY_SECONDS = 0.05  # whether all is drained
 _BACKLOG = 2048
-
 log = logging.getLogger(__name__)
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """One connection.
+
+    Attributes:
+        patience_seconds: for the head of a request, and for room to send more of an answer; None: for ever.
+        max_connections: open at a time; one more is answered with 503.
+        max_message_bytes: of a request, with all that is around its body.
+    """
+
+    patience_seconds: ClassVar[float | None] = None
+    max_connections: ClassVar[int] = 0
+    max_message_bytes: ClassVar[int] = 0
+    _awaiting_head: asyncio.TimerHandle | None = None
+    _awaiting_room: asyncio.TimerHandle | None = None
+    _in_head = False
+    _refused = False
+    _received = 0  # bytes of a request, behind those that came together with its first one
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has come."""
+        super().connection_made(transport)
+        self._awaiting_head = self._patience()
+        beyond = len(self.connections) - self.max_connections
+        if beyond > _REFUSALS:
+            transport.abort()
+        elif beyond > 0:
+            self._refuse(503, f"{self.max_connections} connections are open already", {"Retry-After": "1"})
+
+    def data_received(self, data: bytes) -> None:
+        """Some of a request has come, or of several."""
+        if self._refused:
+            return
+        self._received += len(data)
+        if self._received > (MAX_HEAD_BYTES if self._in_head else self.max_message_bytes):
+            self._refuse(431, f"the head of a request must be at most {MAX_HEAD_BYTES} bytes")
+            return
+        super().data_received(data)
+        is_idle = not self._in_head and (self.cycle is None or self.cycle.response_complete)
+        if is_idle and (self._awaiting_head is None or self._awaiting_head.cancelled()):
+            self._awaiting_head = self._patience()  # what came was no request, but empty lines
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_head, self._received = True, 0
+        _end(self._awaiting_head)
+        self._awaiting_head = self._patience()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header has come, or what stands behind a body in chunks, which nobody asks for."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Its head is whole."""
+        self._in_head = False
+        _end(self._awaiting_head)
+        super().on_headers_complete()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The client has left."""
+        _end(self._awaiting_head)
+        _end(self._awaiting_room)
+        super().connection_lost(error)
+
+    def pause_writing(self) -> None:
+        """The client does not take what it was sent."""
+        super().pause_writing()
+        self._awaiting_room = self._patience()
+
+    def resume_writing(self) -> None:
+        """It has taken most of it."""
+        _end(self._awaiting_room)
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing came behind an answer."""
+        self.transport.abort()
+
+    def _refuse(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        """Say why nothing that comes over this connection will be read, and let it go soon."""
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:  # its answer stands in the way
+            self.transport.abort()
+            return
+        _end(self._awaiting_head)
+        self._awaiting_head = self.loop.call_later(_REFUSED_SECONDS, self.transport.abort)
+        body = json.dumps(HttpError(status, message).body).encode()
+        fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in (fields | (headers or {})).items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.write_eof()
+
+    def _patience(self) -> asyncio.TimerHandle | None:
+        """Return what ends the connection in time; closing it would wait until the client has taken all."""
+        if self.patience_seconds is None:
+            return None
+        return self.loop.call_later(self.patience_seconds, self.transport.abort)
+
+
+def _end(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def protocol_with(limits: ServerConfig) -> type[PatientProtocol]:
+    """Return the protocol within some limits."""
+    own = {
+        "patience_seconds": limits.idle_timeout_s or None,
+        "max_connections": limits.max_connections,
+        "max_message_bytes": _FRAMING * limits.max_body_bytes + MAX_HEAD_BYTES,
+    }
+    return type("PatientProtocol", (PatientProtocol,), own)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -42,33 +164,22 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Served(Protocol):
-    """What a server stands before: an engine, or several.
-
-    Attributes:
-        limits: of the server.
-        draining: nothing new is taken on.
-    """
+class _Served(Protocol):
+    """An engine (`Service`), or several (`Cluster`)."""
 
     limits: ServerConfig
-    draining: bool
+    draining: bool  # nothing new is taken on
 
     @property
-    def num_open(self) -> int:
-        """Requests under way."""
-        ...
+    def num_open(self) -> int: ...
 
-    async def start(self) -> None:
-        """Load, and come back when requests can be served."""
-        ...
+    async def start(self) -> None: ...
 
-    def close(self, *, at_once: bool = False) -> None:
-        """End it."""
-        ...
+    def close(self, *, at_once: bool = False) -> None: ...
 
 
 async def run(
-    served: Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
+    served: _Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Start what is served, serve it until told to end, let running work finish, and end.
 
@@ -76,10 +187,8 @@ async def run(
     one ends at once. While it loads, nothing waits for an end: the process exits with 128 and the signal's number.
 
     Args:
-        served: what is served.
         make_app: returns the application over it, once it was started.
         bound: where; see `bind`.
-        on_ready: is called when clients can come.
 
     Raises:
         ArgumentError: the model or a setting cannot be used.
@@ -117,12 +226,7 @@ async def run(
 
 
 def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
-    """Return what serves an application over HTTP.
-
-    Args:
-        app: as ASGI has it.
-        limits: of the server.
-    """
+    """Return what serves an application over HTTP."""
     logger = logging.getLogger("uvicorn.error")
     if _is_news not in logger.filters:
         logger.addFilter(_is_news)
@@ -169,24 +273,14 @@ def off_signals() -> None:
 
 
 class _Life:
-    """What signals ask for.
+    """Shutdown state, set by signals."""
 
-    Args:
-        served: that is to drain.
-
-    Attributes:
-        asked: the end was asked for.
-        at_once: it was asked for again.
-        on_second: is called when it is asked for again.
-        signal: that asked last.
-    """
-
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: _Served) -> None:
         self._served = served
-        self.asked = asyncio.Event()
-        self.at_once = asyncio.Event()
-        self.on_second: Callable[[], object] = _nothing
-        self.signal = 0
+        self.asked = asyncio.Event()  # the end was asked for
+        self.at_once = asyncio.Event()  # it was asked for again
+        self.on_second: Callable[[], object] = lambda: None  # is called when it is asked for again
+        self.signal = 0  # that asked last
 
     def told_to_end(self, number: int) -> None:
         """Take a signal."""
@@ -213,7 +307,3 @@ def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of uvicorn's tells more than that a task was cancelled, whose client had left or was let go."""
     cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and "without completing response" not in record.getMessage()
-
-
-def _nothing() -> None:
-    """Nothing runs yet."""

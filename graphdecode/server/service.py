@@ -1,4 +1,4 @@
-"""What all endpoints share: the model's front, and how much the server takes on."""
+"""The state that all endpoints share: the engine's client, the front, and admission of requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,14 @@ from typing import Any
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.body import Bodies
 from graphdecode.server.desk import Desk, Serves
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.fair_queue import FairQueue
-from graphdecode.server.forked_work import ForkedWork
-from graphdecode.server.forms import Forms
-from graphdecode.server.http_errors import RESTARTING, HttpError
-from graphdecode.server.metrics import Metrics
-from graphdecode.server.structured import Form
-from graphdecode.server.tracing import Tracer, otlp_tracer
+from graphdecode.server.forked_work import FairQueue, ForkedWork
+from graphdecode.server.http import RESTARTING, Bodies, HttpError
+from graphdecode.server.structured_outputs import GrammarReader, StructuredOutput
+from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.server.wire import EngineSetup
-from graphdecode.text.async_front import AsyncFront
+from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
 from graphdecode.text.intake import Intake, Order, Resolved
 from graphdecode.text.router import Router
@@ -38,21 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """One model, served.
-
-    Args:
-        path: of the model.
-        name: what clients call it.
-        tokenizer: of transformers.
-        sampling_defaults: of the checkpoint.
-        config: of the engine.
-        limits: of the server.
-        version: of this package.
-        progress: show bars while the engine loads.
-
-    Attributes:
-        draining: nothing new is taken on.
-    """
+    """One model, served."""
 
     def __init__(
         self,
@@ -73,16 +54,20 @@ class Service:
         self.limits = limits
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = limits.request_timeout_s or None
-        self.draining = False
+        self.draining = False  # nothing new is taken on
         self._promised = 0  # answers that have room, and are not handed in yet
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
         self.work = ForkedWork(lambda: partial(Desk.warm, self.desk), _WORK_MODULES)
-        self.client = EngineClient(setup, on_events=self._deliver, on_vitals=self._take_vitals)
-        self.forms = Forms(self.work, self.client)
+        self.client = EngineClient(
+            setup,
+            on_events=lambda events: self.router.deliver(events),
+            on_vitals=lambda vitals: self.metrics.take_vitals(vitals),
+        )
+        self.grammar_reader = GrammarReader(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
         self.intake = Intake(self.client, tokenizer)
-        self.front = AsyncFront(self.router, _steps_by_itself)
+        self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint
         self.tracer: Tracer | None = None if endpoint is None else otlp_tracer(name, endpoint, version)
@@ -98,33 +83,20 @@ class Service:
         """
         await self.client.start()
 
-    def _deliver(self, events: Any) -> None:
-        self.router.deliver(events)
-
-    def _take_vitals(self, vitals: Any) -> None:
-        self.metrics.take_vitals(vitals)
-
     @cached_property
     def desk(self) -> Desk:
-        """What makes bodies ready for the engine, which has been started."""
+        """Prepares bodies for the engine, which has been started."""
         serves = Serves(self.client.rules, self.client.seed)
-        return Desk(
-            self.model_name,
-            self.tokenizer,
-            self.limits,
-            self.sampling_defaults,
-            serves,
-            self._max_open,
-        )
+        return Desk(self.model_name, self.tokenizer, self.limits, self.sampling_defaults, serves, self._max_open)
 
     @property
     def api_keys(self) -> list[str]:
-        """Of those who may use /v1; none: everybody may."""
+        """API keys that may use /v1; none: no key is needed."""
         return [*self.limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a request would be served."""
+        """Whether requests are served."""
         return self.client.serves and not self.draining
 
     @property
@@ -134,9 +106,6 @@ class Service:
 
     def check_room(self, answers: int) -> None:
         """Refuse a request for which there is no room.
-
-        Args:
-            answers: that it asks for.
 
         Raises:
             HttpError: 503 where nothing new is taken on, 429 where too many wait.
@@ -156,51 +125,39 @@ class Service:
             HttpError: there is none; see `check_room`.
         """
         self.check_room(answers)
+        held = [answers]
         self._promised += answers
-        promise = ExitStack()
-        promise.callback(self._keep, answers)
-        return promise.close
 
-    def _keep(self, answers: int) -> None:
-        self._promised -= answers
+        def kept() -> None:
+            self._promised -= held.pop() if held else 0
 
-    async def orders(self, caller: str, prompts: list[Resolved], grammar: str | None) -> list[Order]:
-        """Return the orders of some prompts.
+        return kept
 
-        Args:
-            caller: whose they are.
-            prompts: with one and the same parameters.
-            grammar: of their answers; None: they may have any form.
+    async def orders(self, caller: str, prompts: list[Resolved], structured: StructuredOutput | None) -> list[Order]:
+        """Return the orders of some prompts, with one and the same parameters.
 
         Raises:
-            HttpError: there is no room for them.
+            HttpError: there is no room for them, or the structured output cannot be enforced.
         """
-        orders, kept = [], self.promise(answers_of(prompts))
+        answers = sum(prompt.asked.params.n for prompt in prompts)
+        self.check_room(answers)  # before a grammar is read, and anything made for each answer
+        grammar = None
+        if structured is not None:
+            try:
+                grammar = await self.grammar_reader.grammar(structured.params, caller)
+            except ArgumentError as error:
+                raise HttpError(400, structured.said(error), param=structured.field) from error
+        orders, kept = [], self.promise(answers)
+        limit = self.client.rules.capacity.token_limit
         try:
             for prompt in prompts:
-                orders.append(self._order(caller, prompt, grammar))
+                params = prompt.asked.params
+                most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
+                orders.append(self.intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
                 await asyncio.sleep(0)  # there may be hundreds, and others wait
         finally:
             kept()  # the response promises it again, once it is sent
         return orders
-
-    def _order(self, caller: str, prompt: Resolved, grammar: str | None) -> Order:
-        limit, params = self.client.rules.capacity.token_limit, prompt.asked.params
-        most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-        return self.intake.opened(prompt, grammar, self.queue.turn(caller, most * params.n))
-
-    async def grammar(self, form: Form | None, caller: str) -> str | None:
-        """Return the grammar of a form, once it is known that it can be kept; None is any form.
-
-        Raises:
-            HttpError: it cannot; the message names what is in the way.
-        """
-        if form is None:
-            return None
-        try:
-            return await self.forms.grammar(form.params, caller)
-        except ArgumentError as error:
-            raise HttpError(400, form.said(error), param=form.field) from error
 
     def note_unknown(self, names: Iterable[str]) -> None:
         """Log the names of fields that are ignored, each of them once."""
@@ -210,22 +167,9 @@ class Service:
             log.warning("ignored fields: %s", ", ".join(sorted(new)))
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the engine; answers under way end with an error.
-
-        Args:
-            at_once: do not wait for its step to end.
-        """
+        """End the engine; answers under way end with an error."""
         self.work.close()
         self.client.close(at_once=at_once)
         self.router.close()
         if self.tracer is not None:
             self.tracer.close()
-
-
-def answers_of(prompts: Iterable[Resolved]) -> int:
-    """Return how many answers some prompts ask for."""
-    return sum(prompt.asked.params.n for prompt in prompts)
-
-
-def _steps_by_itself() -> None:
-    """The engine's process steps as soon as a request reaches it."""

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, in the forms that families of models write them in."""
+"""Tool calls: how a model is told of tools, and how its calls are told from the text of an answer."""
 
 from __future__ import annotations
 
@@ -6,34 +6,26 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 _MARKS = re.compile(r'[{}\[\]"]')  # between values
 _IN_TEXT = re.compile(r'["\\]')
 _BETWEEN = "\n; "  # what stands between two calls, or behind the last one
+_SHAPE = '{"name": "...", "arguments": {...}}'
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes calls.
+    """How a model family writes tool calls."""
 
-    Attributes:
-        name: of the format.
-        opening: text before a call, or before a list of calls; "" where an answer that begins with `{` is one.
-        closing: text behind it; "" where it ends with its JSON.
-        sign: what the chat template of such a model contains.
-        is_special: whether `opening` is a special token, which is left out of texts unless asked for.
-        arguments: what a call's arguments are called.
-    """
-
-    name: str
-    opening: str
-    closing: str
-    sign: str
-    is_special: bool = False
-    arguments: str = "arguments"
+    name: str  # of the format
+    opening: str  # text before a call, or before a list of calls; "" where an answer that begins with `{` is one
+    closing: str  # text behind it; "" where it ends with its JSON
+    sign: str  # what the chat template of such a model contains
+    is_special: bool = False  # whether `opening` is a special token, which is left out of texts unless asked for
+    arguments: str = "arguments"  # what a call's arguments are called
 
 
 FORMATS = (
@@ -45,29 +37,20 @@ FORMATS = (
 
 
 class ToolCall(NamedTuple):
-    """A call that is complete.
+    """A call that is complete."""
 
-    Attributes:
-        name: of the function.
-        arguments: JSON, as the model wrote it.
-    """
-
-    name: str
-    arguments: str
+    name: str  # of the function
+    arguments: str  # JSON, as the model wrote it
 
     def as_choice(self, index: int) -> dict[str, Any]:
-        """Return it in OpenAI's form.
-
-        Args:
-            index: among the calls of the answer.
-        """
+        """Return it in OpenAI's tool_format."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def format_of(chat_template: str | None) -> ToolFormat | None:
     """Return the format that a chat template teaches, None where it knows of no tools."""
-    return next((form for form in FORMATS if chat_template and form.sign in chat_template), None)
+    return next((tool_format for tool_format in FORMATS if chat_template and tool_format.sign in chat_template), None)
 
 
 class _Extent:
@@ -106,12 +89,11 @@ class ToolCallReader:
     What looks like a call and is none stays content: nothing that a model wrote is lost.
 
     Args:
-        form: of the calls.
         names: of the tools that there are; a call of another name is content.
     """
 
-    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
-        self._form = form
+    def __init__(self, tool_format: ToolFormat, names: frozenset[str]) -> None:
+        self._format = tool_format
         self._names = names
         self._text = ""  # that is neither content nor a call yet
         self._pieces: list[str] = []  # behind it, in which a call that has begun does not end
@@ -122,12 +104,7 @@ class ToolCallReader:
         self._may_begin = True  # where calls are bare: at the beginning, and behind another call
 
     def feed(self, piece: str, *, final: bool) -> tuple[str, list[ToolCall]]:
-        """Take a piece; return the content and the calls that are complete.
-
-        Args:
-            piece: of the text.
-            final: nothing follows.
-        """
+        """Take a piece; return the content and the calls that are complete."""
         if self._extent is not None and not final and self._extent.end(piece) is None:
             self._pieces.append(piece)
             return "", []
@@ -143,15 +120,18 @@ class ToolCallReader:
             if found is None:
                 return content, calls
             calls += found
-            if not found:
-                content += self._no_call()
+            if not found:  # it looked like the beginning of a call
+                self._is_inside = self._may_begin = False
+                self._found = None
+                opening = self._format.opening
+                content += self._release(self._text.find(opening) + len(opening) if opening else len(self._text))
 
     def _content(self, final: bool) -> str:
         """Return content up to the next call, holding back what may become its beginning."""
         if self._is_behind:
             self._text = self._text.lstrip(_BETWEEN)
             self._is_behind = not self._text
-        opening, text = self._form.opening, self._text
+        opening, text = self._format.opening, self._text
         if not opening:
             self._is_inside = self._may_begin and text.lstrip().startswith("{")
             if self._is_inside or (self._may_begin and not text.strip() and not final):
@@ -171,17 +151,10 @@ class ToolCallReader:
         released, self._text = self._text[:length], self._text[length:]
         return released
 
-    def _no_call(self) -> str:
-        """Return as content what looked like the beginning of a call."""
-        self._is_inside = self._may_begin = False
-        self._found = None
-        opening = self._form.opening
-        return self._release(self._text.find(opening) + len(opening) if opening else len(self._text))
-
     def _complete(self, final: bool) -> list[ToolCall] | None:
         """Take calls from the front of the text; None where they are not complete yet, nothing where there is none."""
-        form = self._form
-        body = self._text.lstrip()[len(form.opening) :]
+        tool_format = self._format
+        body = self._text.lstrip()[len(tool_format.opening) :]
         start = len(body) - len(body.lstrip())
         if start == len(body):
             return [] if final else None
@@ -198,30 +171,26 @@ class ToolCallReader:
                 return []
         value, end = self._found
         rest = body[end:].lstrip()
-        if form.closing:
-            if not rest.startswith(form.closing):
-                if not final and form.closing.startswith(rest):
+        if tool_format.closing:
+            if not rest.startswith(tool_format.closing):
+                if not final and tool_format.closing.startswith(rest):
                     return None
                 return [] if rest else (self._taken(value, "") if final else None)
-            rest = rest[len(form.closing) :]
+            rest = rest[len(tool_format.closing) :]
         return self._taken(value, rest)
 
     def _taken(self, value: Any, rest: str) -> list[ToolCall]:
         self._found = None
-        calls = list(self._calls(value))
+        calls = []
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict) and isinstance(item.get("name"), str) and item["name"] in self._names:
+                arguments = item.get("arguments", item.get("parameters", {}))
+                written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                calls.append(ToolCall(item["name"], written))
         if calls:
             self._text = rest
             self._is_inside, self._is_behind, self._may_begin = False, True, True
         return calls
-
-    def _calls(self, value: Any) -> Iterator[ToolCall]:
-        for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-                continue
-            if item["name"] not in self._names:
-                continue
-            arguments = item.get("arguments", item.get("parameters", {}))
-            yield ToolCall(item["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _finite(text: str) -> float:
@@ -231,3 +200,85 @@ def _finite(text: str) -> float:
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number that JSON could say again")
+
+
+BARE_JSON = ToolFormat("json", "", "", "")
+
+
+def told_messages(
+    messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, to_user: bool = False
+) -> list[Any]:
+    """Return a conversation that says which tools there are, if any, in messages that every template knows.
+
+    Earlier calls become the words of the assistant that they were, and what tools returned comes from the user.
+
+    Args:
+        messages: in OpenAI's tool_format; what is malformed is left for whoever reads them.
+        tools: likewise; without any nothing is told of them.
+        choice: the request's `tool_choice`.
+        to_user: tell it in the first message of the user, for templates without a system's.
+    """
+    said = _in_words(messages)
+    if not tools:
+        return said
+    functions = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    must = "Call one of them."
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        must = f"Call {function.get('name')}." if isinstance(function, Mapping) else must
+    elif choice != "required":
+        must = "Where none of them helps, answer in words."
+    told = (
+        f"You can call these functions, given with the JSON schemas of their parameters:\n{functions}\n"
+        f"To call one, answer with nothing but JSON of the form {_SHAPE}. {must}"
+    )
+    role = "user" if to_user else "system"
+    place = next((n for n, each in enumerate(said) if isinstance(each, Mapping) and each.get("role") == role), None)
+    if place is None or (not to_user and place > 0):
+        return [{"role": role, "content": told}, *said]
+    return [*said[:place], {**said[place], "content": _joined(told, said[place].get("content"))}, *said[place + 1 :]]
+
+
+def _in_words(messages: Sequence[Any]) -> list[Any]:
+    said: list[Any] = []
+    names: dict[Any, Any] = {}  # of the functions, by the number of their call
+    follows_result = False
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        is_result = isinstance(message, Mapping) and message.get("role") in ("tool", "function")
+        if isinstance(calls, list) and calls and all(map(_is_call, calls)):
+            names |= {str(call.get("id")): call["function"]["name"] for call in calls}
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            written = [
+                f'{{"name": {json.dumps(function["name"])}, "arguments": {_arguments_text(function)}}}'
+                for function in (call["function"] for call in calls)
+            ]
+            said.append({**rest, "content": _joined(message.get("content") or "", "\n".join(written))})
+        elif is_result:
+            name = message.get("name") or names.get(str(message.get("tool_call_id"))) or "the function"
+            result = _joined(f"{name} returned:", message.get("content"))
+            if follows_result:
+                result = _joined(said.pop()["content"], result)
+            said.append({"role": "user", "content": result})
+        else:
+            said.append(message)
+        follows_result = is_result
+    return said
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _arguments_text(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments") or "{}"
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Return two contents as one; each may be a text or a list of parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}" if first and second else first + second
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    return [*parts[0], *parts[1]] if all(isinstance(each, list) for each in parts) else (second or first)

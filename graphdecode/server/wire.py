@@ -1,4 +1,4 @@
-"""Between the process that speaks HTTP and the one that steps the engine: whole messages over a socket."""
+"""Messages between the HTTP process and the engine's process, over a socket."""
 
 from __future__ import annotations
 
@@ -23,18 +23,12 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class EngineSetup(NamedTuple):
-    """The first message to the engine's process: what it loads.
+    """The first message to the engine's process: what it loads."""
 
-    Attributes:
-        model: the path.
-        config: of the engine.
-        progress: show bars while loading.
-        tokenizer: as `tokenizers.Tokenizer.to_str` writes it, for answers of a form; None: there are none.
-    """
-
-    model: Path
-    config: EngineConfig
-    progress: bool
+    model: Path  # the path
+    config: EngineConfig  # of the engine
+    progress: bool  # show bars while loading
+    # as `tokenizers.Tokenizer.to_str` writes it, for structured outputs; None: there are none
     tokenizer: str | None = None
 
 
@@ -50,15 +44,10 @@ class Add(NamedTuple):
 
 
 class Teach(NamedTuple):
-    """A grammar that requests will name, known to be good: it is read when this comes, and kept.
+    """A grammar that requests will name, known to be good: it is read when this comes, and kept."""
 
-    Attributes:
-        grammar: its text.
-        automaton: that it became; None: it is no such grammar.
-    """
-
-    grammar: str
-    automaton: TokenAutomaton | None
+    grammar: str  # its text
+    automaton: TokenAutomaton | None  # that it became; None: it is no such grammar
 
 
 class Forget(NamedTuple):
@@ -82,20 +71,13 @@ class Abort(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineReady:
-    """The engine can be asked.
+    """The engine can be asked."""
 
-    Attributes:
-        rules: what it can serve.
-        seed: of the requests that bring none.
-        buckets: that were captured.
-        load_seconds: to load the model and to capture its graphs.
-        floor_seconds: what reading the weights once takes at the bandwidth that was measured; None: a cache holds them.
-    """
-
-    rules: RequestRules
-    seed: int
-    buckets: tuple[int, ...]
-    load_seconds: float
+    rules: RequestRules  # what it can serve
+    seed: int  # of the requests that bring none
+    buckets: tuple[int, ...]  # that were captured
+    load_seconds: float  # to load the model and to capture its graphs
+    # what reading the weights once takes at the bandwidth that was measured; None: a cache holds them
     floor_seconds: float | None
 
 
@@ -108,39 +90,22 @@ class Refused:
 
 @dataclass(frozen=True)
 class Vitals:
-    """How the engine is, now and then.
+    """State of the engine, sent periodically."""
 
-    Attributes:
-        running: requests that have a row.
-        waiting: requests that have none.
-        used_pages: of the cache.
-        total_pages: of the cache.
-        preemptions: since the start.
-        prefilled_tokens: since the start.
-        bucket_steps: bucket -> steps since the start.
-        batch_sizes: live rows -> steps since the start.
-        step_seconds: of each step since the last message.
-        launch_seconds: of the host, for each launch since the last message.
-        drafts: runs of drafts that were verified, since the start.
-        draft_tokens: drafts of them.
-        accepted_tokens: those that were what was sampled.
-        accepted_per_pos: of the first, the second, ... draft of a run, how many were.
-    """
-
-    running: int
-    waiting: int
-    used_pages: int
-    total_pages: int
-    preemptions: int
-    prefilled_tokens: int
-    bucket_steps: dict[int, int]
-    batch_sizes: dict[int, int]
-    step_seconds: list[float]
-    launch_seconds: list[float]
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    accepted_per_pos: list[int]
+    running: int  # requests that have a row
+    waiting: int  # requests that have none
+    used_pages: int  # of the cache
+    total_pages: int  # of the cache
+    preemptions: int  # since the start
+    prefilled_tokens: int  # since the start
+    bucket_steps: dict[int, int]  # bucket -> steps since the start
+    batch_sizes: dict[int, int]  # live rows -> steps since the start
+    step_seconds: list[float]  # of each step since the last message
+    launch_seconds: list[float]  # of the host, for each launch since the last message
+    drafts: int  # runs of drafts that were verified, since the start
+    draft_tokens: int  # drafts of them
+    accepted_tokens: int  # those that were what was sampled
+    accepted_per_pos: list[int]  # of the first, the second, ... draft of a run, how many were.
 
     @property
     def padding_share(self) -> float:
@@ -157,7 +122,6 @@ def pack_event(event: Event, request_id: int, *, whole: bool) -> PackedEvent:
     """Return an event as plain values.
 
     Args:
-        event: of the engine.
         request_id: the number that the other side knows the request by.
         whole: send the metrics too; they matter with the first and the last event of a request.
     """
@@ -202,11 +166,7 @@ async def receive(reader: StreamReader) -> Any:
 
 
 class Wire:
-    """The engine's end: blocking where there is nothing to do, and never where there is.
-
-    Args:
-        connection: a connected stream socket.
-    """
+    """The engine's end: blocking where there is nothing to do, and never where there is."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -226,9 +186,6 @@ class Wire:
     def receive(self, *, wait: bool) -> list[Any]:
         """Return what has come.
 
-        Args:
-            wait: until there is something.
-
         Raises:
             EOFError: the other side is gone.
         """
@@ -238,17 +195,13 @@ class Wire:
             if not data:
                 raise EOFError("the other side is gone")
             self._unread += data
-            messages = self._whole_messages()
-        return messages
-
-    def _whole_messages(self) -> list[Any]:
-        messages, start = [], 0
-        while len(self._unread) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._unread, start)
-            end = start + _LENGTH.size + length
-            if len(self._unread) < end:
-                break
-            messages.append(pickle.loads(memoryview(self._unread)[start + _LENGTH.size : end]))
-            start = end
-        del self._unread[:start]
+            start = 0
+            while len(self._unread) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._unread, start)
+                end = start + _LENGTH.size + length
+                if len(self._unread) < end:
+                    break
+                messages.append(pickle.loads(memoryview(self._unread)[start + _LENGTH.size : end]))
+                start = end
+            del self._unread[:start]
         return messages

@@ -1,4 +1,4 @@
-"""One answer in the making: from the engine's tokens to text, and what text decides."""
+"""One answer in progress: the engine's tokens to text, and stop strings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ from graphdecode.text.outputs import CompletionOutput, GrowingText, Later, Logpr
 
 
 class Answer:
-    """Turns the events of one request of the engine into one of the answers of a prompt.
+    """Makes one answer of a prompt from the engine's events of one request.
 
     Tokens end an answer in the engine; a stop text ends it here, and nothing behind it is shown or counted.
 
     Args:
         output: where the answer goes.
         request: the prompt's output that the answer is part of.
-        params: of the request, with its stop texts.
         tokenizer: a `tokenizers.Tokenizer`; None: there is no text.
-
-    Attributes:
-        pieces: text that nobody has taken yet.
-        on_news: is called in whichever thread brought something new.
     """
 
     def __init__(
@@ -34,9 +29,9 @@ class Answer:
     ) -> None:
         self.output = output
         self.request = request
-        self.pieces: deque[str] = deque()
+        self.pieces: deque[str] = deque()  # text that nobody has taken yet
         self._text = GrowingText()
-        self.on_news: Callable[[], None] = _nothing
+        self.on_news: Callable[[], None] = lambda: None  # is called in whichever thread brought something new
         self._tokenizer = tokenizer
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = None
@@ -63,13 +58,20 @@ class Answer:
         with self._changing:
             if self.output.finish_reason is not None:
                 return False
-            if event.prompt_logprobs is not None:
-                self._take_scores(event.prompt_logprobs)
+            if event.prompt_logprobs is not None:  # of the prompt's next tokens; the first one of all has none
+                known, scores = self.request.prompt_logprobs or [None], event.prompt_logprobs
+                tokens = self.request.prompt_token_ids[len(known) : len(known) + len(scores)]
+                self.request.prompt_logprobs = known + [
+                    self._entries(*each) for each in zip(tokens, scores, strict=True)
+                ]
             if event.is_part:
                 return False
             if not self._begun:
                 self._begun = True
-                self._tell_beginning(event)
+                own, shared = event.metrics, self.request.metrics
+                shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
+                shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
+                shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)
             stop = self._take_tokens(event)
             reason, stop_reason = ("stop", stop) if stop is not None else (event.finish_reason, event.stop_reason)
             if reason is None:
@@ -124,7 +126,11 @@ class Answer:
         for place, token in enumerate(event.token_ids):
             self.output.token_ids.append(token)
             if event.logprobs is not None:
-                self._take_logprobs(token, event.logprobs[place])
+                scored = event.logprobs[place]
+                if self.output.logprobs is None:
+                    self.output.logprobs = []
+                self.output.logprobs.append(self._entries(token, scored))
+                self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + scored.sampled
             if detokenizer is not None and place < silent and (stop := detokenizer.push(token)) is not None:
                 return stop
         return None
@@ -153,12 +159,6 @@ class Answer:
             self.output.text = self._text.now()
             self.pieces.append(piece)
 
-    def _take_logprobs(self, token: int, logprobs: TokenLogprobs) -> None:
-        if self.output.logprobs is None:
-            self.output.logprobs = []
-        self.output.logprobs.append(self._entries(token, logprobs))
-        self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + logprobs.sampled
-
     def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         """Return what is known of one place: the likeliest tokens, and the one that stands there."""
         entries = {
@@ -175,23 +175,6 @@ class Answer:
         if text is None:
             text = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
-
-    def _take_scores(self, scores: list[TokenLogprobs]) -> None:
-        """Take the log-probabilities of the prompt's next tokens; the first one of all has none."""
-        known = self.request.prompt_logprobs or [None]
-        tokens = self.request.prompt_token_ids[len(known) : len(known) + len(scores)]
-        self.request.prompt_logprobs = known + [self._entries(*each) for each in zip(tokens, scores, strict=True)]
-
-    def _tell_beginning(self, event: Event) -> None:
-        """Bring what is the prompt's up to date with this answer's first event: its metrics, its tokens' scores."""
-        own, shared = event.metrics, self.request.metrics
-        shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
-        shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
-        shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)
-
-
-def _nothing() -> None:
-    """Nobody asked for news."""
 
 
 def _earliest(*times: float | None) -> float | None:

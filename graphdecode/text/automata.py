@@ -1,4 +1,4 @@
-"""From choices and expressions to automata over tokens, each of which is held against the library's masks."""
+"""Automata over tokens for choices and regular expressions, each verified against llguidance's masks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import numpy as np
 
 from graphdecode.engine.constraint import Constraint, ConstraintError, Guide, TokenAutomaton, allow, forbid
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
-from graphdecode.text.byte_automaton import byte_automaton
-from graphdecode.text.regex_pattern import Either, Pattern, Ranges, UnknownPatternError, literal, parse
+from graphdecode.text.regex_automaton import (
+    Either,
+    Pattern,
+    Ranges,
+    UnknownPatternError,
+    byte_automaton,
+    literal,
+    parse,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,8 +36,6 @@ class TokenAutomata:
     """Makes automata over the tokens of one vocabulary; any thread may use it.
 
     Args:
-        vocabulary: of llguidance.
-        vocab_size: of the model.
         eos_token_ids: of the model; they come where a text may end.
     """
 
@@ -43,7 +48,6 @@ class TokenAutomata:
         """Return the automaton of a grammar; None where it is not of choices or of an expression, or is too large.
 
         Args:
-            grammar: as llguidance takes it.
             matcher: of the grammar, at the beginning; its masks are what the automaton's have to be.
         """
         try:
@@ -102,8 +106,6 @@ class _Walk:
     Args:
         spelled: the tokens.
         by_byte: of the automaton over bytes.
-        accepts: of the same.
-        matcher: at the beginning of an answer.
         eos_token_ids: tokens that the library lets come where a text may end.
 
     Raises:
@@ -179,7 +181,6 @@ class _Walk:
         """Return what was found, with states numbered as they were come to.
 
         Args:
-            vocab_size: of the model.
             never: tokens that the library allows where a text may end, and that end no answer of the model.
 
         Raises:
@@ -243,10 +244,9 @@ class _Spelled:
 
 
 class AutomatonConstraint(Constraint):
-    """Holds one answer to an automaton; see `graphdecode.engine.constraint.Constraint`.
+    """Constrains one answer by an automaton; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
-        automaton: which.
         eos_token_ids: tokens that come where the text may end.
     """
 
@@ -301,8 +301,8 @@ def _characters(name: str) -> Ranges:
     def walk(said: bytes) -> None:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[:32], bitorder="little")
         for byte in np.flatnonzero(bits).tolist():
-            spelled = said + bytes([byte])
-            if len(spelled) == _length(spelled[0]):
+            spelled, lead = said + bytes([byte]), (said[:1] or bytes([byte]))[0]
+            if len(spelled) == (1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):  # of UTF-8
                 code = ord(spelled.decode())
                 if found and found[-1][1] == code - 1:
                     found[-1] = found[-1][0], code
@@ -315,8 +315,3 @@ def _characters(name: str) -> Ranges:
 
     walk(b"")
     return tuple(found)
-
-
-def _length(lead: int) -> int:
-    """Return how many bytes a character has, by its first one."""
-    return 1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4

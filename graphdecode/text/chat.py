@@ -1,22 +1,26 @@
-"""From a conversation to a prompt: what a tokenizer's chat template makes of messages. It needs no engine."""
+"""Chat templates: messages to a prompt. It needs no engine."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 
+_EXPECTED = "a conversation is a list of messages, each a dict with `role` and `content`"
+_MARK = "graphdecode-end-of-turn"  # an answer that no template holds itself
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any] | Callable[..., Any]
 
 
 class ChatOptions(TypedDict, total=False):
-    """What `render_chat` takes beside messages, as `LLM.chat` and `AsyncLLM.chat` hand it on."""
+    """Options of `render_chat`, which `LLM.chat` and `AsyncLLM.chat` take too."""
 
     chat_template: str | Path | None
     add_generation_prompt: bool
@@ -25,22 +29,13 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-_EXPECTED = "a conversation is a list of messages, each a dict with `role` and `content`"
-_MARK = "graphdecode-end-of-turn"  # an answer that no template holds itself
-
-
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as a model is given it.
+    """A conversation as a model is given it."""
 
-    Attributes:
-        text: what the template made.
-        token_ids: of the text; the template has put all special tokens in that there are to be.
-        end_of_turn_ids: tokens that end a turn of the assistant in this template, where it ends with a special one.
-    """
-
-    text: str
-    token_ids: list[int]
+    text: str  # what the template made
+    token_ids: list[int]  # of the text; the template has put all special tokens in that there are to be
+    # tokens that end a turn of the assistant in this template, where it ends with a special one
     end_of_turn_ids: tuple[int, ...]
 
     def ending(self, params: SamplingParams) -> SamplingParams:
@@ -48,7 +43,7 @@ class RenderedChat:
         if params.ignore_eos:
             return params
         stops = tuple(dict.fromkeys([*(params.stop_token_ids or ()), *self.end_of_turn_ids]))
-        return params if stops == tuple(params.stop_token_ids or ()) else replace(params, stop_token_ids=stops)
+        return params if stops == tuple(params.stop_token_ids or ()) else params.unchecked(stop_token_ids=stops)
 
 
 def render_chat(
@@ -121,9 +116,6 @@ def as_conversations(messages: Any) -> list[list[Message]]:
     if isinstance(items[0], Mapping):
         return [items]
     return [_listed(item) for item in items]
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def _listed(messages: Any) -> list[Any]:

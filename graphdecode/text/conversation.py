@@ -1,4 +1,4 @@
-"""A conversation that goes on: its messages, and what of them the model has room for."""
+"""A chat session: its messages, and which of them fit the model's context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_ROOM = 8  # a conversation that leaves less than an eighth of all tokens 
 
 
 class Conversation:
-    """Turns of a user and a model.
+    """Messages of a user and a model.
 
     Every turn gives the model all that was said before, which the prefix cache makes cheap. What outgrows the room that
     the model has loses its oldest turns, down to half of the room, so that this does not happen at every turn.

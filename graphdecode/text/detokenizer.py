@@ -1,4 +1,4 @@
-"""From tokens to text, piece by piece: never half a character, never a stop string or the beginning of one."""
+"""Incremental detokenization: never half a character, never a stop string or the beginning of one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """The text of one answer as its tokens come.
+    """Incremental text of one answer.
 
     A piece is handed out once no later token can change it: bytes of an unfinished UTF-8 character wait, and so does
     text that may turn out to be the beginning of a stop string.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        stop_strings: texts before which the answer is cut.
         skip_special_tokens: leave special tokens out.
         min_tokens: a stop string that is complete before there are more tokens than this does not stop.
         spaced: write special tokens that follow one another as the tokenizer does, which may be with spaces; else
@@ -34,7 +33,10 @@ class Detokenizer:
         spaced: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._unspaced = {} if spaced or skip_special_tokens else _special_texts(tokenizer)
+        self._unspaced: dict[int, str] = {}  # special tokens
+        if not (spaced or skip_special_tokens):
+            added = tokenizer.get_added_tokens_decoder().items()
+            self._unspaced = {token: known.content for token, known in added if known.special}
         self._follows_special = False
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -108,7 +110,3 @@ class Detokenizer:
     def _begins_a_stop(self, text: str) -> bool:
         at = bisect_right(self._sorted_stops, text)  # the first one that goes on behind the text
         return at < len(self._sorted_stops) and self._sorted_stops[at].startswith(text)
-
-
-def _special_texts(tokenizer: Any) -> dict[int, str]:
-    return {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}

@@ -1,31 +1,91 @@
-"""The tokenizer and the chat template that a GGUF file holds."""
+"""The tokenizer and the chat template of a GGUF file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from graphdecode.models import ModelSourceError
-from graphdecode.models.gguf.container import GgufFile
-from graphdecode.models.gguf.metadata import CONTROL, NORMAL, USER_DEFINED
-from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from graphdecode.models.gguf.container import CONTROL, NORMAL, USER_DEFINED, GgufFile
 
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _SIGNS + _SPACES
+_QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _SIGNS + _SPACES
 _PREFIX = "tokenizer.ggml."
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "\u2581"  # SentencePiece's mark for a space
 # of Phi-3, whose other tokens of that kind swallow the spaces behind them
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+_INSTEAD = "int4, int8 and fp8 are written as safetensors, with the tokenizer as it is"
+_UNUSED = 5  # of `tokenizer.ggml.token_type`
+_PROBES = (
+    "Hello, world!  What's 12345 + 67?\n\n  def f(x):\n\treturn x**2 // 3\r\n",
+    "na\u00efve Stra\u00dfe \u2167 don't WE'LL i'm 1234567 \u00bd\u00b2 http://a.b/c?d=e_f",
+    "\u4f60\u597d\uff0c\u4e16\u754c 2024\u5e74 \u3053\u3093\u306b\u3061\u306f \U0001f469\u200d\U0001f467",
+    "   \u00a0 e\u0301 camelCaseHTTPServer\n\n\n x",
+)
+
+
+class PreTokenizer(NamedTuple):
+    """The pre-tokenizer in front of byte-level BPE."""
+
+    expressions: tuple[str, ...]  # each cuts what the one before it left into its matches and what lies between them
+    nfc: bool = False  # characters are composed first (Unicode's form C)
+    adds_bos: bool = False  # a text begins with the token for that, where the file does not say
+    ignores_merges: bool = False  # a piece that is a token as a whole is that token
+
+
+def _either(*expressions: str) -> str:
+    return "|".join(expressions)
+
+
+_BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
+_OF_LLAMA3 = PreTokenizer((_LLAMA3,), adds_bos=True, ignores_merges=True)
+_OF_QWEN2 = PreTokenizer((_QWEN2,), nfc=True)
+_OF_GPT4O = PreTokenizer(
+    (_either(*(f"{cased}{_CONTRACTIONS}?" for cased in _CASED), r"\p{N}{1,3}") + _PATHS + _SPACES,)
+)
+_OF_TEKKEN = PreTokenizer((_either(*_CASED, r"\p{N}") + _PATHS + _SPACES,), adds_bos=True, ignores_merges=True)
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "command-r": _BY_DIGIT._replace(nfc=True),
+    "dbrx": PreTokenizer((_LLAMA3,)),
+    "deepseek-r1-qwen": _OF_QWEN2._replace(nfc=False),
+    "falcon3": _OF_LLAMA3,
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "gpt-4o": _OF_GPT4O,
+    "llama-bpe": _OF_LLAMA3,
+    "llama-v3": _OF_LLAMA3,
+    "llama3": _OF_LLAMA3,
+    "llama4": _OF_GPT4O,
+    "megrez": _OF_QWEN2,
+    "mpt": PreTokenizer((_GPT2,)),
+    "olmo": PreTokenizer((_GPT2,)),
+    "phi-2": PreTokenizer((_GPT2,)),
+    "pixtral": _OF_LLAMA3,
+    "qwen2": _OF_QWEN2,
+    "refact": _BY_DIGIT,
+    "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "smollm": _BY_DIGIT,
+    "stablelm2": _OF_QWEN2._replace(nfc=False),
+    "starcoder": _BY_DIGIT,
+    "tekken": _OF_TEKKEN,
+}
 
 
 def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> Any:
     """Return the file's tokenizer, as one of transformers.
-
-    Args:
-        path: of the file.
-        replaceable: errors say how to give another one.
 
     Raises:
         ModelSourceError: there is none, it is damaged, or of a kind that is not known.
@@ -44,7 +104,7 @@ def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> Any:
 
 
 class _Vocabulary:
-    """What a file says of its tokens; a field that is wrong is named with the file."""
+    """The token fields of a file, validated."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any], replaceable: bool) -> None:
         self._path = path
@@ -58,10 +118,6 @@ class _Vocabulary:
         self.kinds: list[int] = self.array("token_type", int)
         if len(self.kinds) != len(self.tokens):
             raise self.fault(f"token_type has {len(self.kinds)} entries, and there are {len(self.tokens)} tokens")
-
-    def has(self, name: str) -> bool:
-        """Whether the file says anything of a field."""
-        return f"{_PREFIX}{name}" in self.fields
 
     def array(self, name: str, *kinds: type) -> list[Any]:
         """Return a list of texts or of numbers."""
@@ -88,17 +144,12 @@ class _Vocabulary:
         return self.tokens[index]
 
     def pre_tokenizer(self) -> PreTokenizer:
-        """Return how texts are cut."""
+        """Return the pre-tokenizer."""
         name = self.fields.get(f"{_PREFIX}pre")
         found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if found is None:
             raise self.fault(f"pre {name!r:.80} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
         return found
-
-    def template(self) -> str | None:
-        """Return the chat template; None: there is none."""
-        value = self.fields.get("tokenizer.chat_template")
-        return value if isinstance(value, str) else None
 
     def fault(self, wrong: str) -> ModelSourceError:
         """Return the error for a field, whose name begins what is wrong."""
@@ -119,13 +170,14 @@ def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Any:
     from transformers import PreTrainedTokenizerFast  # here, for it takes a second
 
     _add_whole(vocabulary, tokenizer)
+    template = vocabulary.fields.get("tokenizer.chat_template")
     named = {name: vocabulary.token(use) for name, use in _NAMED.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=_Uncopied(tokenizer),
         **{name: token for name, token in named.items() if token is not None},
         add_bos_token=vocabulary.flag("add_bos_token", adds_bos),
         add_eos_token=vocabulary.flag("add_eos_token", False),
-        chat_template=vocabulary.template(),
+        chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
     )
 
@@ -154,11 +206,9 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     """Return BPE over bytes (GPT-2's), whose merges the file lists."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    listed: list[str] = vocabulary.array("merges", str) if vocabulary.has("merges") else []  # tokens may be bytes alone
-    cut = (merge.partition(" ") for merge in listed)
-    merges = list(
-        dict.fromkeys((left, right) for left, _, right in cut)
-    )  # of one that is listed twice the first counts
+    has_merges = f"{_PREFIX}merges" in vocabulary.fields  # tokens may be bytes alone
+    cut = (merge.partition(" ") for merge in (vocabulary.array("merges", str) if has_merges else []))
+    merges = list(dict.fromkeys((left, right) for left, _, right in cut))  # the first of equal ones counts
     wrong = next((pair for pair in merges if "".join(pair) not in vocabulary.ids), None)
     if wrong is not None:
         raise vocabulary.fault(f"merges has {' '.join(wrong)!r:.80}, which makes no token")
@@ -171,7 +221,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
 
 
 def cut_by(pre: PreTokenizer) -> Any:
-    """Return what cuts texts into the pieces that byte-level BPE takes."""
+    """Return a pre-tokenizer of `tokenizers`."""
     from tokenizers import Regex, pre_tokenizers
 
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
@@ -212,3 +262,54 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
             cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
             found += [(left, right) for left, right in cuts if left in ids and right in ids]
     return found
+
+
+def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of a GGUF file for a tokenizer of transformers.
+
+    Args:
+        vocab_size: rows of the embedding; ids without a token get names that no text has.
+
+    Raises:
+        ModelSourceError: it is no byte-level BPE, or cuts texts in a way that has no name.
+    """
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = described["model"]
+    if model.get("type") != "BPE" or (described.get("decoder") or {}).get("type") != "ByteLevel":
+        raise ModelSourceError(f"the tokenizer is no byte-level BPE, which alone is written as GGUF; {_INSTEAD}")
+    whole = {token["id"]: token for token in described["added_tokens"]}
+    by_id = {index: token for token, index in model["vocab"].items()} | {
+        index: token["content"] for index, token in whole.items()
+    }
+    kinds = [
+        (CONTROL if whole[index]["special"] else USER_DEFINED)
+        if index in whole
+        else (NORMAL if index in by_id else _UNUSED)
+        for index in range(vocab_size)
+    ]
+    template = tokenizer.chat_template
+    named = {f"{use}_token_id": getattr(tokenizer, f"{name}_id", None) for name, use in _NAMED.items()}
+    fields: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": _name_of_cuts(tokenizer, described, bool(model.get("ignore_merges"))),
+        "tokens": [by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)],
+        "token_type": kinds,
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+        **{name: index for name, index in named.items() if index is not None},
+        "add_bos_token": tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id],
+    }
+    found = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+
+
+def _name_of_cuts(tokenizer: Any, described: dict[str, Any], ignores_merges: bool) -> str:
+    """Return the name of what happens to a text before BPE: of the way that cuts some texts as the tokenizer does."""
+    backend = tokenizer.backend_tokenizer
+    composes = "NFC" in json.dumps(described.get("normalizer"))
+    expected = [backend.pre_tokenizer.pre_tokenize_str(probe) for probe in _PROBES]
+    for name, known in PRE_TOKENIZERS.items():
+        if known.nfc == composes and known.ignores_merges == ignores_merges:
+            cuts = cut_by(known)
+            if [cuts.pre_tokenize_str(probe) for probe in _PROBES] == expected:
+                return name
+    raise ModelSourceError(f"the tokenizer cuts texts in a way that GGUF has no name for; {_INSTEAD}")

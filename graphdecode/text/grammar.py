@@ -1,4 +1,4 @@
-"""From the form that an answer must have to the tokens that may come next, by llguidance."""
+"""Structured outputs compiled to masks of the tokens that may come next, by llguidance."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ def is_available() -> bool:
 
 
 class Grammars:
-    """Reads forms, and makes constraints of them, for one vocabulary; any thread may use it.
+    """Compiles structured outputs to constraints for one vocabulary; any thread may use it.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`, or what its `to_str` gives.
-        vocab_size: of the model.
-        eos_token_ids: of the model.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -77,34 +75,34 @@ class Grammars:
             return self._vocabulary
 
     def grammar(self, params: StructuredOutputsParams) -> str:
-        """Return the text of the grammar for a form, which `constraint` takes.
+        """Return the grammar of a structured output as text, which `constraint` takes.
 
         Raises:
             ArgumentError: it cannot be kept; the message names the keyword or the place.
         """
-        vocabulary, form = self.load(), params.form
+        vocabulary, kind = self.load(), params.kind
         from llguidance import LLMatcher
 
-        with _taken(form):
+        with _taken(kind):
             grammar = _grammar_text(params)
             grammar.encode()  # half of a surrogate pair is no text
         if len(grammar) > MAX_GRAMMAR_LENGTH:
             raise ArgumentError(
-                f"structured_outputs: {form} must have at most {MAX_GRAMMAR_LENGTH} characters, got {len(grammar)}"
+                f"structured_outputs: {kind} must have at most {MAX_GRAMMAR_LENGTH} characters, got {len(grammar)}"
             )
         with self._books:
             if grammar in self._good or grammar in self._compiled:
                 return grammar
-        with _taken(form):
+        with _taken(kind):
             is_wrong, found = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
         if is_wrong:
             reason = found[0].strip().replace("Unimplemented keys", "keywords that are not supported")
-            raise ArgumentError(f"structured_outputs: {form} cannot be kept: {reason}")
+            raise ArgumentError(f"structured_outputs: {kind} cannot be kept: {reason}")
         self._keep(self._good, grammar, None)
         return grammar
 
     def constraint(self, grammar: str) -> Constraint:
-        """Return what holds one answer to a grammar.
+        """Return a new constraint for a grammar.
 
         Args:
             grammar: what `grammar` gave.
@@ -125,7 +123,7 @@ class Grammars:
         return self.held(compiled)
 
     def warm(self) -> None:
-        """Make what all forms share.
+        """Make what all grammars share.
 
         Raises:
             ArgumentError: as `load`.
@@ -133,10 +131,10 @@ class Grammars:
         self._automata.warm()
 
     def compiled(self, grammar: str) -> LLMatcher | TokenAutomaton:
-        """Return what constraints are made of; an automaton can be sent to other processes.
+        """Compile a grammar to a matcher, or to an automaton, which is picklable.
 
         Raises:
-            ArgumentError: it cannot be read, or nothing has this form.
+            ArgumentError: it cannot be read, or no text matches it.
             ConstraintError: likewise.
         """
         vocabulary = self.load()
@@ -145,7 +143,7 @@ class Grammars:
             return self._automata.of(grammar, matcher) or matcher
 
     def held(self, compiled: LLMatcher | TokenAutomaton) -> Constraint:
-        """Return what holds one answer to a grammar, made of what `compiled` gave."""
+        """Return a new constraint over what `compiled` gave."""
         if isinstance(compiled, TokenAutomaton):
             return AutomatonConstraint(compiled, self._eos_token_ids)
         never = () if self._eos_token_ids else (self.load().eos_token,)
@@ -167,26 +165,35 @@ class Grammars:
 
 
 @contextmanager
-def _taken(form: str) -> Iterator[None]:
-    """Say of a form that llguidance stumbles over that it cannot be read; its panics are no `Exception`."""
+def _taken(kind: str) -> Iterator[None]:
+    """Raise llguidance's errors, and its panics, which are no `Exception`, as `ArgumentError`."""
     try:
         yield
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"structured_outputs: {form} cannot be read: {error}") from error
+        raise ArgumentError(f"structured_outputs: {kind} cannot be read: {error}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ArgumentError(f"structured_outputs: {form} cannot be read") from error
+        raise ArgumentError(f"structured_outputs: {kind} cannot be read") from error
 
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
-    if params.form in ("json", "json_object"):
-        return LLMatcher.grammar_from_json_schema(_schema_text(params), overrides=_json_options(params))
-    if params.form == "regex":
+    if params.kind in ("json", "json_object"):
+        schema = {"type": "object"} if params.json is None else params.schema
+        if params.disable_additional_properties:
+            schema = _closed(schema)
+        options: Any = {  # those that a schema states in `x-guidance` do not count
+            "whitespace_flexible": not params.disable_any_whitespace,
+            "whitespace_pattern": params.whitespace_pattern,
+            "lenient": False,
+            "coerce_one_of": False,
+        }
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=options)
+    if params.kind == "regex":
         return LLMatcher.grammar_from_regex(str(params.regex))
-    if params.form == "choice":
+    if params.kind == "choice":
         return grammar_from("choice", json.dumps(list(params.choice or ())))
     return grammar_from("grammar", str(params.grammar))
 
@@ -235,11 +242,9 @@ class _Together:
 
 
 class TokenGrammar(Constraint):
-    """Holds one answer to a grammar; see `graphdecode.engine.constraint.Constraint`.
+    """Constrains one answer to a grammar; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
-        matcher: at the beginning of the answer.
-        together: computes the masks of all answers.
         eos_token_ids: tokens that the matcher allows by itself where the answer may end.
         never: tokens that it allows there, and that end no answer of the model.
     """
@@ -275,7 +280,7 @@ class TokenGrammar(Constraint):
         return found
 
     def _end(self, mask: np.ndarray, stop_ids: Sequence[int]) -> None:
-        """Let the stop ids come where the answer may end; raise what has become of the matcher."""
+        """Allow the stop ids where the answer may end; raise the matcher's error."""
         if self._matcher.is_error():
             raise _failure(self._matcher)
         forbid(mask, self._never)
@@ -300,13 +305,6 @@ def _reason(matcher: LLMatcher) -> str:
     return _PLAIN.get(reason, reason)
 
 
-def _schema_text(params: StructuredOutputsParams) -> str:
-    schema = {"type": "object"} if params.json is None else params.schema
-    if params.disable_additional_properties:
-        schema = _closed(schema)
-    return json.dumps(schema, ensure_ascii=False)
-
-
 def _closed(schema: Any) -> Any:
     """Return a schema whose objects have no properties but those that it speaks of."""
     if isinstance(schema, list):
@@ -317,13 +315,3 @@ def _closed(schema: Any) -> Any:
     if isinstance(schema.get("properties"), dict):
         closed.setdefault("additionalProperties", False)
     return closed
-
-
-def _json_options(params: StructuredOutputsParams) -> Any:
-    """Return the options of llguidance's JSON; those that a schema states in `x-guidance` do not count."""
-    return {
-        "whitespace_flexible": not params.disable_any_whitespace,
-        "whitespace_pattern": params.whitespace_pattern,
-        "lenient": False,
-        "coerce_one_of": False,
-    }

@@ -1,36 +1,92 @@
-"""From prompts to requests of tokens, and to the answers that their events will fill."""
+"""Prompts to requests of tokens, and to the answers that their events will fill."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple, Protocol
 
 from graphdecode.engine import Request, RequestMetrics, SamplingParams
 from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.engine import as_int64, derived_seed
+from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.answer import Answer
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
-from graphdecode.text.router import TokenEngine
 from graphdecode.text.tokenizer import is_tokenizers_own
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_EXPECTED = "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
+_DICT_KEYS = {"prompt", "prompt_token_ids"}
+
+
+def as_prompt(prompt: Any) -> str | list[int]:
+    """Return one prompt as a text or a list of token ids.
+
+    Args:
+        prompt: a text; integers in a sequence, a NumPy array or a tensor; or a dict as vLLM takes it, in which
+            `prompt_token_ids` wins over `prompt`.
+
+    Raises:
+        ValueError: it is none of these, or a text with halves of surrogate pairs.
+    """
+    if isinstance(prompt, Mapping):
+        if not prompt or set(prompt) - _DICT_KEYS:
+            raise ArgumentError(f"{_EXPECTED}, got a dict with {sorted(map(str, prompt))}")
+        return as_prompt(prompt.get("prompt_token_ids", prompt.get("prompt")))
+    if isinstance(prompt, str):
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"a prompt is no valid text: {error}") from error
+        return prompt
+    ids = _listed(prompt)
+    if type(ids) is list and set(map(type, ids)) == {int}:  # of a million, each would be looked at for a while
+        return list(ids)
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
+        raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
+    return [int(token) for token in ids]
+
+
+def as_prompts(prompts: Any) -> list[str | list[int]]:
+    """Return what `generate` was given as a list of prompts.
+
+    Args:
+        prompts: one prompt, or an iterable of prompts; integers are one prompt.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [as_prompt(prompts)]
+    prompts = _listed(prompts)
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {shown(prompts)}")
+    items = list(prompts)
+    return [as_prompt(items)] if items and all(map(_is_token, items)) else [as_prompt(item) for item in items]
+
+
+def _listed(given: Any) -> Any:
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Order:
-    """One prompt, ready to be handed in.
+    """One prompt with its requests, ready to submit."""
 
-    Attributes:
-        output: what its caller gets.
-        requests: what the engine gets, each with the answer that its events go to; none where the prompt was refused.
-    """
-
-    output: RequestOutput
+    output: RequestOutput  # what its caller gets
+    # what the engine gets, each with the answer that its events go to; none where the prompt was refused
     requests: list[tuple[Request, Answer]]
 
     @property
@@ -40,52 +96,41 @@ class Order:
 
 
 class Asked(NamedTuple):
-    """What all prompts of a request ask for, in tokens; it can be sent to another process.
+    """Parameters that all prompts of a request share, in tokens; picklable."""
 
-    Attributes:
-        params: of all answers.
-        of_answer: of one answer, as the engine takes them.
-        bad_words: tokens of each spelling of a word that the answers must not have.
-        priority: the lowest is served first.
-    """
-
-    params: SamplingParams
-    of_answer: SamplingParams
-    bad_words: list[list[int]]
-    priority: int
+    params: SamplingParams  # of all answers
+    of_answer: SamplingParams  # of one answer, as the engine takes them
+    bad_words: list[list[int]]  # tokens of each spelling of a word that the answers must not have
+    priority: int  # the lowest is served first
 
 
 class Resolved(NamedTuple):
-    """A prompt in tokens; it can be sent to another process.
+    """A prompt in tokens; picklable."""
 
-    Attributes:
-        prompt: the text; None: it was given as token ids.
-        token_ids: of the prompt, cut as the parameters ask for it.
-        asked: of its answers.
-    """
+    prompt: str | None  # the text; None: it was given as token ids
+    token_ids: list[int]  # of the prompt, cut as the parameters ask for it
+    asked: Asked  # of its answers
 
-    prompt: str | None
-    token_ids: list[int]
-    asked: Asked
+
+class _Serving(Protocol):
+    """The limits and the seed of an engine."""
+
+    @property
+    def rules(self) -> RequestRules: ...
+
+    @property
+    def seed(self) -> int: ...  # of the requests that bring none
 
 
 class Intake:
-    """Encodes prompts, refuses what can never be served, and resolves what is text in the parameters.
+    """Tokenizes prompts and textual parameters, and refuses what can never be served.
 
     Args:
-        engine: what will serve them.
-        tokenizer: of transformers.
-        reads_grammars: read forms to the end, so that an engine of this process, whose `constrain` is that of
+        reads_grammars: compile grammars here, so that an engine of this process, whose `constrain` is that of
             `grammars`, finds them read and nobody's step waits for it.
     """
 
-    def __init__(
-        self,
-        engine: TokenEngine,
-        tokenizer: Any,
-        *,
-        reads_grammars: bool = False,
-    ) -> None:
+    def __init__(self, engine: _Serving, tokenizer: Any, *, reads_grammars: bool = False) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._reads_grammars = reads_grammars
@@ -96,7 +141,6 @@ class Intake:
         """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them.
 
         Args:
-            prompt: a text or token ids.
             special: add the special tokens that the tokenizer begins a text with.
 
         Raises:
@@ -114,36 +158,36 @@ class Intake:
     def order(
         self, prompt: str | list[int], token_ids: list[int], params: SamplingParams, *, priority: int = 0
     ) -> Order:
-        """Return what a prompt becomes; one that can never be served comes back refused, with `output.error` set.
+        """Return the order of a prompt; one that can never be served is refused, with `output.error` set.
 
         Args:
-            prompt: as it was given.
             token_ids: what `encode` made of it.
-            params: of all its answers.
-            priority: the lowest is served first.
 
         Raises:
             ArgumentError: the parameters are of text, and there is no tokenizer.
         """
         self._check_tokenizer(params)
         try:
-            asked = self.asked(params, priority=priority, has_form=params.structured_outputs is not None)
+            asked = self.asked(params, priority=priority, is_structured=params.structured_outputs is not None)
             resolved = self.resolved(prompt, token_ids, asked)
-            grammar = self._grammar(params)
-            if grammar is not None and self._reads_grammars:
-                self.grammars.constraint(grammar)
+            grammar, structured = None, params.structured_outputs
+            if structured is not None:
+                if self._tokenizer is None:
+                    raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
+                grammar = self.grammars.grammar(structured)
+                if self._reads_grammars:
+                    self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
             token_ids = self._truncated(token_ids, params, is_text=isinstance(prompt, str))
-            return _refused(self._output(prompt if isinstance(prompt, str) else None, token_ids, params.n), str(error))
+            output = self._output(prompt if isinstance(prompt, str) else None, token_ids, params.n)
+            output.error = str(error)
+            for answer_output in output.outputs:
+                answer_output.finish_reason = "refused"
+            return Order(output, [])
         return self.opened(resolved, grammar)
 
-    def asked(self, params: SamplingParams, *, priority: int = 0, has_form: bool = False) -> Asked:
-        """Return what a request asks for, whatever its prompts are.
-
-        Args:
-            params: of all answers.
-            priority: the lowest is served first.
-            has_form: the answers are to have a form.
+    def asked(self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False) -> Asked:
+        """Check and resolve the parameters that all prompts of a request share.
 
         Raises:
             ArgumentError: the parameters are of text, and there is no tokenizer, or one that fails at it.
@@ -158,13 +202,13 @@ class Intake:
             for name in ("stop_token_ids", "allowed_token_ids")
             if (ids := getattr(params, name)) is not None
         }
-        params = replace(params, bad_words=None, structured_outputs=None, **named)
-        of_answer = replace(params, n=1, stop=None, truncate_prompt_tokens=None)
-        rules.check_sampling(of_answer, bad_words, has_form=has_form)
+        params = params.unchecked(bad_words=None, structured_outputs=None, **named)
+        of_answer = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
+        rules.check_sampling(of_answer, bad_words, has_form=is_structured)
         return Asked(params, of_answer, bad_words, priority)
 
     def resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
-        """Return a prompt with all that takes a tokenizer done; see `order`.
+        """Truncate and check a tokenized prompt; see `order`.
 
         Raises:
             RequestError: it can never be served.
@@ -178,7 +222,7 @@ class Intake:
 
         Args:
             resolved: what `resolved` gave, here or in another process.
-            grammar: of its answers; None: they may have any form.
+            grammar: of its answers; None: unconstrained.
             turn: of its answers, among requests of one priority.
         """
         params, of_answer, bad_words, priority = resolved.asked
@@ -189,7 +233,7 @@ class Intake:
         for answer_output in output.outputs:
             index = answer_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
-            own = of_answer.of_answer(as_int64(seed + index), scored)
+            own = of_answer.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
             request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn)
             requests.append((request, Answer(answer_output, output, params, tokenizer)))
         return Order(output, requests)
@@ -204,18 +248,9 @@ class Intake:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What reads the forms of answers, for this tokenizer and this engine."""
+        """The compiler of structured outputs, for this tokenizer and engine."""
         rules = self._engine.rules
         return Grammars(self._tokenizer.backend_tokenizer, rules.vocab_size, rules.eos_token_ids)
-
-    def _grammar(self, params: SamplingParams) -> str | None:
-        """Return the grammar for the form of an answer."""
-        form = params.structured_outputs
-        if form is None:
-            return None
-        if self._tokenizer is None:
-            raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
-        return self.grammars.grammar(form)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams, *, is_text: bool) -> list[int]:
         """Return the last tokens of a prompt, as many as are to be kept; a text keeps what stands in front of it."""
@@ -256,19 +291,11 @@ class Intake:
             raise ArgumentError(f"the tokenizer fails at {name} {told}: {type(error).__name__}: {error}") from error
 
 
-def _refused(output: RequestOutput, error: str) -> Order:
-    output.error = error
-    for answer_output in output.outputs:
-        answer_output.finish_reason = "refused"
-    return Order(output, [])
-
-
 def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:
     """Return the priority of each of some prompts.
 
     Args:
         priority: of all prompts, or one for each; None is 0.
-        count: of the prompts.
 
     Raises:
         ArgumentError: they are not as many, or no integers of 64 bits.
@@ -287,7 +314,6 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
     Args:
         params: for all prompts, or one for each; None means the defaults.
-        count: of the prompts.
 
     Raises:
         ValueError: they are something else, or not as many.

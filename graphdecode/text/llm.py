@@ -10,14 +10,14 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Unpack, cast
+from typing import Any, NoReturn, Unpack
 
 import torch
 from tqdm import tqdm
 
 from graphdecode.cache import PagedKVCache
-from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
-from graphdecode.config.vllm_names import LLMKeywords, as_settings
+from graphdecode.config import BucketConfig, EngineConfig
+from graphdecode.config.vllm_names import as_settings
 from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
@@ -25,14 +25,12 @@ from graphdecode.errors import AnswerError, ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import GraphTable
 from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
-from graphdecode.models.generation_defaults import GENERATION_FILE
+from graphdecode.models.checkpoint import GENERATION_FILE
 from graphdecode.text.answer import Answer
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
-from graphdecode.text.intake import Intake, Order, as_params, as_priorities
-from graphdecode.text.interrupts import DeferredInterrupt
+from graphdecode.text.intake import Intake, Order, Prompt, as_params, as_priorities, as_prompt, as_prompts
 from graphdecode.text.outputs import RequestOutput
-from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
-from graphdecode.text.router import SteppingRouter
+from graphdecode.text.router import DeferredInterrupt, SteppingRouter
 from graphdecode.text.tokenizer import load_tokenizer
 
 
@@ -124,10 +122,10 @@ class LLM:
         config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None = None,
         progress: bool = False,
         tokenizer: Any = None,
-        **keywords: Unpack[LLMKeywords],
+        **keywords: Any,
     ) -> None:
         began = time.perf_counter()
-        settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
+        settings = EngineConfig.of(config, **as_settings(keywords))
         load_modules(settings.load_modules)
         trusted = settings.trust_remote_code
         if isinstance(tokenizer, (str, Path)):
@@ -289,7 +287,7 @@ class LLM:
         )
 
     def _answered(self, orders: list[Order], use_tqdm: bool) -> list[RequestOutput]:
-        """Hand orders in, and come back when all of them are served."""
+        """Submit orders, and wait for their answers."""
         answers = [answer for order in orders for answer in order.answers]
         unfinished = list(reversed(answers))
 
@@ -325,12 +323,7 @@ class LLM:
         return tqdm(total=total, desc="generating", unit="answer", leave=False)
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        refuse: str = "raise",
-        priority: int = 0,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise", priority: int = 0
     ) -> Stream:
         """Answer one prompt, piece by piece; pieces never split a character or show part of a stop string.
 

@@ -1,4 +1,4 @@
-"""What a request gets back."""
+"""Outputs of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """A value that is made when it is first read.
+    """A lazy value.
 
     Args:
         make: makes it; called once, or once for each thread that reads it at the same time.
@@ -32,7 +32,7 @@ class Later(Generic[T]):
 
 
 class GrowingText:
-    """Text that pieces are added to; as it was at any time it can be had later, and is joined no sooner."""
+    """Growing text with lazy snapshots: pieces are joined when a snapshot is read."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -57,7 +57,7 @@ class GrowingText:
 
 
 class _Read(Generic[T]):
-    """A field that may be set to a `Later`, whose value it has then; without any it is what `make` makes."""
+    """A dataclass field that may be set to a `Later`; its default is made by `make`."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -1,53 +1,82 @@
-"""Between many callers and one engine: every event finds its answer; and where no one else does, who waits steps."""
+"""Routing of the engine's events to answers; where nobody else steps the engine, a waiting caller does."""
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType, TracebackType
 from typing import Protocol
 
 from graphdecode.engine import Engine, Event, Request
-from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ClosedError
 from graphdecode.text.answer import Answer
-from graphdecode.text.interrupts import DeferredInterrupt
 
+_HANGING_SECONDS = 0.5
 _PATIENCE_SECONDS = 0.1  # how long a waiting thread sleeps at most before it looks for Ctrl-C
 
 
-class TokenEngine(Protocol):
-    """What a front needs of an engine: `Engine`, or one that stands for an engine in another process."""
+class DeferredInterrupt:
+    """While it is entered, Ctrl-C waits; on leaving, or at the next `check`, it raises `KeyboardInterrupt`.
 
-    @property
-    def rules(self) -> RequestRules:
-        """What it can serve."""
+    A step changes the books of rows and pages in several places; an interrupt in between would leave them torn. A
+    second Ctrl-C, half a second later or more, does not wait: what it interrupts hangs. Outside the main thread, where
+    signals never arrive, it does nothing.
+    """
 
-    @property
-    def seed(self) -> int:
-        """Of the requests that bring none."""
+    def __enter__(self) -> DeferredInterrupt:
+        self._pending = False
+        self._came = 0.0
+        self._previous = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.getsignal(signal.SIGINT)
+            if callable(self._previous):
+                signal.signal(signal.SIGINT, self._note)
+        return self
 
-    def add(self, request: Request) -> int:
-        """See `Engine.add`."""
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if self._pending and time.monotonic() - self._came > _HANGING_SECONDS:
+            raise KeyboardInterrupt
+        if not self._pending:
+            self._pending, self._came = True, time.monotonic()
 
-    def abort(self, request_id: int) -> None:
-        """See `Engine.abort`."""
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if Ctrl-C came; between two steps."""
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
 
-    def finish(self, request_id: int, num_tokens: int) -> None:
-        """See `Engine.finish`."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if callable(self._previous):
+            signal.signal(signal.SIGINT, self._previous)
+        if self._pending and kind is None:
+            raise KeyboardInterrupt
 
-    def close(self) -> None:
-        """See `Engine.close`."""
+
+class _TokenEngine(Protocol):
+    """An engine as fronts use it: `Engine`, or `EngineClient`."""
+
+    def add(self, request: Request) -> int: ...
+
+    def abort(self, request_id: int) -> None: ...
+
+    def finish(self, request_id: int, num_tokens: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Router:
-    """Hands requests in, and the engine's events to the answers that they belong to.
+    """Submits requests, and delivers the engine's events to their answers.
 
     Args:
         engine: what serves the requests; somebody else steps it, and delivers its events.
         end: what answers are told that are under way when it is closed, and requests that come later.
     """
 
-    def __init__(self, engine: TokenEngine, end: str = "this LLM was closed") -> None:
+    def __init__(self, engine: _TokenEngine, end: str = "this LLM was closed") -> None:
         self.engine = engine
         self._end = end
         self._answers: dict[int, Answer] = {}
@@ -56,7 +85,7 @@ class Router:
         self.closed = False
 
     def submit(self, requests: Iterable[tuple[Request, Answer]]) -> None:
-        """Hand requests in, each with the answer that its events go to.
+        """Submit requests, each with the answer for its events.
 
         Raises:
             RequestError: one can never be served; none was handed in.
@@ -78,7 +107,7 @@ class Router:
                 raise
 
     def give_up(self, answers: Iterable[Answer]) -> None:
-        """End answers that nobody wants any more; their rows and pages are free for others."""
+        """Abort answers that nobody wants any more; their rows and pages are freed."""
         with DeferredInterrupt():
             for answer in answers:
                 request_id = self._forget(answer)
@@ -94,7 +123,7 @@ class Router:
         return request_id
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Bring the engine's events to the answers that they belong to."""
+        """Deliver the engine's events to their answers."""
         with self._books:
             owners = [self._answers.get(event.request_id) for event in events]
         for event, answer in zip(events, owners, strict=True):
@@ -124,17 +153,13 @@ class Router:
 
 
 class SteppingRouter(Router):
-    """Steps too. It starts no thread: of the threads that wait for answers one does the engine's rounds for all of
-    them, until its own answers are there; then another one takes over.
-
-    Args:
-        engine: what serves the requests.
-    """
+    """A router that steps the engine. It starts no thread: one of the threads that wait for answers steps for all of
+    them, until its own answers are there; then another one takes over."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._stepped = engine
-        self._turn = threading.Lock()  # whose turn it is to step
+        self._stepping = threading.Lock()  # held by the thread that steps
         self._progress = threading.Condition()
         self._waiting = 0
 
@@ -142,31 +167,30 @@ class SteppingRouter(Router):
         """Come back once something is done; step meanwhile, or wait while another thread does.
 
         Args:
-            done: tells so.
             between: is called between two steps; what it raises ends the waiting.
         """
         while not done():
-            if self._turn.acquire(blocking=False):
+            if self._stepping.acquire(blocking=False):
                 try:
                     while not done():
                         self._round()
                         between()
                 finally:
-                    self._turn.release()
+                    self._stepping.release()
                     self._announce()
             else:
                 with self._progress:
                     self._waiting += 1
                     try:
-                        if not done() and self._turn.locked():
+                        if not done() and self._stepping.locked():
                             self._progress.wait(_PATIENCE_SECONDS)
                     finally:
                         self._waiting -= 1
                 between()
 
     def step(self) -> None:
-        """Do one round of the engine, once it is this thread's turn."""
-        with self._turn:
+        """Do one round of the engine, once no other thread steps."""
+        with self._stepping:
             self._round()
         self._announce()
 

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 
 import numpy as np
-import torch
 
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
@@ -15,10 +14,9 @@ from graphdecode.text.outputs import RequestOutput
 
 
 class RunSummary:
-    """Measures from its construction on.
+    """Measures a run from its construction on.
 
     Args:
-        llm: the engine that the run uses.
         load_seconds: what it took until the engine was ready; None: what the `LLM` took to be made.
     """
 
@@ -46,15 +44,8 @@ class RunSummary:
         parts += stats.drafted()
         model = self._llm.model
         parts.append(f"{self._llm.graphs.backend} backend on {model.device.type}")
-        parts.append(_kernels(model.device))
+        # on a CPU, torch's operators are an order of magnitude slower
+        reason = None if model.device.type == "cuda" else native.why_not()
+        kernels = "Triton kernels" if model.device.type == "cuda" else f"compiled kernels ({instructions().name})"
+        parts.append(kernels if reason is None else f"torch's operators ({' '.join(reason.split())})")
         return "; ".join(parts)
-
-
-def _kernels(device: torch.device) -> str:
-    """Return what does a step's work: on a CPU, torch's operators are an order of magnitude slower."""
-    if device.type == "cuda":
-        return "Triton kernels"
-    reason = native.why_not()
-    if reason is None:
-        return f"compiled kernels ({instructions().name})"
-    return f"torch's operators ({' '.join(reason.split())})"

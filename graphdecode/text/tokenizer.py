@@ -1,4 +1,4 @@
-"""The tokenizer that a model's folder or file holds."""
+"""The tokenizer of a model's folder or file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
     """Return the tokenizer of a folder, or of a GGUF file.
 
     Args:
-        folder: of the checkpoint.
         trust_remote_code: run a tokenizer that is Python code of the folder's own; it can do what its user can.
         replaceable: errors may say how to give another one, which whoever asks takes.
 
@@ -31,7 +30,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
         return load_gguf_tokenizer(folder, replaceable=replaceable)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
-    _refuse_pipes(folder)
+    for file in folder.iterdir():  # what would be read without end, or is no file
+        if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
+            raise ModelSourceError(f"{file} is no plain file")
     from transformers import AutoTokenizer  # here, for it takes a second, and a model's weights need none of it
 
     try:
@@ -61,13 +62,6 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
 def is_tokenizers_own(error: BaseException) -> bool:
     """Whether an error is one that a tokenizer may stumble over: any but an interrupt, and a panic of its Rust code."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _refuse_pipes(folder: Path) -> None:
-    """Refuse what would be read without end, or is no file."""
-    for file in folder.iterdir():
-        if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
-            raise ModelSourceError(f"{file} is no plain file")
 
 
 def _code_of(folder: Path) -> str | None:

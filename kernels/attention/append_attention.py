@@ -2,30 +2,305 @@
 rotary embedding, append of the new token to the cache, and attention over the row, split over the chip.
 
 The formulas are those of `rope_append` and `decode_attention`. Over an int8 cache a GPU launches these two instead.
+
+On a GPU the program that owns a row's last key of a kv head norms, rotates and appends it, and takes it from registers;
+the others read older keys alone, so none waits for another.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache.kv_format import PageScales
-from ..cache.rope_append import rope_append
-from ..native.library import LANES
-from ..native.registration import operator
-from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
+from ..cache.kv_format import PageScales, format_of
+from ..cache.rope_append import heads_scale, rope_append
+from ..native.library import CODES, LANES
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import AnyElement, Float32, Int32, Wide, Written, operator
+from .attention_records import AttentionOptions, HeadTurn, Pages, TurnForm, form_of, launch_options, logits_of
+from .attention_tile import (
+    altered,
+    attend_span,
+    decode_tile,
+    dequantise,
+    head_pages,
+    pages_of,
+    quantise,
+    to_compute,
+    with_sinks,
+)
 from .decode_attention import decode_attention
-from .split_append import append_attention_triton
+from .work_item import PLAN_HEADER, Heads, Results, clear_row, deliver, item_of, merge_sizes, span_of
+
+_LINE = 128  # bytes that come from memory at a time
 
 
-def _is_served(
+class Angles(NamedTuple):
+    """Of a position: channels, those that they are rotated with, which of them are there, cosines and sines."""
+
+    dims: Any
+    other: Any
+    valid: Any
+    cos: Any
+    sin: Any
+
+
+@triton.jit
+def _turned(x, y, gain, other_gain, scale, cos, sin):
+    """Return channels `x` normed and rotated, `y` being those that they are rotated with."""
+    return x * scale * gain * cos + y * scale * other_gain * sin
+
+
+@triton.jit
+def _inverse_root(squares, count, eps):
+    return 1.0 / tl.sqrt(squares / count + eps)
+
+
+@triton.jit
+def _prefetch(cache, page, at, page_stride, token_stride, LINES: tl.constexpr, VALUES_OF_LINE: tl.constexpr):
+    """Let the entries of some keys come into the L2 cache; nobody waits for them."""
+    entry = cache + page * page_stride + at.to(tl.int64) * token_stride
+    lines = entry[:, None] + tl.arange(0, LINES)[None, :] * VALUES_OF_LINE
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _angles(turn, position, FORM: tl.constexpr, TURN: tl.constexpr):
+    """Return the angles of a position."""
+    HALF: tl.constexpr = TURN.HALF
+    dims = tl.arange(0, FORM.BLOCK_D)
+    other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    at = turn.cos_sin + position.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
+    cos = tl.load(at, mask=dims < 2 * HALF, other=1.0)
+    sin = tl.load(at + HALF, mask=dims < 2 * HALF, other=0.0)
+    return Angles(dims, other, dims < FORM.HEAD_DIM, cos, tl.where(dims < HALF, -sin, sin))
+
+
+@triton.jit
+def _gains(turn, head, held, kv_head, angles, FORM: tl.constexpr, TURN: tl.constexpr):
+    """Return the norms' weights of query heads and of the kv head, each with those of the other channels."""
+    BLOCK_D: tl.constexpr = FORM.BLOCK_D
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    dims, other, valid = angles.dims, angles.other, angles.valid
+    q_gain = tl.full([1, BLOCK_D], 1.0, tl.float32)
+    q_other = q_gain
+    k_gain = tl.full([BLOCK_D], 1.0, tl.float32)
+    k_other = k_gain
+    if TURN.NORMS_ALL:
+        of_heads = turn.q_norm + head[:, None] * HEAD_DIM
+        q_gain = tl.load(of_heads + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
+        q_other = tl.load(of_heads + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
+        k_gain = tl.load(turn.k_norm + kv_head * HEAD_DIM + dims, mask=valid, other=0.0)
+        k_other = tl.load(turn.k_norm + kv_head * HEAD_DIM + other, mask=valid, other=0.0)
+    elif TURN.HAS_NORM:
+        q_gain = tl.load(turn.q_norm + dims, mask=valid, other=0.0)[None, :]
+        q_other = tl.load(turn.q_norm + other, mask=valid, other=0.0)[None, :]
+        k_gain = tl.load(turn.k_norm + dims, mask=valid, other=0.0)
+        k_other = tl.load(turn.k_norm + other, mask=valid, other=0.0)
+    return q_gain, q_other, k_gain, k_other
+
+
+@triton.jit
+def _heads_of_row(
+    source, head, held, is_last, item, heads, turn, angles, gains, ELEMENT, FORM: tl.constexpr, TURN: tl.constexpr
+):
+    """Return the queries, turned, and the row's new key, turned, and value: 0 in all but the last split."""
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    q_gain, q_other, k_gain, k_other = gains
+    dims, other = angles.dims, angles.other
+    count = heads.kv_heads * heads.group
+    k_from = source + (count + item.kv_head) * HEAD_DIM
+    mine = dims < tl.where(is_last, HEAD_DIM, 0)
+    there = held[:, None] & angles.valid[None, :]
+    new_k = tl.load(k_from + dims, mask=mine, other=0.0).to(tl.float32)
+    new_y = tl.load(k_from + other, mask=mine, other=0.0).to(tl.float32)
+    new_v = tl.load(k_from + heads.kv_heads * HEAD_DIM + dims, mask=mine, other=0.0)
+    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
+    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=there, other=0.0)
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    q_scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)
+    k_scale = 1.0
+    if TURN.NORMS_ALL:
+        of_queries = heads_scale(source, count, turn.eps, HEAD_DIM, TURN.HEADS, FORM.BLOCK_D)
+        q_scale = of_queries + tl.zeros([BLOCK_M, 1], tl.float32)
+        of_keys = source + count * HEAD_DIM
+        k_scale = heads_scale(of_keys, heads.kv_heads, turn.eps, HEAD_DIM, TURN.HEADS, FORM.BLOCK_D)
+    elif TURN.HAS_NORM:
+        q_scale = _inverse_root(tl.sum(x * x, axis=1), HEAD_DIM, turn.eps)[:, None]
+        k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, turn.eps)
+    cos, sin = angles.cos, angles.sin
+    queries = _turned(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(ELEMENT)
+    return queries, _turned(new_k, new_y, k_gain, k_other, k_scale, cos, sin), new_v.to(tl.float32)
+
+
+@triton.jit
+def _append(key, value, cache, page, place, kv_head, dims, appends, FORM: tl.constexpr, TURN: tl.constexpr):
+    """Write a row's new key and value at a place of a page, if `appends`, and return them as the cache has them."""
+    KV_BITS: tl.constexpr = FORM.KV_BITS
+    wide_head = kv_head.to(tl.int64)
+    if TURN.IS_FP8:
+        key = key / cache.k_unit
+        value = value / cache.v_unit
+    key = quantise(key, KV_BITS, cache.k_cache.dtype.element_ty)
+    value = quantise(value, KV_BITS, cache.v_cache.dtype.element_ty)
+    appended = dims < tl.where(appends, FORM.HEAD_DIM, 0)
+    k_at = cache.k_cache + wide_head * cache.k_head_stride + page * cache.k_page_stride
+    v_at = cache.v_cache + wide_head * cache.v_head_stride + page * cache.v_page_stride
+    tl.store(k_at + place * cache.k_token_stride + dims, key, mask=appended)
+    tl.store(v_at + place * cache.v_token_stride + dims, value, mask=appended)
+    return dequantise(key, KV_BITS, tl.float32), dequantise(value, KV_BITS, tl.float32)
+
+
+# One program takes one work item (a row's split) of one kv head, and up to BLOCK_M heads of its group, as in
+# `decode_attention`. Beside the split's keys and values it reads its heads of the product, (group + 2) * HEAD_DIM *
+# itemsize bytes, and the angles of one position; the row's last split appends a key and a value. What was written two
+# or more launches before is read before the wait: the plan, the pages, the older keys.
+@triton.jit(do_not_specialize=["rows"])
+def _append_attention_kernel(
+    results,
+    qkv,
+    qkv_stride,
+    cache,
+    turn,
+    kv_lens,
+    plan,
+    rows,
+    heads,
+    logits,
+    FORM: tl.constexpr,
+    TURN: tl.constexpr,
+    HEADER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
+    COMPUTE: tl.constexpr = FORM.COMPUTE
+    item = item_of(plan, heads.kv_heads, HEADER)
+    own_len = tl.load(kv_lens + item.item, mask=item.item < rows, other=1)
+    is_planned = (item.item < item.items) & (item.row < rows)
+    row = tl.where(is_planned, item.row, 0)  # a plan of before may have stood there
+    kv_len = tl.where(is_planned, item.kv_len, 0)
+    newest = tl.maximum(kv_len - 1, 0)
+    begin, end = span_of(kv_len, item.split, item.splits, 1, logits.options.window_left, FORM.TILE, FORM.HAS_WINDOW)
+    is_last = (begin < kv_len) & (end == kv_len)
+    end = tl.minimum(end, newest)
+    pages = cache.table + row.to(tl.int64) * cache.table_stride
+    page = pages_of(pages, begin, end, PAGE_SIZE, FORM.BLOCK_N)
+    new_page = tl.load(pages + newest // PAGE_SIZE, mask=is_planned & is_last, other=0).to(tl.int64)
+    own = head_pages(cache, pages, item.kv_head, FORM)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = item.kv_head * heads.group + m
+    held = m < heads.group
+    angles = _angles(turn, newest, FORM, TURN)
+    gains = _gains(turn, head, held, item.kv_head, angles, FORM, TURN)
+    if PDL:
+        place = (begin + tl.arange(0, FORM.BLOCK_N)) % PAGE_SIZE
+        _prefetch(own.k_at, page, place, cache.k_page_stride, cache.k_token_stride, TURN.LINES, TURN.VALUES_OF_LINE)
+        _prefetch(own.v_at, page, place, cache.v_page_stride, cache.v_token_stride, TURN.LINES, TURN.VALUES_OF_LINE)
+        wait_and_trigger()
+    if own_len <= 0:
+        clear_row(results, item.item, item.kv_head, heads, FORM)
+    if not is_planned:
+        return
+
+    source = qkv + row.to(tl.int64) * qkv_stride
+    element = results.out.dtype.element_ty
+    queries, new_k, new_v = _heads_of_row(
+        source, head, held, is_last, item, heads, turn, angles, gains, element, FORM, TURN
+    )
+    queries = to_compute(queries, COMPUTE)
+    appends = is_last & (tl.program_id(1) == 0)
+    place = (newest % PAGE_SIZE).to(tl.int64)
+    new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, FORM, TURN)
+    score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * logits.options.sm_scale
+    score = altered(score, logits.options, FORM)
+    none = tl.zeros([BLOCK_M], tl.float32)
+    taken = none + tl.where(is_last, 1.0, 0.0)
+    acc, total, top, _ = attend_span(
+        new_v[None, :] + none[:, None],
+        taken,
+        tl.where(taken > 0.0, score, -float("inf")),
+        page,
+        queries,
+        queries,
+        m,
+        m,
+        own,
+        begin,
+        end,
+        end,
+        cache,
+        logits,
+        FORM,
+        True,
+        False,
+        False,  # a split begins where the window does
+    )
+    if FORM.HAS_SINKS:
+        is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
+        acc, total, top = with_sinks(acc, total, top, logits.options.sinks, head, held & is_first)
+    deliver(results, acc, total, top, item, row, heads, cache.v_unit if TURN.IS_FP8 else 1.0, FORM)
+
+
+def append_attention_triton(
     out: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     qkv: Tensor,
     page_table: Tensor,
     kv_lens: Tensor,
-    *_others: Tensor | None,
-    **_options: float | PageScales | None,
-) -> bool:
+    plan: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    counters: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    max_items: int,
+    options: AttentionOptions,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    scales: PageScales | None = None,
+) -> None:
+    """Launch the kernel; see `append_attention`. It has run in Triton's interpreter and been compiled ahead of time.
+
+    Raises:
+        ValueError: the cache is int8: `rope_append` mixes its keys, and `decode_attention` reads them.
+    """
+    if format_of(k_cache.dtype).is_mixed:
+        raise ValueError("keys of an int8 cache are appended by rope_append, not in the launch that attends to them")
+    rows, query_heads, head_dim = out.shape
+    heads = Heads(1, query_heads // k_cache.shape[2], k_cache.shape[2])
+    tile = decode_tile(heads.group, head_dim, head_dim, out.dtype, k_cache.dtype)
+    tile |= merge_sizes(heads.group, tile)
+    values_of_line = _LINE // k_cache.itemsize
+    _append_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(heads.group, tile["BLOCK_M"]))](
+        Results(out, None, partial, partial_lse, counters),
+        qkv,
+        qkv.stride(0),
+        Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
+        HeadTurn(cos_sin, q_norm, k_norm, eps),
+        kv_lens,
+        plan,
+        rows,
+        heads,
+        logits_of(head_dim, options, k_scale),
+        FORM=form_of(out, k_cache, v_cache, tile, options),
+        TURN=TurnForm.of(
+            cos_sin, q_norm, k_cache, LINES=max(tile["BLOCK_D"] // values_of_line, 1), VALUES_OF_LINE=values_of_line
+        ),
+        HEADER=PLAN_HEADER,
+        **launch_options(tile),
+        **early_start_options(out.device),
+    )
+
+
+def _is_served(out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor) -> bool:
     dense = (out, k_cache, v_cache, qkv, page_table)
     is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (out.dtype, *CODES)
     return is_known and k_cache.shape[3] % LANES == 0 and all(tensor.is_contiguous() for tensor in dense)
@@ -46,13 +321,10 @@ def append_attention(
     cos_sin: Float32,
     q_norm: Float32 | None = None,
     k_norm: Float32 | None = None,
-    sinks: Float32 | None = None,
     *,
     eps: float = 0.0,
     max_items: int,
-    sm_scale: float,
-    window_left: int = -1,
-    soft_cap: float = 0.0,
+    options: AttentionOptions,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     scales: Written[PageScales] | None = None,
@@ -77,12 +349,9 @@ def append_attention(
         q_norm: fp32 [head_dim], weight of each query head's RMSNorm, or [num_qo_heads * head_dim], of all of them
             together; or None.
         k_norm: the same of the keys.
-        sinks: fp32 [num_qo_heads], a logit of each head that takes weight and has no value; or None.
         eps: of the norms.
         max_items: what the plan was sized for (`work_items`).
-        sm_scale: multiplies the logits.
-        window_left: keeps the newest `window_left + 1` keys where it is >= 0.
-        soft_cap: caps the logits where it is > 0.
+        options: what becomes of the logits.
         k_scale: divides keys before fp8 holds them, and multiplies them afterwards.
         v_scale: the same of values.
         scales: written and read with the entries of an int8 cache.
@@ -98,6 +367,5 @@ def append_attention(
     )  # fmt: skip
     decode_attention.__wrapped__(  # type: ignore[attr-defined]
         out, None, q, k_cache, v_cache, page_table, None, kv_lens, plan, partial, partial_lse, counters,
-        max_items=max_items, sm_scale=sm_scale * k_scale, v_scale=v_scale, window_left=window_left, soft_cap=soft_cap,
-        sinks=sinks, scales=scales,
+        max_items=max_items, options=options.scaled(out.shape[2], k_scale), v_scale=v_scale, scales=scales,
     )  # fmt: skip

@@ -13,6 +13,34 @@
 #define STREAMS 4    /* of keys, and as many of values, that are asked for at once */
 #define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
 
+/* What becomes of products of queries and keys. A variant of attention that changes logits is a field of this record, and
+ * what `logits_from` makes of it. */
+struct logits {
+    float scale, cap;
+    int64_t window;
+};
+
+static struct logits logits_of(const AttentionOptions *options) {
+    return (struct logits){(float)options->sm_scale, (float)options->logits_soft_cap, options->window_left};
+}
+
+/* Whether logits are something else than a positive multiple of the products. */
+INLINE int are_changed(struct logits of) { return of.cap > 0.0f || of.scale <= 0.0f; }
+
+/* Logits times `unit`: scale * products, or cap * tanh(scale * products / cap), where tanh(x) = 1 - 2 / (e^2x + 1). */
+INLINE vec logits_from(vec products, struct logits of, float unit) {
+    if (of.cap > 0.0f)
+        return (of.cap - 2.0f * of.cap / (exp_lanes(products * (2.0f * of.scale / of.cap)) + 1.0f)) * unit;
+    return products * (of.scale * unit);
+}
+
+/* The same of whole vectors in their place, whose queries were scaled before. */
+static void change_logits(float *logits, int64_t count, struct logits of) {
+    of.scale = 1.0f;
+    for (int64_t j = 0; are_changed(of) && j < count; j += LANES)
+        store_f32(logits + j, logits_from(load_f32(logits + j), of, 1.0f));
+}
+
 /* Where the entries of a row's tokens stand. */
 struct paged {
     const int32_t *pages;
@@ -137,8 +165,7 @@ struct pair_queries {
     float *largest, *total; /* of the logits times log2(e), and of their powers of 2 */
     int64_t count, dim;
     int64_t position, group; /* of the first query's token; queries of one token */
-    int64_t window;
-    float scale, cap;
+    struct logits logits;
 };
 
 /* Room for a block: of KEYS keys and values in panels, their scales where they have any, and of what becomes of
@@ -237,19 +264,14 @@ static inline void in_order(float *sums) {
 /* Turn one query's logits, `panels` (a constant) times PANEL, into weights; return by what to multiply what was summed
  * before. It sees the keys from `begin` to `end`, of which there is at least one. */
 INLINE float weights_of_panels(const int panels, uint16_t *weights, const float *logits, const struct pair_room *room,
-                               int64_t begin, int64_t end, float scale, float cap, float *largest, float *total) {
+                               int64_t begin, int64_t end, struct logits of, float *largest, float *total) {
     const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vec v[KEYS / LANES], sum = splat(0.0f);
     __m512 most = _mm512_set1_ps(-INFINITY);
     for (int n = 0; n < panels * VECTORS; n++) {
         v[n] = load_f32(logits + n / VECTORS * TOGETHER_IN_PAIRS * PANEL + n % VECTORS * LANES);
         if (room->key_scales) v[n] *= load_f32(room->key_scales + n * LANES);
-        if (cap > 0.0f) {
-            vec twice = v[n] * (2.0f * scale / cap); /* cap * tanh(logit / cap), as in cap_logits */
-            v[n] = (cap - 2.0f * cap / (exp_lanes(twice) + 1.0f)) * LOG2_OF_E;
-        } else {
-            v[n] = v[n] * (scale * LOG2_OF_E);
-        }
+        v[n] = logits_from(v[n], of, LOG2_OF_E);
     }
     if (begin > 0 || end < panels * PANEL)
         for (int n = 0; n < panels * VECTORS; n++) {
@@ -273,12 +295,12 @@ INLINE float weights_of_panels(const int panels, uint16_t *weights, const float 
 }
 
 static float weights_of(int64_t panels, uint16_t *weights, const float *logits, const struct pair_room *room,
-                        int64_t begin, int64_t end, float scale, float cap, float *largest, float *total) {
+                        int64_t begin, int64_t end, struct logits of, float *largest, float *total) {
     switch (panels) {
-        case 1: return weights_of_panels(1, weights, logits, room, begin, end, scale, cap, largest, total);
-        case 2: return weights_of_panels(2, weights, logits, room, begin, end, scale, cap, largest, total);
-        case 3: return weights_of_panels(3, weights, logits, room, begin, end, scale, cap, largest, total);
-        default: return weights_of_panels(4, weights, logits, room, begin, end, scale, cap, largest, total);
+        case 1: return weights_of_panels(1, weights, logits, room, begin, end, of, largest, total);
+        case 2: return weights_of_panels(2, weights, logits, room, begin, end, of, largest, total);
+        case 3: return weights_of_panels(3, weights, logits, room, begin, end, of, largest, total);
+        default: return weights_of_panels(4, weights, logits, room, begin, end, of, largest, total);
     }
 }
 _Static_assert(KEYS == 4 * PANEL, "a block has up to four panels");
@@ -288,15 +310,16 @@ _Static_assert(KEYS == 4 * PANEL, "a block has up to four panels");
 static void weigh_values(const struct pair_queries *queries, const struct pair_room *room, int64_t from, int64_t first,
                          int64_t count) {
     int64_t dim = queries->dim, panels = (count + PANEL - 1) / PANEL, rows = queries->count - from;
+    int64_t window = queries->logits.window;
     float shrinks[TOGETHER_IN_PAIRS];
     rows = least_of(rows, TOGETHER_IN_PAIRS);
     for (int64_t r = 0; r < rows; r++) {
         int64_t own = queries->position + (from + r) / queries->group - first, seen = least_of(own + 1, count);
-        int64_t unseen = queries->window >= 0 && own > queries->window ? own - queries->window : 0;
+        int64_t unseen = window >= 0 && own > window ? own - window : 0;
         uint16_t *weights = room->weights + r * KEYS;
         if (unseen < seen) {
-            shrinks[r] = weights_of(panels, weights, room->logits + r * PANEL, room, unseen, seen, queries->scale,
-                                    queries->cap, queries->largest + from + r, queries->total + from + r);
+            shrinks[r] = weights_of(panels, weights, room->logits + r * PANEL, room, unseen, seen, queries->logits,
+                                    queries->largest + from + r, queries->total + from + r);
         } else {
             shrinks[r] = 1.0f;
             memset(weights, 0, panels * PANEL * sizeof *weights);

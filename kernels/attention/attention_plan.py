@@ -4,19 +4,43 @@ Every layer of a step shares one plan. It is a function of the lengths in device
 and balanced at any later lengths.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from torch import Tensor
 
-from ..native.early_start import early_start_options, wait_and_trigger
-from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, Written
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import Int32, Written, operator
 from .attention_tile import PLAN_TILE
 from .work_item import ITEM_SIZE, PLAN_HEADER
 
 MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
 WAVES_WHEN_FULL = 1  # with more rows than one wave holds, long rows may be split into so many waves more
 MOST_FIXED_SPLITS = 16  # of one row: grid and workspace are sized for as many in every row, and mostly are not used
+
+
+class PlanSizes(NamedTuple):
+    """What rows are split by; see `paged_attention_plan`."""
+
+    page_size: int
+    wave_items: int
+    fixed_split: int
+    window_left: int
+    q_len: int
+
+
+class PlanForm(NamedTuple):
+    """What the kernel of a plan is compiled for: where lengths come from, how rows are split, and rows at once."""
+
+    PAGED: bool
+    FIXED: bool
+    HAS_WINDOW: bool
+    BLOCK: int
+    HEADER: int = PLAN_HEADER
+    TILE: int = PLAN_TILE
+    MIN_TILES: int = MIN_SPLIT_TILES
+    WAVES: int = WAVES_WHEN_FULL
+    MOST_SPLITS: int = MOST_FIXED_SPLITS
 
 
 def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
@@ -47,46 +71,36 @@ def _attention_plan_kernel(
     live_rows,
     last_page_len,
     rows,
-    page_size,
-    wave_items,
-    fixed_split,
-    window_left,
-    q_len,
-    PAGED: tl.constexpr,
-    FIXED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HEADER: tl.constexpr,
-    TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WAVES: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sizes,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    TILE: tl.constexpr = FORM.TILE
     if PDL:
         wait_and_trigger()
     row = tl.program_id(0)
-    index = tl.arange(0, BLOCK)
+    index = tl.arange(0, FORM.BLOCK)
     inside = index < rows
-    if PAGED:
+    if FORM.PAGED:
         pages = tl.load(lengths + index + 1, mask=inside, other=0) - tl.load(lengths + index, mask=inside, other=0)
         last = tl.load(last_page_len + index, mask=inside, other=0)
-        tokens = tl.where(pages > 0, (pages - 1) * page_size + last, 0)
+        tokens = tl.where(pages > 0, (pages - 1) * sizes.page_size + last, 0)
     else:
         inside = inside & (index < tl.load(live_rows))
         tokens = tl.where(inside, tl.load(lengths + index, mask=inside, other=0) + 1, 0)
     span = tokens
-    if HAS_WINDOW:
-        span = tl.minimum(tokens, window_left + q_len)
-    if FIXED:  # a long row's splits become longer, which is a matter of its own length as well
-        splits = tl.minimum(tl.cdiv(span, fixed_split), MOST_SPLITS)
+    if FORM.HAS_WINDOW:
+        span = tl.minimum(tokens, sizes.window_left + sizes.q_len)
+    if FORM.FIXED:  # a long row's splits become longer, which is a matter of its own length as well
+        splits = tl.minimum(tl.cdiv(span, sizes.fixed_split), FORM.MOST_SPLITS)
     else:
+        wave_items = sizes.wave_items
         total = tl.sum(span.to(tl.int64))
         filled = tl.sum((span > 0).to(tl.int32))
-        capacity = tl.where(filled <= wave_items, wave_items, filled + WAVES * wave_items)
+        capacity = tl.where(filled <= wave_items, wave_items, filled + FORM.WAVES * wave_items)
         # the smallest split of whole tiles with which all rows fit: sum(ceil(span / split)) <= capacity. It lies
         # between total / capacity and total / (capacity - filled)
-        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), MIN_TILES)
+        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), FORM.MIN_TILES)
         most = tl.maximum(tl.cdiv(tl.max(span), TILE), 1)
         spare = tl.maximum(capacity - filled, 1).to(tl.int64)
         high = tl.where(capacity > filled, tl.cdiv(total, spare * TILE).to(tl.int32), most)
@@ -106,7 +120,7 @@ def _attention_plan_kernel(
         tl.store(plan, tl.sum(splits))
     for begin in range(0, count, 32):
         split = begin + tl.arange(0, 32)
-        item = plan + HEADER + (first + split) * 4
+        item = plan + FORM.HEADER + (first + split) * 4
         tl.store(item, split * 0 + row, mask=split < count)
         tl.store(item + 1, split, mask=split < count)
         tl.store(item + 2, split * 0 + count, mask=split < count)
@@ -120,35 +134,19 @@ def _launch(
     live_rows: Tensor | None,
     last_page_len: Tensor | None,
     rows: int,
-    page_size: int,
-    wave_items: int,
-    fixed_split: int,
-    window_left: int,
-    q_len: int,
+    sizes: PlanSizes,
 ) -> None:
     paged = last_page_len is not None
-    max_rows = kv_lens.shape[0]
-    _attention_plan_kernel[(max_rows if paged else rows,)](
+    programs = kv_lens.shape[0] if paged else rows
+    _attention_plan_kernel[(programs,)](
         kv_lens,
         plan,
         lengths,
         live_rows,
         last_page_len,
         rows,
-        page_size,
-        wave_items,
-        fixed_split,
-        window_left,
-        q_len,
-        PAGED=paged,
-        FIXED=fixed_split > 0,
-        HAS_WINDOW=window_left >= 0,
-        HEADER=PLAN_HEADER,
-        TILE=PLAN_TILE,
-        MIN_TILES=MIN_SPLIT_TILES,
-        WAVES=WAVES_WHEN_FULL,
-        MOST_SPLITS=MOST_FIXED_SPLITS,
-        BLOCK=triton.next_power_of_2(max_rows if paged else rows),
+        sizes,
+        FORM=PlanForm(paged, sizes.fixed_split > 0, sizes.window_left >= 0, triton.next_power_of_2(programs)),
         PDL=early_start_options(plan.device)["PDL"],  # the first of a step: it lets others begin early, and does not
         num_warps=1 if rows <= 256 else 4,
     )
@@ -164,8 +162,8 @@ def attention_plan_triton(
     window_left: int,
 ) -> None:
     """Launch the kernel; see `attention_plan`."""
-    rows = pre_step_seqlens.shape[0]
-    _launch(kv_lens, plan, pre_step_seqlens, live_rows, None, rows, 1, wave_items, fixed_split, window_left, 1)
+    sizes = PlanSizes(1, wave_items, fixed_split, window_left, 1)
+    _launch(kv_lens, plan, pre_step_seqlens, live_rows, None, pre_step_seqlens.shape[0], sizes)
 
 
 def paged_attention_plan_triton(
@@ -181,8 +179,8 @@ def paged_attention_plan_triton(
     q_len: int,
 ) -> None:
     """Launch the kernel; see `paged_attention_plan`."""
-    rows = indptr.shape[0] - 1
-    _launch(kv_lens, plan, indptr, None, last_page_len, rows, page_size, wave_items, fixed_split, window_left, q_len)
+    sizes = PlanSizes(page_size, wave_items, fixed_split, window_left, q_len)
+    _launch(kv_lens, plan, indptr, None, last_page_len, indptr.shape[0] - 1, sizes)
 
 
 def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices: int, page_size: int) -> None:
@@ -205,11 +203,7 @@ def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices:
         )
 
 
-def _is_served(kv_lens: Tensor, plan: Tensor, pre_step_seqlens: Tensor, live_rows: Tensor, **_sizes: int) -> bool:
-    return pre_step_seqlens.is_contiguous()
-
-
-@operator(triton_version=attention_plan_triton, is_compiled=_is_served)
+@operator(triton_version=attention_plan_triton, is_compiled=lambda pre_step_seqlens: pre_step_seqlens.is_contiguous())
 def attention_plan(
     kv_lens: Written[Int32],
     plan: Written[Int32],

@@ -1,4 +1,8 @@
-"""What the attention kernels are given, and what they are compiled for, each stated once for all of them."""
+"""What the attention kernels are given, and what they are compiled for, each stated once for all of them.
+
+A variant of attention is a field of `AttentionOptions`, and of `AttentionForm` where kernels are compiled for it. A
+model's configuration makes the record, and the torch version, Triton's `altered` and C's `logits_from` take it.
+"""
 
 import math
 from typing import Any, NamedTuple, Self
@@ -6,6 +10,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from ..cache.kv_format import PageScales
+from ..native.registration import Float32
 from .attention_tile import LOG2_E, PLAN_TILE, cache_bytes, compute_dtype
 
 _HEADS_AT_ONCE = 4  # of one program that appends
@@ -66,13 +71,46 @@ class Pages(NamedTuple):
         return cls._make((keys, values, k_scales, v_scales, table, stride, *strides, k_unit, v_unit))
 
 
-class Turn(NamedTuple):
-    """What is done to heads of queries and keys before they meet; see `append_attention` and `rope_append`."""
+class AttentionOptions(NamedTuple):
+    """Options that may differ from layer to layer; the same for prompts and for decode steps.
+
+    Attributes:
+        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim). Compiled kernels take a number, see `scaled`.
+        window_left: keeps the newest window_left + 1 keys of each query where it is >= 0.
+        logits_soft_cap: caps the logits, `cap * tanh(logit / cap)`, where it is > 0.
+        sinks: float32 [num_qo_heads], contiguous, a logit of each head that takes weight and has no value (Xiao et al.,
+            2024, StreamingLLM, section 3.3; here each head's own, as in gpt-oss); None: no sinks.
+    """
+
+    sm_scale: float | None = None
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sinks: Float32 | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """Return what multiplies the logits of heads of so many channels."""
+        return 1.0 / math.sqrt(head_dim) if self.sm_scale is None else self.sm_scale
+
+    def scaled(self, head_dim: int, k_scale: float = 1.0) -> "AttentionOptions":
+        """Return the options with a number for the scale, that of a cache's keys included."""
+        return self._replace(sm_scale=self.scale_of(head_dim) * k_scale)
+
+
+class HeadTurn(NamedTuple):
+    """What is done to the heads of queries and keys before they meet.
+
+    Attributes:
+        cos_sin: float32 [max positions, 2, rot/2], cosines and sines by position.
+        q_norm: fp32 [head_dim], weight of each query head's RMSNorm, or [num_qo_heads * head_dim], of all of them
+            together; None: no norm.
+        k_norm: the same of the keys.
+        eps: of these norms.
+    """
 
     cos_sin: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
 
 
 class TurnForm(NamedTuple):
@@ -108,16 +146,12 @@ class Logits(NamedTuple):
     """What becomes of products of queries and keys, as kernels are given it.
 
     Attributes:
-        scale: multiplies them; it holds log2(e).
-        window_left: the window, where there is one.
-        soft_cap: the cap, where there is one.
+        options: their scale holds log2(e).
         rope_step: of the exponent of angles from channel to channel, see `rotate`.
         rope_scale: divides the angles.
     """
 
-    scale: float
-    window_left: int
-    soft_cap: float
+    options: AttentionOptions
     rope_step: float = 0.0
     rope_scale: float = 1.0
 
@@ -171,10 +205,11 @@ class AttentionForm(NamedTuple):
 
 
 def logits_of(
-    head_dim: int, sm_scale: float, window_left: int, soft_cap: float, rope_scale: float = 1.0, rope_theta: float = 1e4
+    head_dim: int, options: AttentionOptions, k_scale: float = 1.0, rope_scale: float = 1.0, rope_theta: float = 1e4
 ) -> Logits:
     """Return the record of some options; what a mode of positions does not use is of no matter."""
-    return Logits(sm_scale * LOG2_E, window_left, soft_cap, -2.0 / head_dim * math.log2(rope_theta), rope_scale)
+    scale = options.scale_of(head_dim) * k_scale * LOG2_E
+    return Logits(options._replace(sm_scale=scale), -2.0 / head_dim * math.log2(rope_theta), rope_scale)
 
 
 def kv_bits(cache: Tensor) -> str:
@@ -192,10 +227,7 @@ def form_of(
     k_cache: Tensor,
     v_cache: Tensor,
     tile: dict[str, int],
-    *,
-    window_left: int,
-    soft_cap: float,
-    sinks: Tensor | None,
+    options: AttentionOptions,
     **others: Any,
 ) -> AttentionForm:
     """Return the form of a kernel over such tensors; `others` are fields of it."""
@@ -204,8 +236,8 @@ def form_of(
         VALUE_DIM=v_cache.shape[-1],
         COMPUTE=compute_dtype(q.dtype, k_cache.dtype),
         KV_BITS=kv_bits(k_cache),
-        HAS_SINKS=sinks is not None,
-        HAS_WINDOW=window_left >= 0,
-        HAS_CAP=soft_cap > 0.0,
+        HAS_SINKS=options.sinks is not None,
+        HAS_WINDOW=options.window_left >= 0,
+        HAS_CAP=options.logits_soft_cap > 0.0,
         **{"PAGE_SIZE": k_cache.shape[1]} | {name: value for name, value in tile.items() if name.isupper()} | others,
     )

@@ -127,10 +127,15 @@ def pages_of(pages, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def capped(scores, soft_cap):
-    """Cap logits that hold log2(e): cap * log2(e) * tanh(s / (cap * log2(e))), tanh(x) = 1 - 2 / (e^2x + 1)."""
-    reach = soft_cap * 1.4426950408889634
-    return reach * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / reach)) + 1.0))
+def altered(scores, options, FORM: tl.constexpr):
+    """Return what a layer's options make of scaled logits, which hold log2(e).
+
+    Capped ones are cap * log2(e) * tanh(s / (cap * log2(e))), with tanh(x) = 1 - 2 / (e^2x + 1).
+    """
+    if FORM.HAS_CAP:
+        reach = options.logits_soft_cap * 1.4426950408889634
+        scores = reach * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / reach)) + 1.0))
+    return scores
 
 
 class HeadPages(NamedTuple):
@@ -234,14 +239,13 @@ def attend_span(
                 held = inside[None, :] & (dims < HEAD_DIM)[:, None]
                 k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=held, other=0.0)
             scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision=PRECISION)
-        scores = scores * logits.scale
+        scores = scores * logits.options.sm_scale
         if KV_BITS == "int8":
             scales_at = page * cache.scales_page_stride + place
             k_unit = tl.load(head.k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             v_unit = tl.load(head.v_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             scores = scores * k_unit[None, :]
-        if FORM.HAS_CAP:
-            scores = capped(scores, logits.soft_cap)
+        scores = altered(scores, logits.options, FORM)
         if FORM.MODE == "ALIBI":
             scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
         if IS_RAGGED:
@@ -249,7 +253,7 @@ def attend_span(
             if CAUSAL:
                 seen = seen & (at[None, :] <= q_at[:, None])
             if HAS_WINDOW:
-                seen = seen & (at[None, :] >= q_at[:, None] - logits.window_left)
+                seen = seen & (at[None, :] >= q_at[:, None] - logits.options.window_left)
             scores = tl.where(seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)

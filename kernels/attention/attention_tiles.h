@@ -75,20 +75,20 @@ static void turned_logits(float *logits, const struct pair_queries *queries, con
 static void mask_lanes(float *logits, const struct pair_queries *queries, const struct pair_room *room, int64_t from,
                        int64_t panel, int64_t first, int64_t count) {
     int32_t last[LANES], begin[LANES];
+    int64_t window = queries->logits.window;
     for (int64_t lane = 0; lane < LANES; lane++) {
         int64_t own = queries->position + (from + lane) / queries->group - first;
         last[lane] = (int32_t)least_of(own, count - 1);
-        begin[lane] = queries->window >= 0 && own > queries->window ? (int32_t)least_of(own - queries->window, KEYS) : 0;
+        begin[lane] = window >= 0 && own > window ? (int32_t)least_of(own - window, KEYS) : 0;
     }
     __m512i ends = _mm512_loadu_si512(last), begins = _mm512_loadu_si512(begin);
-    float scale = queries->scale, cap = queries->cap;
+    struct logits of = queries->logits;
     for (int64_t n = 0; n < PANEL; n++) {
         __m512i key = _mm512_set1_epi32((int32_t)(panel * PANEL + n));
         __mmask16 seen = _mm512_cmple_epi32_mask(key, ends) & _mm512_cmpge_epi32_mask(key, begins);
         vec v = load_f32(logits + n * PANEL);
         if (room->key_scales) v *= room->key_scales[panel * PANEL + n];
-        if (cap > 0.0f) v = (cap - 2.0f * cap / (exp_lanes(v * (2.0f * scale / cap)) + 1.0f)) * LOG2_OF_E; /* cap_logits */
-        else v *= scale * LOG2_OF_E;
+        v = logits_from(v, of, LOG2_OF_E);
         _mm512_storeu_ps(logits + n * PANEL, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, (__m512)v));
     }
 }
@@ -148,13 +148,13 @@ static void weigh_half(const struct pair_queries *queries, const struct pair_roo
     int64_t dim = queries->dim, last = least_of(from + PANEL, queries->count) - 1, behind = (panel + 1) * PANEL;
     int64_t lowest = queries->position + from / queries->group - first;
     int64_t highest = queries->position + last / queries->group - first;
-    int sees_all = lowest >= behind - 1 && count >= behind && (queries->window < 0 || highest <= queries->window);
+    int sees_all = lowest >= behind - 1 && count >= behind && (queries->logits.window < 0 || highest <= queries->logits.window);
     float *sums = queries->sums + from * dim + half, *largest = queries->largest + from + half;
     float *total = queries->total + from + half, factor = 1.0f;
     logits += half, weights += 2 * half;
-    if (!sees_all || room->key_scales || queries->cap > 0.0f || queries->scale <= 0.0f)
+    if (!sees_all || room->key_scales || are_changed(queries->logits))
         mask_lanes(logits, queries, room, from + half, panel, first, count);
-    else factor = queries->scale * LOG2_OF_E;
+    else factor = queries->logits.scale * LOG2_OF_E;
     if (room->value_scales) weigh_lanes(weights, panel, logits, room->value_scales, factor, sums, largest, total, dim);
     else weigh_lanes(weights, panel, logits, 0, factor, sums, largest, total, dim);
 }

@@ -6,42 +6,72 @@ depend on which pages it owns.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.kv_format import PageScales, decoded, format_of
-from .flash_attention import flash_attention
+from .attention_records import AttentionOptions
+
+_LANES = 16  # fp32 numbers of the widest vector
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return what the fused operator returns, for a torch that has taken its name away; slower.
+
+    Args:
+        q: [batch, heads, queries, head_dim].
+        k: [batch, heads, keys, head_dim].
+        v: the same shape.
+        attn_mask: added to the logits; broadcast to [batch, heads, queries, keys].
+        is_causal: query i sees the keys up to i.
+        scale: multiplies the logits.
+
+    Returns:
+        The output, of q's shape and dtype, and the natural log-sum-exp of the logits, fp32 [batch, heads, queries].
+    """
+    logits = scale * (q.float() @ k.float().transpose(-1, -2))
+    if attn_mask is not None:
+        logits += attn_mask
+    if is_causal:
+        logits += torch.full(logits.shape[-2:], -torch.inf).triu(1)
+    lse = logits.logsumexp(-1)
+    return ((logits - lse.unsqueeze(-1)).exp() @ v.float()).to(q.dtype), lse
+
+
+_operator = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_fused: Any = plain_attention if _operator is None else _operator.default
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention's output and log-sum-exp; see `plain_attention`."""
+    # of fewer keys than a vector has lanes, the fused operator takes logits that are no numbers for keys not seen
+    attend = plain_attention if k.shape[-2] < _LANES else _fused
+    return attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+
 
 _FOLDED_QUERIES = 16  # up to so many queries a row, the group is folded into the query dimension
 _WIDENED_VALUES = 1 << 19  # of keys, and as many of values, that are widened at a time: 2 MiB each
 _SCORE_BLOCK = 1 << 22  # most scores that the general path holds at once
 
 
-class LogitOptions(NamedTuple):
-    """What happens to the logits of a row.
+class Positions(NamedTuple):
+    """How attention itself takes in positions: `mode` is one of `NONE`, `ROPE_LLAMA` and `ALIBI`."""
 
-    `sm_scale` multiplies them (query and key scales included), `soft_cap` caps them where it is > 0, `window_left`
-    keeps the newest `window_left + 1` keys of each query where it is >= 0, `position_mode` is one of `NONE`,
-    `ROPE_LLAMA` and `ALIBI`. `v_scale` multiplies the output. `sinks` [heads] are logits that take weight from the keys
-    and have no value (Xiao et al., 2024, StreamingLLM, section 3.3; here each head's own, as in gpt-oss).
-    """
-
-    sm_scale: float
-    v_scale: float = 1.0
-    window_left: int = -1
-    soft_cap: float = 0.0
-    position_mode: str = "NONE"
+    mode: str = "NONE"
     rope_scale: float = 1.0
     rope_theta: float = 1e4
-    sinks: Tensor | None = None
 
-    @property
-    def plain(self) -> bool:
-        """Whether the logits are only scaled, so that a fused kernel can do them."""
-        return self.soft_cap <= 0.0 and self.position_mode == "NONE"
+
+def first_seen(kv_len: int, queries: int, options: AttentionOptions) -> int:
+    """Return the first position of a row that any of its newest queries sees."""
+    return max(kv_len - queries - options.window_left, 0) if options.window_left >= 0 else 0
 
 
 def row_entries(
@@ -118,7 +148,15 @@ def rotate_half(x: Tensor, positions: Tensor, rope_scale: float, rope_theta: flo
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def attend_row(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: LogitOptions) -> tuple[Tensor, Tensor]:
+def attend_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_len: int,
+    options: AttentionOptions,
+    v_scale: float = 1.0,
+    positions: Positions = Positions(),  # noqa: B008 (immutable)
+) -> tuple[Tensor, Tensor]:
     """Attend from the last `n` positions of a row of `kv_len` tokens, causally, to the row's newest keys.
 
     Args:
@@ -126,49 +164,55 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: LogitOptio
         k: [1, hkv, m, d] keys of the positions kv_len - m .. kv_len - 1, as `row_entries` gives them.
         v: [1, hkv, m, dv] values of the same positions.
         kv_len: the row's length in tokens.
-        options: what happens to the logits.
+        options: what becomes of the logits, scales of queries and keys included.
+        v_scale: multiplies the output.
+        positions: what attention itself makes of them.
 
     Returns:
         The output [1, hkv, n, group, dv] in q's dtype, and the natural log-sum-exp, fp32 [1, hkv, n, group].
     """
-    out, lse = _attend_keys(q, k, v, kv_len, options)
+    out, lse = _attend_keys(q, k, v, kv_len, options, v_scale, positions)
     if options.sinks is None:
         return out, lse
     sinks = options.sinks.view(1, q.shape[1], 1, q.shape[3])
     return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 
 
-def _attend_keys(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: LogitOptions) -> tuple[Tensor, Tensor]:
+def _attend_keys(
+    q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: AttentionOptions, v_scale: float, positions: Positions
+) -> tuple[Tensor, Tensor]:
     """Return the same without sinks."""
     _, heads, queries, group, dim = q.shape
     keys = k.shape[2]
-    fused = options.plain and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries
+    is_plain = options.logits_soft_cap <= 0.0 and positions.mode == "NONE"  # a fused kernel scales logits at most
+    fused = is_plain and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries
     if fused:
         if queries == 1:
             one = q.view(1, heads, group, dim)
             if is_slow(q.dtype, group) or k.dtype != q.dtype:
-                out, lse = _widened(one, k, v, options.sm_scale)
+                out, lse = _widened(one, k, v, options.scale_of(dim))
             else:
-                out, lse = flash_attention(one, k, v, scale=options.sm_scale)
+                out, lse = flash_attention(one, k, v, scale=options.scale_of(dim))
             out, lse = out.unsqueeze(2), lse.unsqueeze(2)
         elif q.dtype == torch.float16 or k.dtype != q.dtype:
             out, lse = _fused_causal(q.float(), widen(k), widen(v), options)
         else:
             out, lse = _fused_causal(q, k, v, options)
-        if options.v_scale != 1.0:
-            out = out * options.v_scale
+        if v_scale != 1.0:
+            out = out * v_scale
         return out.to(q.dtype), lse
     out = q.new_empty(1, heads, queries, group, v.shape[-1])
     lse = torch.empty(1, heads, queries, group, dtype=torch.float32, device=q.device)
     block = max(_SCORE_BLOCK // max(heads * group * keys, 1), 1)
     wide_k, wide_v = widen(k[0]), widen(v[0])
-    if options.position_mode == "ROPE_LLAMA":
+    if positions.mode == "ROPE_LLAMA":
         at = torch.arange(kv_len - keys, kv_len, device=q.device)
-        wide_k = rotate_half(wide_k, at, options.rope_scale, options.rope_theta)
+        wide_k = rotate_half(wide_k, at, positions.rope_scale, positions.rope_theta)
     for begin in range(0, queries, block):
         end = min(begin + block, queries)
-        part, part_lse = _general(q[0, :, begin:end], wide_k, wide_v, kv_len, kv_len - queries + begin, options)
-        out[0, :, begin:end] = part
+        first = kv_len - queries + begin
+        part, part_lse = _general(q[0, :, begin:end], wide_k, wide_v, kv_len, first, options, positions)
+        out[0, :, begin:end] = part.mul_(v_scale)
         lse[0, :, begin:end] = part_lse
     return out, lse
 
@@ -211,7 +255,7 @@ def _visible(queries: int, keys: int, window_left: int, device: torch.device) ->
     return seen & (distance <= window_left) if window_left >= 0 else seen
 
 
-def _fused_causal(q: Tensor, k: Tensor, v: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor]:
+def _fused_causal(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     _, heads, queries, group, dim = q.shape
     keys = k.shape[2]
     mask = None
@@ -221,30 +265,32 @@ def _fused_causal(q: Tensor, k: Tensor, v: Tensor, options: LogitOptions) -> tup
     if queries <= _FOLDED_QUERIES:
         folded = q.reshape(1, heads, queries * group, dim)
         mask = None if mask is None else mask.repeat_interleave(group, dim=0)
-        out, lse = flash_attention(folded, k, v, attn_mask=mask, scale=options.sm_scale)
+        out, lse = flash_attention(folded, k, v, attn_mask=mask, scale=options.scale_of(dim))
         return out.reshape(1, heads, queries, group, dim), lse.reshape(1, heads, queries, group)
     apart = q[0].transpose(1, 2)  # [hkv, group, queries, d]
     shared_k = k[0].unsqueeze(1).expand(heads, group, keys, dim)
     shared_v = v[0].unsqueeze(1).expand(heads, group, keys, dim)
     out, lse = flash_attention(
-        apart, shared_k, shared_v, is_causal=mask is None, attn_mask=mask, scale=options.sm_scale
+        apart, shared_k, shared_v, is_causal=mask is None, attn_mask=mask, scale=options.scale_of(dim)
     )
     return out.transpose(1, 2).unsqueeze(0), lse.transpose(1, 2).unsqueeze(0)
 
 
-def _general(q: Tensor, k: Tensor, v: Tensor, kv_len: int, first: int, options: LogitOptions) -> tuple[Tensor, Tensor]:
+def _general(
+    q: Tensor, k: Tensor, v: Tensor, kv_len: int, first: int, options: AttentionOptions, positions: Positions
+) -> tuple[Tensor, Tensor]:
     """Attend with every option, in fp32: q [hkv, n, group, d] at positions from `first`, k and v the newest keys."""
-    heads, queries, group, _ = q.shape
+    heads, queries, group, dim = q.shape
     keys = k.shape[1]
     q_at = torch.arange(first, first + queries, device=q.device)
     distance = q_at.unsqueeze(1) - torch.arange(kv_len - keys, kv_len, device=q.device)  # [queries, keys]
     wide = q.float()
-    if options.position_mode == "ROPE_LLAMA":
-        wide = rotate_half(wide.transpose(1, 2), q_at, options.rope_scale, options.rope_theta).transpose(1, 2)
-    logits = torch.einsum("hqgd,hkd->hqgk", wide, k).mul_(options.sm_scale)
-    if options.soft_cap > 0.0:
-        logits = torch.tanh_(logits.div_(options.soft_cap)).mul_(options.soft_cap)
-    if options.position_mode == "ALIBI":
+    if positions.mode == "ROPE_LLAMA":
+        wide = rotate_half(wide.transpose(1, 2), q_at, positions.rope_scale, positions.rope_theta).transpose(1, 2)
+    logits = torch.einsum("hqgd,hkd->hqgk", wide, k).mul_(options.scale_of(dim))
+    if options.logits_soft_cap > 0.0:
+        logits = torch.tanh_(logits.div_(options.logits_soft_cap)).mul_(options.logits_soft_cap)
+    if positions.mode == "ALIBI":
         slopes = alibi_slopes(heads * group).to(q.device).view(heads, 1, group, 1)
         logits.sub_(slopes * distance.view(1, queries, 1, keys))
     seen = distance >= 0
@@ -253,4 +299,4 @@ def _general(q: Tensor, k: Tensor, v: Tensor, kv_len: int, first: int, options: 
     logits.masked_fill_(~seen.view(1, queries, 1, keys), -math.inf)
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1))
-    return torch.einsum("hqgk,hkd->hqgd", weights, v).mul_(options.v_scale), lse
+    return torch.einsum("hqgk,hkd->hqgd", weights, v), lse

@@ -6,13 +6,43 @@
  * the processor multiplies tiles of bf16, it does (decode_tiles.h).
  */
 #include "decode_tiles.h"
-#include "fold_lanes.h"
 #include "native.h"
 
 #ifndef GRAPHDECODE_DECODE_ATTENTION
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
 #define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
+
+/* Sums across the lanes of vectors: of as many vectors as a vector has lanes, two at a time. Lanes of two are of each, from
+ * `from` on, the next `width` of every 2 * width. */
+#define LANE(n, width, from) \
+    ((n) / (LANES / 2) * LANES + (n) % (LANES / 2) / (width) * 2 * (width) + (n) % (width) + (from))
+#define LANES_4(n, ...) LANE(n, __VA_ARGS__), LANE(n + 1, __VA_ARGS__), LANE(n + 2, __VA_ARGS__), LANE(n + 3, __VA_ARGS__)
+#if LANES == 16
+#define ALL_LANES(...) \
+    LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__), LANES_4(8, __VA_ARGS__), LANES_4(12, __VA_ARGS__)
+#elif LANES == 8
+#define ALL_LANES(...) LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__)
+#else
+#define ALL_LANES(...) LANES_4(0, __VA_ARGS__)
+#endif
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+#define FOLD(width) (SHUFFLE(a, b, ALL_LANES(width, 0)) + SHUFFLE(a, b, ALL_LANES(width, width)))
+
+/* Add lanes of two vectors to the ones `width` beside them; `width` is a constant where this is used. */
+INLINE vec fold_pair(const int width, vec a, vec b) {
+#if LANES >= 16
+    if (width == 8) return FOLD(8);
+#endif
+#if LANES >= 8
+    if (width == 4) return FOLD(4);
+#endif
+    return width == 2 ? FOLD(2) : FOLD(1);
+}
 
 /* The rows' keys as they are shared out: each row's heads in parts, each part's keys in spans. */
 struct sharing {
@@ -38,14 +68,6 @@ static int mask_block(float *logits, int64_t first, int64_t position, int64_t wi
     for (int64_t j = 0; j < begin && j < BLOCK; j++) logits[j] = -INFINITY;
     for (int64_t j = end > 0 ? end : 0; j < BLOCK; j++) logits[j] = -INFINITY;
     return begin < end;
-}
-
-/* cap * tanh(logit / cap) of whole vectors; tanh(x) = 1 - 2 / (e^2x + 1). */
-static void cap_logits(float *logits, int64_t count, float cap) {
-    for (int64_t j = 0; j < count; j += LANES) {
-        vec twice = load_f32(logits + j) * (2.0f / cap);
-        store_f32(logits + j, cap - 2.0f * cap / (exp_lanes(twice) + 1.0f));
-    }
 }
 
 /* Multiply the logits or weights of some queries with the scales of a block's entries. */
@@ -221,7 +243,7 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
         }
         for (int64_t r = 0; r < heads * queries; r++) {
             float *own = logits + r * BLOCK;
-            if (a->soft_cap > 0.0) cap_logits(own, BLOCK, (float)a->soft_cap);
+            change_logits(own, BLOCK, logits_of(&a->options));
             if (mask_block(own, first, p->seen.position + r % queries / group, a->window_left))
                 soften(own, count, p->sums + r * dim, p->largest + r, p->total + r, dim);
             else
@@ -269,8 +291,8 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
     const decode_attention_args *a = p->a;
     int64_t dim = few->dim, queries = p->queries, kv_heads = a->k_cache.size[2], memory[2][KEYS];
     int64_t *places = memory[0], *next = memory[1], first = p->first, count = least_of(p->end - first, KEYS), coming;
-    few->position = p->seen.position, few->group = a->q.size[1] / kv_heads, few->window = a->window_left;
-    few->scale = (float)a->sm_scale, few->cap = (float)a->soft_cap, few->largest = p->largest, few->total = p->total;
+    few->position = p->seen.position, few->group = a->q.size[1] / kv_heads;
+    few->logits = logits_of(&a->options), few->largest = p->largest, few->total = p->total;
     locate(places, &p->entries, first, count);
     struct coming ahead = coming_of(p, places, count);
     const char *keys = ahead.keys, *values = ahead.values;

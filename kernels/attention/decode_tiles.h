@@ -27,8 +27,7 @@ struct few_queries {
     int64_t side, tiles;           /* heads that share a tile, and tiles of one head: one of them is 1 */
     int64_t together;              /* queries that are multiplied with values together */
     int64_t position, group;       /* of the first query's token; queries of one token */
-    int64_t window;
-    float scale, cap;
+    struct logits logits;
     float *largest, *total;        /* [heads][count], of the logits times log2(e), and of their powers of 2 */
     uint16_t *q;                   /* [heads][tiles][feature / 2][TILE_ROWS][2] */
     float *logits;                 /* [tiles of all heads][TILE_ROWS][KEYS] */
@@ -164,11 +163,7 @@ static float few_weights(const struct few_queries *few, float *logits, int64_t r
     for (int64_t n = 0; n < count; n += LANES) {
         vec v = load_f32(logits + n);
         if (few->key_scales) v *= load_f32(few->key_scales + n);
-        if (few->cap > 0.0f) { /* cap * tanh(logit / cap), as in cap_logits */
-            v = (few->cap - 2.0f * few->cap / (exp_lanes(v * (2.0f * few->scale / few->cap)) + 1.0f)) * LOG2_OF_E;
-        } else {
-            v *= few->scale * LOG2_OF_E;
-        }
+        v = logits_from(v, few->logits, LOG2_OF_E);
         if (begin > n || end < n + LANES) {
             ivec key = lanes + (int32_t)n, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
             v = (vec)((seen & (ivec)v) | (~seen & (ivec)splat(-INFINITY)));
@@ -231,10 +226,11 @@ INLINE void add_panels(const int panels, const struct few_queries *few, float *s
 static void add_values(const struct few_queries *few, const struct block *block, const uint16_t *const *values,
                        const int64_t *strides, struct coming *next, int64_t head, int64_t from) {
     int64_t dim = few->dim, rows = 2 * few->together, panels = dim / PANEL, tiles = (block->count + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t window = few->logits.window;
     float *sums = few->sums + (head * parts_of(few->count) + from / WEIGHED) * few->together * dim;
     for (int64_t r = from; r < least_of(from + few->together, few->count); r++) {
         int64_t own = few->position + r / few->group - block->first, end = least_of(own + 1, block->count);
-        int64_t begin = few->window >= 0 && own > few->window ? own - few->window : 0, state = head * few->count + r;
+        int64_t begin = window >= 0 && own > window ? own - window : 0, state = head * few->count + r;
         float shrink = 1.0f, *of_query = sums + 2 * (r - from) * LANES;
         if (begin < end) {
             ask_for(next, WEIGHT_WORK * few->share);

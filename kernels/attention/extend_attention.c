@@ -166,7 +166,7 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
         locate(places, &entries, first, here);
         NAME(gather_block)(keys, values, a, &entries, places, head, first, begins - first, here);
         lane_products(logits, 0, BLOCK, keys, dim, 1, queries.q, dim, padded);
-        if (a->soft_cap > 0.0) cap_logits(logits, here * padded, (float)a->soft_cap);
+        change_logits(logits, here * padded, logits_of(&a->options));
         if (!all_see || window >= 0) mask_lanes(&queries, logits, first, here);
         soften_lanes(&queries, logits, here);
         lane_products(queries.sums, queries.shrink, dim, values, 1, dim, logits, here, padded);
@@ -240,8 +240,7 @@ static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t be
     uint16_t *q = (uint16_t *)carved(&at, padded * dim / 2);
     float *sums = carved(&at, padded * dim), *largest = carved(&at, padded), *total = carved(&at, padded);
     struct pair_room room = pair_room_at(&at, dim, a->k_scales.data != 0);
-    struct pair_queries given = {q, sums, largest, total, queries, dim, position, group, a->window_left,
-                                 (float)a->sm_scale, (float)a->soft_cap};
+    struct pair_queries given = {q, sums, largest, total, queries, dim, position, group, logits_of(&a->options)};
     struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
                             kv_heads * dim};
     int64_t places[KEYS], offset = ((cu_q[row] + begin) * heads + head * group) * dim;

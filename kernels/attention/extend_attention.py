@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..cache.kv_format import PageScales
-from ..native.library import LANES
+from ..native.library import CODES, LANES
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import CODES, AnyElement, Float32, Int32, Written
-from .attention_records import Pages, form_of, launch_options, logits_of
+from ..native.registration import AnyElement, Float32, Int32, Written, operator
+from .attention_records import AttentionOptions, Pages, form_of, launch_options, logits_of
 from .attention_tile import (
     LOG2_E,
     all_registers,
@@ -27,7 +26,7 @@ from .attention_tile import (
     to_compute,
     with_sinks,
 )
-from .attention_torch import LogitOptions, attend_row, row_entries
+from .attention_torch import attend_row, first_seen, row_entries
 
 _LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
 
@@ -38,7 +37,6 @@ class Rows(NamedTuple):
     q: Tensor
     out: Tensor
     lse: Tensor | None
-    sinks: Tensor | None
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
     q_row: int
@@ -108,7 +106,7 @@ def _extend_attention_kernel(
     first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
     if HAS_WINDOW:
-        begin = tl.maximum(first - logits.window_left, 0)
+        begin = tl.maximum(first - logits.options.window_left, 0)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
     page = pages_of(pages, begin, end, FORM.PAGE_SIZE, BLOCK_N)
     own = head_pages(cache, pages, kv_head, FORM)
@@ -127,7 +125,7 @@ def _extend_attention_kernel(
         True, True, HAS_WINDOW,
     )  # fmt: skip
     if FORM.HAS_SINKS:
-        acc, total, top = with_sinks(acc, total, top, rows.sinks, head, held)
+        acc, total, top = with_sinks(acc, total, top, logits.options.sinks, head, held)
     norm = tl.where(total == 0.0, 1.0, total)
     values = tl.arange(0, BLOCK_V)
     result = (acc / norm[:, None] * cache.v_unit).to(rows.out.dtype.element_ty)
@@ -154,10 +152,7 @@ def extend_attention_triton(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     page_table: Tensor | None,
-    sm_scale: float,
-    window_left: int,
-    soft_cap: float,
-    sinks: Tensor | None,
+    options: AttentionOptions,
     v_scale: float = 1.0,
     scales: PageScales | None = None,
 ) -> None:
@@ -176,7 +171,7 @@ def extend_attention_triton(
     )
     table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
     form = form_of(
-        q, k_cache, v_cache, tile, window_left=window_left, soft_cap=soft_cap, sinks=sinks, HAS_LSE=lse is not None,
+        q, k_cache, v_cache, tile, options, HAS_LSE=lse is not None,
         PAGE_SIZE=0 if page_table is None else k_cache.shape[1], CAUSAL=True,
     )  # fmt: skip
     no_row = (0,) if packed else ()
@@ -188,7 +183,6 @@ def extend_attention_triton(
             q,
             out,
             lse,
-            sinks,
             cu_seqlens_q,
             cu_seqlens_kv,
             *no_row,
@@ -202,7 +196,7 @@ def extend_attention_triton(
         group,
         kv_heads,
         Pages.of(k_cache, v_cache, scales, table, v_unit=v_scale),
-        logits_of(head_dim, sm_scale, window_left, soft_cap),
+        logits_of(head_dim, options),
         FORM=form,
         PACKED=packed,
         BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
@@ -212,15 +206,7 @@ def extend_attention_triton(
 
 
 def _is_served(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
-    **_others: float | Tensor | PageScales | None,
+    out: Tensor, lse: Tensor | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None
 ) -> bool:
     if lse is not None or page_table is None or q.dim() != 3 or k_cache.shape[3] % LANES:
         return False
@@ -241,10 +227,7 @@ def extend_attention(
     cu_seqlens_kv: Int32,
     page_table: Int32 | None,
     *,
-    sm_scale: float,
-    window_left: int = -1,
-    soft_cap: float = 0.0,
-    sinks: Float32 | None = None,
+    options: AttentionOptions,
     v_scale: float = 1.0,
     scales: PageScales | None = None,
 ) -> None:
@@ -259,15 +242,11 @@ def extend_attention(
         cu_seqlens_q: int32 [rows + 1], queries of each row, cumulative.
         cu_seqlens_kv: int32 [rows + 1], tokens of each row, queries included, cumulative.
         page_table: int32 [rows, max_pages]; None where page i of the cache is row i.
-        sm_scale: multiplies the logits.
-        window_left: keeps the newest `window_left + 1` keys of each query where it is >= 0.
-        soft_cap: caps the logits where it is > 0.
-        sinks: fp32 [hq], contiguous, a logit of each head that takes weight and has no value; or None.
+        options: what becomes of the logits, the scale of fp8 keys included.
         v_scale: multiplies the output.
         scales: of the entries of an int8 cache; else None.
     """
     kv_heads = k_cache.shape[2]
-    options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, sinks=sinks)
     q_ends = cu_seqlens_q.tolist()
     kv_ends = cu_seqlens_kv.tolist()
     pages = None if page_table is None else page_table.numpy()
@@ -283,11 +262,11 @@ def extend_attention(
             if lse is not None:
                 lse[chosen].fill_(-float("inf"))
             continue
-        first = max(kv_len - queries - window_left, 0) if window_left >= 0 else 0
+        first = first_seen(kv_len, queries, options)
         own = np.array([row], dtype=np.int32) if pages is None else pages[row]
         row_q = q[chosen].unflatten(1, (kv_heads, -1)).transpose(0, 1).unsqueeze(0)  # [1, hkv, queries, group, d]
         k, v = row_entries(k_cache, v_cache, own, first, kv_len, scales)
-        result, row_lse = attend_row(row_q, k, v, kv_len, options)
+        result, row_lse = attend_row(row_q, k, v, kv_len, options, v_scale)
         row_out.unflatten(1, (kv_heads, -1)).copy_(result[0].transpose(0, 1))
         if lse is not None:
             lse[chosen].unflatten(1, (kv_heads, -1)).copy_(row_lse[0].transpose(0, 1) * LOG2_E)

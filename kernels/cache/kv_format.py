@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..native.signature import Bfloat16
+from ..native.registration import Bfloat16
 
 MOST_INT8 = 127  # codes are as many on both sides of 0
 _MOST_E4M3 = 448.0

@@ -8,11 +8,11 @@ Queries and keys may be RMS-normed before, each head by itself or all heads toge
 import torch
 from torch import Tensor
 
-from ..attention.attention_records import Pages, Turn, TurnForm, kv_bits
+from ..attention.attention_records import HeadTurn, Pages, TurnForm, kv_bits
 from ..attention.attention_tile import int8_codes, int8_scale, mixed_tile, quantise, to_compute
+from ..native.library import CODES
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
+from ..native.registration import AnyElement, Float32, Int32, Wide, Written, operator
 from ..norm.rms_norm import normed
 from .kv_format import PageScales, format_of, mixed, within
 
@@ -167,7 +167,7 @@ def rope_append_triton(
     _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, turn.HEADS))](
         q_out,
         Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
-        Turn(cos_sin, q_norm, k_norm, eps),
+        HeadTurn(cos_sin, q_norm, k_norm, eps),
         qkv,
         rows,
         positions,
@@ -185,17 +185,7 @@ def rope_append_triton(
 
 
 def _is_served(
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qkv: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    live: Tensor,
-    page_table: Tensor,
-    cos_sin: Tensor,
-    *_norms: Tensor | float | None,
-    **_scales: PageScales | float | None,
+    q_out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor, cos_sin: Tensor
 ) -> bool:
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q_out.dtype, *CODES):
         return False

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..native.registration import operator
-from ..native.signature import Written
+from ..native.registration import Written, operator
 
 
 def _gathered(part: Tensor, ranks: int) -> Tensor:

@@ -1,14 +1,22 @@
-"""Linear layers, `out = x @ weight.T + bias`, with the plain weight: cuBLAS on a GPU, torch's own product on a CPU.
+"""Linear layers with whole weights, `out = x @ weight.T + bias`: as they stand, in int8, or as a CPU reads them best.
 
-The result may be float32 where activations and weights have 16 bits: sums as they are. cuBLAS writes them so; on a CPU
-torch has no such product, and the weight is widened a few rows at a time.
+A compiled kernel reads a weight in panels as one stream, at the machine's bandwidth. A panel is 32 output features.
+Layouts: float32 and float16 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, so that two input features stand in
+one 32-bit word; int8 `[panels, in / 4, 32, 4]` with a scale for each output feature. Each sum runs over the input
+features in one order, in float32: a row's result depends neither on other rows nor on the number of threads.
+
+A weight that oneDNN packed is read at most of the bandwidth at any batch, where torch's plain product reaches a third
+of it at batch 8. Small matrices are the other way round: there the packed product's overhead shows.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..native.registration import operator
-from ..native.signature import Wide, Written
+from ..native.library import ELEMENTS, fits
+from ..native.registration import AnyElement, Wide, Written, operator
 
 _WIDENED = 1 << 20  # values of a weight that are widened at a time, and stay in a cache until they are multiplied
 
@@ -46,3 +54,138 @@ def linear(out: Written[Wide], x: Tensor, weight: Tensor, bias: Tensor | None = 
         bias: [out_features] or None.
     """
     plain_product(out, x, weight, bias)
+
+
+PANEL = 32
+_STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  # input features that stand together
+
+
+def can_panel(weight: Tensor) -> bool:
+    """Whether a weight can be put in panels here: a float of 32 or 16 bits in host memory, and kernels are compiled."""
+    return weight.dtype in ELEMENTS and fits(weight)
+
+
+def to_panels(weight: Tensor) -> Tensor:
+    """Return a weight [out_features, in_features] in panels; missing features are zeros.
+
+    Args:
+        weight: float32, bfloat16, float16 or int8.
+    """
+    out_features, in_features = weight.shape
+    step = _STEPS[weight.dtype]
+    panels, steps = -(-out_features // PANEL), -(-in_features // step)
+    padded = weight
+    if (panels * PANEL, steps * step) != weight.shape:
+        padded = weight.new_zeros(panels * PANEL, steps * step)
+        padded[:out_features, :in_features] = weight
+    return padded.view(panels, PANEL, steps, step).transpose(1, 2).contiguous()
+
+
+@operator(
+    is_compiled=lambda x, panels, scales: (
+        panels.dtype == (x.dtype if scales is None else torch.int8) and x.stride(1) == 1
+    )
+)
+def native_linear(
+    out: Written[Wide],
+    x: Tensor,
+    panels: AnyElement,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Write `x @ (weight * scales).T + bias` into `out`, the weight in panels. CPU alone.
+
+    Args:
+        out: [rows, out_features], contiguous, of x's dtype, or fp32.
+        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
+        panels: what `to_panels(weight)` returned, of x's dtype or int8.
+        scales: [out_features], for int8.
+        bias: [out_features] or None.
+    """
+    weight = panels.transpose(1, 2).flatten(2).flatten(0, 1)[: out.shape[1], : x.shape[1]].to(x.dtype)
+    if scales is None:
+        plain_product(out, x, weight, bias)
+        return
+    plain_product(out, x, weight, None)
+    out.mul_(scales)
+    if bias is not None:
+        out.add_(bias)
+
+
+# torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantised
+# weight is faster. It is vectorised for bf16 alone.
+_INT8_DEQUANTISE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
+_INT8_PRODUCT = getattr(torch, "_weight_int8pack_mm", None)
+
+
+@operator()
+def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tensor, bias: Tensor | None = None) -> None:
+    """Write `x @ (qweight * scales[:, None]).T + bias` into `out`: int8 weights, activations untouched.
+
+    Made for bf16 on a CPU: torch's int8 product is vectorised for bf16 alone, and fp32 activations take a product
+    with the dequantised weight from three rows on, which saves memory but no time.
+
+    Args:
+        out: [rows, out_features], contiguous, of x's dtype, or fp32.
+        x: [rows, in_features], fp32, bf16 or fp16.
+        qweight: int8 [out_features, in_features].
+        scales: [out_features], of x's dtype.
+        bias: [out_features] or None.
+    """
+    if out.dtype != x.dtype:
+        plain_product(out, x, qweight, None)
+        out.mul_(scales)
+    elif _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
+        out.copy_(_INT8_PRODUCT(x.contiguous(), qweight, scales))
+    else:
+        torch.mm(x, qweight.to(x.dtype).t(), out=out)
+        out.mul_(scales)
+    if bias is not None:
+        out.add_(bias)
+
+
+def quantise_int8(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Return (int8 [n, k], scales [n] of the weight's dtype): symmetric, one scale per output feature.
+
+    Args:
+        weight: [n, k], any float dtype.
+        maxima: takes the largest magnitudes [n] and returns those of rows of which these are a part; None: the same.
+    """
+    largest = torch.maximum(weight.amax(dim=1), -weight.amin(dim=1)).float()
+    if maxima is not None:
+        largest = maxima(largest)
+    scales = (largest / 127).clamp_(min=1e-12).to(weight.dtype)
+    qweight = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    for start in range(0, weight.shape[0], 4096):  # no second copy of a large weight in fp32
+        rows = slice(start, start + 4096)
+        qweight[rows] = (weight[rows].float() / scales[rows, None].float()).round_().clamp_(-127, 127)
+    return qweight, scales
+
+
+_PACKED_ROWS = 8  # oneDNN's layout for so many rows is as good for one, and a third better than that for one at eight
+_PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_PACKED_PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN packs this weight: fp32 or bf16, on a CPU that it supports, in a torch that says how."""
+    is_there = _PACK is not None and _PACKED_PRODUCT is not None and torch.backends.mkldnn.is_available()
+    return is_there and weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return [out_features, in_features] as oneDNN reads it fastest: an opaque tensor."""
+    return _PACK(weight, _PACKED_ROWS)
+
+
+@operator(keys=("MkldnnCPU",))
+def packed_linear(out: Written[Tensor], x: Tensor, packed: Tensor, bias: Tensor | None = None) -> None:
+    """Write `x @ weight.T + bias` into `out`, the weight as oneDNN packed it. CPU alone.
+
+    Args:
+        out: [rows, out_features], contiguous.
+        x: [rows, in_features], fp32 or bf16; any number of rows.
+        packed: what `pack(weight)` returned: an opaque tensor.
+        bias: [out_features] or None.
+    """
+    out.copy_(_PACKED_PRODUCT.default._op(x, packed, bias, "none", [], ""))

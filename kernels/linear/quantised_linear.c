@@ -3,7 +3,7 @@
  * Some blocks of a panel are undone together, into memory that stays in the first cache, and all rows are multiplied with
  * them before the next. For bf16 what is undone are integers, which it holds exactly, and a span's sums are scaled in float;
  * for floats whole weights are, which these hold to 2^-24. Where bits may depend on the number of rows, rows of fp16 are
- * multiplied as integers, and so are a row or two of bf16 (integer_products.h). Writing is that of native_linear.c, which
+ * multiplied as integers, and so are a row or two of bf16 (integer_products.h). Writing is that of linear.c, which
  * comes before this file in the unit.
  */
 #include "linear/integer_products.h"

@@ -22,8 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..native.registration import operator
-from ..native.signature import AnyElement, OneOf, Wide, Written
+from ..native.registration import AnyElement, OneOf, Wide, Written, operator
 
 PANEL = 32
 BLOCK = 32  # input features whose codes stand together
@@ -184,11 +183,10 @@ def are_blocks_of(weight: QuantisedPanels, in_features: int) -> bool:
     return in_features == features and (groups == 1 or features // groups % LEAST_GROUP == 0)
 
 
-def _is_served(out: Tensor, x: Tensor, weight: QuantisedPanels, *_: object, **_others: object) -> bool:
-    return are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1 and out.stride(1) == 1
-
-
-@operator(is_compiled=_is_served, constants={"QUANTISED_BLOCK": BLOCK})
+@operator(
+    is_compiled=lambda out, x, weight: are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1 and out.stride(1) == 1,
+    constants={"QUANTISED_BLOCK": BLOCK},
+)
 def quantised_linear(
     out: Written[Wide],
     x: Tensor,

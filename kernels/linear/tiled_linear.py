@@ -1,10 +1,14 @@
 """Linear layers with a weight of few bits on a GPU: `small_linear`, over a weight in tiles (`weight_tiles.py`).
 
 What stands in memory is what is read: no weight is undone there, and none is rounded. One kernel
-(`tiled_linear_kernels.py`) serves any number of rows, in tiles of 8 to 128; it deals out its work, splits columns,
-norms, gates, adds and begins early as `small_linear` does.
+serves any number of rows, in tiles of 8 to 128; it deals out its work, splits columns, norms, gates, adds and begins
+early as `small_linear` does.
 
 The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
+
+Codes are multiplied with the activations on the tensor cores as they are, integers or floats of few bits; each group's
+sums are then scaled in fp32. What a group's weights have in common beside the scale, a least value or the code of 0,
+is multiplied with the sum of the group's activations, which the tensor cores find as well: as the product with ones.
 """
 
 from typing import Annotated, Any, NamedTuple, Self
@@ -13,15 +17,267 @@ import torch
 from torch import Tensor
 
 from ..model.act_mul import gated
-from ..native.optional_triton import triton
-from ..native.registration import operator
-from ..native.signature import AnyElement, Float32, Written
+from ..native.optional_triton import prefetch_l2, tl, triton, wait_and_trigger
+from ..native.registration import AnyElement, Float32, Written, operator
 from ..norm.rms_norm import normed
 from .code_words import CODES, assembly
-from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES, partial_sums, parts_at_once
-from .small_linear_config import SmallLinearConfig
-from .tiled_linear_kernels import tiled_linear_kernel
+from .small_linear import (
+    EPILOGUES,
+    FP16_RANGE,
+    PREFETCH_BYTES,
+    ProductForm,
+    ProductSizes,
+    SmallLinearConfig,
+    activations,
+    block_rows,
+    finish,
+    held_sums,
+    partial_sums,
+    parts_at_once,
+)
 from .weight_tiles import WeightTiles, columns_of, dequantised
+
+
+@triton.jit
+def _undone(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
+    """Return the bits of a tile's codes as floats: one tensor int16 for each span, in their order."""
+    if PER_WORD == 2:
+        found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int16, tl.int16), True, 2)
+    elif PER_HIGH == 0:
+        found = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r,r", [words, high], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+        )
+    return found
+
+
+@triton.jit
+def _words(at, COUNT: tl.constexpr):
+    """Return some words that stand side by side."""
+    if COUNT == 1:
+        found = (tl.load(at), 0)
+    elif COUNT == 2:
+        found = (tl.load(at), tl.load(at + 1))
+    elif COUNT == 3:
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2))  # type: ignore[assignment]
+    elif COUNT == 4:
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))  # type: ignore[assignment]
+    else:
+        found = (  # type: ignore[assignment]
+            tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
+            tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
+    """Return one of the numbers that words of 8, 16 or 32 bits hold, as fp32."""
+    if KIND == "float32":
+        found = words[PLACE].to(tl.float32, bitcast=True)
+    elif KIND == "float16":
+        half = words[PLACE // (words[0].dtype.primitive_bitwidth // 16)]
+        if words[0].dtype == tl.int32:
+            half = (half >> 16 * (PLACE % 2)).to(tl.int16)
+        found = half.to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == "bfloat16":
+        if words[0].dtype == tl.int32:
+            wide = words[PLACE // 2] << 16 if PLACE % 2 == 0 else words[PLACE // 2] & -65536
+        else:
+            wide = words[PLACE].to(tl.int32) << 16
+        found = wide.to(tl.float32, bitcast=True)
+    elif KIND == "int8":
+        found = ((words[PLACE // 4] << 24 - 8 * (PLACE % 4)) >> 24).to(tl.float32)
+    else:
+        if words[0].dtype == tl.int32:
+            byte = words[PLACE // 4] >> 8 * (PLACE % 4) & 255
+        elif words[0].dtype == tl.int16:
+            byte = words[PLACE // 2].to(tl.int32) >> 8 * (PLACE % 2) & 255
+        else:
+            byte = words[PLACE].to(tl.int32) & 255
+        if KIND == "exponent":  # that of 0 is below the normal numbers
+            found = tl.maximum(byte << 23, 1 << 22).to(tl.float32, bitcast=True)
+        else:
+            found = byte.to(tl.float32)
+    return found
+
+
+@triton.jit
+def _six_bits(words, FIELD: tl.constexpr):
+    """Return one of the sixteen integers of 6 bits that three words hold, as fp32."""
+    if FIELD < 15:
+        found = words[FIELD // 5] >> 6 * (FIELD % 5) & 63
+    else:
+        found = (words[0] >> 30 & 3) | (words[1] >> 28 & 12) | (words[2] >> 26 & 48)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _with_group(acc, product, total, scales, seconds, PLACE: tl.constexpr, SCALES: tl.constexpr, SECONDS: tl.constexpr):
+    """Return the sums with those of one of a step's groups, scaled."""
+    if SECONDS == "six bits":
+        scale = _number(scales, 0, SCALES) * _six_bits(seconds, 2 * PLACE)
+        acc += scale[:, None] * product
+        least = _number(scales, 1, SCALES) * _six_bits(seconds, 2 * PLACE + 1)
+        acc -= least[:, None] * total
+    elif SECONDS == "parts":
+        scale = _number(scales, 0, SCALES) * _number(seconds, PLACE, "int8")
+        acc += scale[:, None] * product
+    else:
+        scale = _number(scales, PLACE, SCALES)
+        if SECONDS == "zeros":
+            product -= _number(seconds, PLACE, "uint8")[:, None] * total
+        acc += scale[:, None] * product
+        if SECONDS == "least":
+            acc += _number(seconds, PLACE, SCALES)[:, None] * total
+    return acc
+
+
+@triton.jit
+def tiled_sums(
+    x_rows,
+    gain,
+    there,
+    weight,
+    row,
+    weight_rows,
+    begin,
+    end,
+    depth,
+    WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    RANGE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Return products [BLOCK_N, BLOCK_M] of the weight's rows with those of x over some columns, and x's squares there.
+
+    `x_rows` are the places of the first columns of x; without a gain squares are zeros.
+    """
+    ASSEMBLY: tl.constexpr = WEIGHT.ASSEMBLY
+    PER_WORD: tl.constexpr = WEIGHT.PER_WORD
+    PER_HIGH: tl.constexpr = WEIGHT.PER_HIGH
+    SPAN: tl.constexpr = WEIGHT.SPAN
+    GROUP: tl.constexpr = WEIGHT.GROUP
+    SCALES: tl.constexpr = WEIGHT.SCALES
+    SECONDS: tl.constexpr = WEIGHT.SECONDS
+    SCALE_WORDS: tl.constexpr = WEIGHT.SCALE_WORDS
+    SECOND_WORDS: tl.constexpr = WEIGHT.SECOND_WORDS
+    BLOCK_K: tl.constexpr = WEIGHT.BLOCK_K
+    TILE: tl.constexpr = PER_WORD * SPAN
+    UNDONE: tl.constexpr = tl.float16 if x_rows.dtype.element_ty == tl.float16 else tl.bfloat16
+    UNIT: tl.constexpr = max(GROUP, BLOCK_K)
+    HAS_TOTALS: tl.constexpr = SECONDS == "least" or SECONDS == "zeros" or SECONDS == "six bits"
+    k = tl.arange(0, SPAN)
+    plane = tl.cast(weight_rows, tl.int64) * SPAN  # of one tile
+    w_rows = row.to(tl.int64)[:, None] * SPAN + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M, SPAN], tl.float32)
+    for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        x_step = x_rows + at
+        if GROUP > 0:
+            unit = at // UNIT * weight_rows + row
+            s = _words(weight.scales + unit * SCALE_WORDS, SCALE_WORDS)
+            t = s
+            if SECONDS != "none":
+                t = _words(weight.seconds + unit * SECOND_WORDS, SECOND_WORDS)
+        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        total = product
+        for tile in tl.static_range(BLOCK_K // TILE):
+            w = tl.load(weight.words + (at // TILE + tile) * plane + w_rows, eviction_policy="evict_first")
+            if PER_HIGH == 0:
+                h = w  # there is none
+            elif tile * PER_WORD % PER_HIGH == 0:
+                own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
+                h = tl.load(weight.high + own * plane + w_rows, eviction_policy="evict_first")
+            codes = _undone(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
+            for span in tl.static_range(PER_WORD):
+                a, squares = activations(
+                    x_step + (tile * PER_WORD + span) * SPAN, gain, squares, there,
+                    at + (tile * PER_WORD + span) * SPAN + k, depth, RANGE, EVEN_K,
+                )  # fmt: skip
+                code = codes[span].to(UNDONE, bitcast=True).to(a.dtype)
+                a = tl.trans(a)
+                if GROUP == 0:
+                    acc = tl.dot(code, a, acc, input_precision="ieee")
+                else:
+                    product = tl.dot(code, a, product, input_precision="ieee")
+                    if HAS_TOTALS:
+                        ones = tl.full([BLOCK_N, SPAN], 1.0, tl.float32).to(a.dtype)  # for interpreters of 3.6
+                        total = tl.dot(ones, a, total, input_precision="ieee")
+                    if ((tile * PER_WORD + span + 1) * SPAN) % min(GROUP, BLOCK_K) == 0:
+                        acc = _with_group(
+                            acc, product, total, s, t, (tile * PER_WORD + span) * SPAN // GROUP, SCALES, SECONDS
+                        )
+                        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                        total = product
+    if GROUP == 0:
+        acc *= _number(_words(weight.scales + row, 1), 0, SCALES)[:, None]
+    return acc, squares
+
+
+# One program multiplies block_m rows with block_n rows of the weight, over one part of the columns, a step at a time:
+# it reads the words and scales of block_n rows once, and as many columns of x, which the L2 cache holds.
+@triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: a row's bits must not depend on their number
+def tiled_linear_kernel(
+    out,
+    x,
+    weight,
+    bias,
+    gain,
+    partial,
+    counters,
+    rows,
+    splits,
+    sizes,
+    WEIGHT: tl.constexpr,
+    FORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply on the tensor cores."""
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    EPILOGUE: tl.constexpr = FORM.EPILOGUE
+    RANGE: tl.constexpr = FORM.RANGE
+    SPLIT: tl.constexpr = FORM.SPLIT
+    AHEAD: tl.constexpr = FORM.AHEAD
+    SPAN: tl.constexpr = WEIGHT.SPAN
+    TILE: tl.constexpr = WEIGHT.PER_WORD * SPAN
+    width, out_stride = sizes.width, sizes.out_stride
+    block = tl.program_id(1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin = tl.program_id(2) * sizes.part
+    end = tl.minimum(begin + sizes.part, sizes.columns)
+    k = tl.arange(0, SPAN)
+    row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
+    plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # of one tile
+    if AHEAD > 0:
+        tiles = tl.minimum(begin // TILE + tl.arange(0, AHEAD), end // TILE - 1)
+        first = weight.words + tiles.to(tl.int64)[None, :] * plane + row.to(tl.int64)[:, None] * SPAN
+        prefetch_l2(first, SPAN * 2)
+    offsets = tl.zeros([BLOCK_N], tl.float32)
+    if bias is not None:
+        offsets += tl.load(bias + row).to(tl.float32)
+    if PDL:
+        wait_and_trigger()
+    there = (m < rows)[:, None]
+    x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
+    held = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
+        held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
+    acc, squares = tiled_sums(
+        x_rows, gain, there, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
+        FORM.STAGES, RANGE, FORM.EVEN_K,
+    )  # fmt: skip
+    finish(
+        out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1),
+        out_stride, splits, sizes, FORM, gain is not None, bias is not None,
+    )  # fmt: skip
+
 
 _WORDS = {1: torch.int8, 2: torch.int16}  # in which the numbers of a row are read, by their bytes; else of 32 bits
 
@@ -93,34 +349,6 @@ class TileForm(NamedTuple):
         )
 
 
-class _Sizes(NamedTuple):
-    """Of a product: features, rows of the weight, columns with and without padding, strides, and its factors."""
-
-    width: int
-    weight_rows: int
-    depth: int
-    columns: int
-    x_stride: int
-    out_stride: int
-    part: int
-    eps: float
-    factor: float
-
-
-class _Form(NamedTuple):
-    """How a product is dealt out, and what is done with it; see `small_linear`."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    STAGES: int
-    AHEAD: int
-    EVEN_K: bool
-    SPLIT: bool
-    AT_ONCE: int
-    EPILOGUE: str
-    RANGE: float
-
-
 def tiled_linear_triton(
     out: Tensor,
     x: Tensor,
@@ -146,11 +374,12 @@ def tiled_linear_triton(
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, weight, bias, gain, partial, counters, rows, splits,
-        _Sizes(out.shape[1], weight_rows, depth, columns, x.stride(0), out.stride(0), part, eps, scale),
+        ProductSizes(out.shape[1], depth, x.stride(0), part, eps, scale, 0, weight_rows, columns, out.stride(0)),
         WEIGHT=TileForm.of(tiles, weight, x),
-        FORM=_Form(
+        FORM=ProductForm(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
+            BLOCK_K=step,
             STAGES=config.num_stages,
             AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
             EVEN_K=depth == columns,

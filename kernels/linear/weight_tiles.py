@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..native.signature import AnyElement, OneOf
+from ..native.registration import AnyElement, OneOf
 from .code_words import CODES, from_words, to_words, values_of
 
 SUPER = 256  # columns of one of GGUF's blocks with scales of two levels

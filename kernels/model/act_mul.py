@@ -9,10 +9,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ..native.early_start import early_start_options, wait_and_trigger
-from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import OneOf, Wide, Written
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import OneOf, Wide, Written, operator
 
 ACTIVATIONS = OneOf(("silu", "gelu_tanh", "gelu"))
 _MAX_BLOCK = 2048
@@ -67,11 +65,7 @@ def gated(out: Tensor, gate_up: Tensor, activation: str) -> None:
         out.copy_(active)
 
 
-def _is_served(out: Tensor, gate_up: Tensor, activation: str) -> bool:
-    return gate_up.stride(1) == 1
-
-
-@operator(triton_version=act_mul_triton, is_compiled=_is_served)
+@operator(triton_version=act_mul_triton, is_compiled=lambda gate_up: gate_up.stride(1) == 1)
 def act_mul(out: Written[Tensor], gate_up: Wide, activation: Annotated[str, ACTIVATIONS]) -> None:
     """Write `activation(gate) * up` into `out`.
 

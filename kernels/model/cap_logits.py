@@ -2,10 +2,8 @@
 
 from torch import Tensor
 
-from ..native.early_start import early_start_options, wait_and_trigger
-from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Written
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import Written, operator
 
 _BLOCK = 2048
 

@@ -1,12 +1,18 @@
-"""Token embedding: gather one row of the table for each token of a step, times a scale."""
+"""Token embedding: rows of a table, whole or of few bits, and with the first norm of the layers in one launch.
+
+A table in blocks (CPU) or in tiles (GPU) is the output layer's weight, too, or like one; the rows that a step needs are
+undone as they are gathered. Of a table in blocks a row's codes lie in one column of a panel.
+"""
 
 import torch
 from torch import Tensor
 
-from ..native.early_start import early_start_options, wait_and_trigger
-from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, Int64, Wide, Written
+from ..linear.code_words import CODES
+from ..linear.quantised_linear import QuantisedPanels, undone
+from ..linear.weight_tiles import WeightTiles, dequantised
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import Float32, Int32, Int64, Wide, Written, operator
+from ..norm.rms_norm import rms_norm
 
 _MAX_BLOCK = 2048
 
@@ -62,11 +68,7 @@ def embedding_triton(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor, 
     )
 
 
-def _is_served(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor, scale: float) -> bool:
-    return weight.stride(1) == 1
-
-
-@operator(triton_version=embedding_triton, is_compiled=_is_served)
+@operator(triton_version=embedding_triton, is_compiled=lambda weight: weight.stride(1) == 1)
 def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, scale: float = 1.0) -> None:
     """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids outside [0, vocab), read row 0.
 
@@ -81,3 +83,260 @@ def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, sc
     known = alive & (tokens >= 0) & (tokens < weight.shape[0])
     rows = torch.index_select(weight, 0, torch.where(known, tokens, 0))
     out.copy_(rows if scale == 1.0 else rows.float().mul_(scale))
+
+
+# One program gathers one row of the table and normalises it: it reads hidden * itemsize bytes, a token id, the live
+# count and the gain, and writes the row twice. Of dead tokens and unknown ids it reads row 0, as `embedding` does.
+@triton.jit
+def _embedding_norm_kernel(
+    out,
+    residual,
+    tokens,
+    table,
+    live,
+    weight,
+    hidden,
+    vocab,
+    table_stride,
+    scale,
+    eps,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:  # the gain is constant
+        wait_and_trigger()
+    token = tl.program_id(0)
+    alive = token < tl.load(live)
+    row = tl.load(tokens + token, mask=alive, other=0).to(tl.int64)
+    row = tl.where((row >= 0) & (row < vocab), row, 0)
+    values = tl.load(table + row * table_stride + columns, mask=inside, other=0.0)
+    if HAS_SCALE:
+        values = (values.to(tl.float32) * scale).to(residual.dtype.element_ty)
+    place = token.to(tl.int64) * hidden + columns
+    tl.store(residual + place, values, mask=inside)
+    values = values.to(tl.float32)
+    values = values * (1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)) * gain
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+
+
+def embedding_norm_triton(
+    out: Tensor,
+    residual: Tensor,
+    tokens: Tensor,
+    table: Tensor,
+    live: Tensor,
+    weight: Tensor,
+    scale: float,
+    eps: float,
+) -> None:
+    """Launch the kernel; see `embedding_norm`."""
+    vocab, hidden = table.shape
+    block = triton.next_power_of_2(hidden)
+    _embedding_norm_kernel[(tokens.shape[0],)](
+        out,
+        residual,
+        tokens,
+        table,
+        live,
+        weight,
+        hidden,
+        vocab,
+        table.stride(0),
+        scale,
+        eps,
+        HAS_SCALE=scale != 1.0,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **early_start_options(table.device),
+    )
+
+
+@operator(
+    triton_version=embedding_norm_triton,
+    parts=lambda out, residual, tokens, table, live, weight, scale, eps: [
+        ("embedding", (residual, tokens, table, live, scale)),
+        ("rms_norm", (out, residual, weight, eps)),
+    ],
+)
+def embedding_norm(
+    out: Written[Tensor],
+    residual: Written[Tensor],
+    tokens: Int64,
+    table: Tensor,
+    live: Int32,
+    weight: Float32,
+    scale: float,
+    eps: float,
+) -> None:
+    """Write `scale * table[tokens[i]]` into `residual[i]`, and RMSNorm of it into `out[i]`.
+
+    Args:
+        out: [tokens, hidden], contiguous.
+        residual: [tokens, hidden], contiguous, of the table's dtype, or fp32; rounded to it before it is normalised.
+        tokens: int64 [tokens].
+        table: [vocab, hidden], rows may be strided.
+        live: int32 [1], how many of the tokens are live; the others, and ids outside [0, vocab), read row 0.
+        weight: fp32 [hidden].
+        scale: multiplies the rows, in fp32.
+        eps: added to the mean square.
+    """
+    embedding(residual, tokens, table, live, scale)
+    rms_norm(out, residual, weight, eps)
+
+
+@operator(is_compiled=True)
+def quantised_embedding(
+    out: Written[Tensor], tokens: Int64, weight: QuantisedPanels, live: Int32, vocab_size: int, scale: float = 1.0
+) -> None:
+    """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids that no row has, read row 0. CPU alone.
+
+    Args:
+        out: [tokens, hidden], contiguous, floats of 32 or 16 bits; rows are rounded to its dtype before scaling.
+        tokens: int64 [tokens].
+        weight: as `quantised_panels` returned it, [vocab_size, hidden].
+        live: int32 [1], how many of the tokens are live.
+        vocab_size: rows of the weight.
+        scale: multiplies the rows, in fp32.
+    """
+    alive = torch.arange(tokens.shape[0]) < live
+    known = alive & (tokens >= 0) & (tokens < vocab_size)
+    rows = undone(weight)[torch.where(known, tokens, 0)].to(out.dtype)
+    out.copy_(rows.float() * scale)
+
+
+_TILED_BLOCK = 1024
+
+
+@triton.jit
+def _small_float(code, BITS: tl.constexpr):
+    """Return what e2m1 or e4m3 stands for: with a leading one but for the exponent 0, which means the same as 1."""
+    MANTISSA: tl.constexpr = 1 if BITS == 4 else 3
+    exponent = code >> MANTISSA & (3 if BITS == 4 else 15)
+    significand = (code & ((1 << MANTISSA) - 1)) + tl.where(exponent > 0, 1 << MANTISSA, 0)
+    power = tl.maximum(exponent, 1) + (125 if BITS == 4 else 117)
+    value = significand.to(tl.float32) * (power << 23).to(tl.float32, bitcast=True)
+    return tl.where(code >> BITS - 1 > 0, -value, value)
+
+
+@triton.jit
+def _six_bits(words, field, inside):
+    """Return integers of 6 bits that three words hold, as fp32; see `weight_tiles`."""
+    own = tl.load(words + tl.minimum(field // 5, 2), mask=inside, other=0)
+    last = (tl.load(words, mask=inside, other=0) >> 30 & 3) | (tl.load(words + 1, mask=inside, other=0) >> 28 & 12)
+    last |= tl.load(words + 2, mask=inside, other=0) >> 26 & 48
+    return tl.where(field == 15, last, own >> 6 * (field % 5) & 63).to(tl.float32)
+
+
+# One program undoes some columns of one row: it reads their codes and scales, a token id and the live count. Dead
+# tokens, and ids that no row has, read row 0: an id out of range must never become an address.
+@triton.jit
+def _tiled_embedding_kernel(
+    out,
+    tokens,
+    live,
+    words,
+    high,
+    scales,
+    seconds,
+    hidden,
+    weight_rows,
+    scale,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PER_HIGH: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    SECONDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        wait_and_trigger()
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    row = tl.load(tokens + token, mask=token < tl.load(live), other=0).to(tl.int64)
+    row = tl.where((row >= 0) & (row < weight_rows), row, 0)
+    span, place = columns // SPAN, columns % SPAN
+    code = tl.load(words + (span // PER_WORD * weight_rows + row) * SPAN + place, mask=inside, other=0).to(tl.int32)
+    code = code >> span % PER_WORD * (16 // PER_WORD) & ((1 << 16 // PER_WORD) - 1)
+    if PER_HIGH > 0:
+        h = tl.load(high + (span // PER_HIGH * weight_rows + row) * SPAN + place, mask=inside, other=0).to(tl.int32)
+        code |= (h >> span % PER_HIGH * (16 // PER_HIGH) & ((1 << 16 // PER_HIGH) - 1)) << 4
+    if ZERO is None:
+        value = _small_float(code, BITS)
+    elif BITS == 8:
+        value = ((code ^ 128) - 128).to(tl.float32)
+    else:
+        value = (code - ZERO).to(tl.float32)
+    group = columns * 0
+    unit = row + group
+    if GROUP > 0:
+        unit, group = columns // UNIT * weight_rows + row, columns % UNIT // GROUP
+    if SECONDS == "six bits":
+        d = tl.load(scales + 2 * unit, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(scales + 2 * unit + 1, mask=inside, other=0.0).to(tl.float32)
+        value = d * _six_bits(seconds + 3 * unit, 2 * group, inside) * value
+        value -= m * _six_bits(seconds + 3 * unit, 2 * group + 1, inside)
+    elif SECONDS == "parts":
+        part = tl.load(seconds + unit * (UNIT // GROUP) + group, mask=inside, other=0)
+        value *= tl.load(scales + unit, mask=inside, other=0.0).to(tl.float32) * part.to(tl.float32)
+    else:
+        at = unit
+        if GROUP > 0:
+            at = unit * (UNIT // GROUP) + group
+        factor = tl.load(scales + at, mask=inside, other=0)
+        if factor.dtype == tl.uint8:
+            factor = tl.maximum(factor.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+        factor = factor.to(tl.float32)
+        if SECONDS == "none":
+            value *= factor
+        else:
+            second = tl.load(seconds + at, mask=inside, other=0).to(tl.float32)
+            value = factor * value + second if SECONDS == "least" else factor * (value - second)
+    value = value.to(out.dtype.element_ty).to(tl.float32) * scale
+    tl.store(out + token.to(tl.int64) * hidden + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+def tiled_embedding_triton(out: Tensor, tokens: Tensor, tiles: WeightTiles, live: Tensor, scale: float = 1.0) -> None:
+    """Launch the kernel; see `tiled_embedding` for the arguments."""
+    words, high, scales, seconds, code, second_kind, group, step = tiles
+    kind, hidden = CODES[code], out.shape[1]
+    block = min(triton.next_power_of_2(hidden), _TILED_BLOCK)
+    _tiled_embedding_kernel[(tokens.shape[0], triton.cdiv(hidden, block))](
+        out, tokens, live, words, high, scales, seconds, hidden, words.shape[1], scale,
+        BITS=kind.bits,
+        ZERO=kind.zero,
+        PER_WORD=kind.per_word,
+        PER_HIGH=kind.spans_of_high,
+        SPAN=words.shape[2],
+        GROUP=group,
+        UNIT=max(step, group),
+        SECONDS=second_kind,
+        BLOCK=block,
+        num_warps=4,
+        **early_start_options(out.device),
+    )  # fmt: skip
+
+
+@operator(triton_version=tiled_embedding_triton)
+def tiled_embedding(out: Written[Tensor], tokens: Int64, tiles: WeightTiles, live: Int32, scale: float = 1.0) -> None:
+    """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids that no row has, read row 0.
+
+    Args:
+        out: [tokens, hidden], contiguous; rows are rounded to its dtype before they are scaled.
+        tokens: int64 [tokens].
+        tiles: the weight, [vocab, hidden].
+        live: int32 [1], how many of the tokens are live.
+        scale: multiplies the rows, in fp32.
+    """
+    alive = torch.arange(tokens.shape[0], device=tokens.device) < live
+    known = alive & (tokens >= 0) & (tokens < tiles.words.shape[1])
+    table = dequantised(tiles)[:, : out.shape[1]]
+    out.copy_(table[torch.where(known, tokens, 0)].to(out.dtype).float() * scale)

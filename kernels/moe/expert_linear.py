@@ -5,27 +5,78 @@ an expert without a pair nothing is read. With a gate the product is that of a g
 `activation(gate) * up` (`act_mul` has the activations); `swiglu_clamped` is gpt-oss's (OpenAI, 2025): with the gate at
 most `limit`, and `up` within +-`limit`, it is `gate * sigmoid(alpha * gate) * (up + 1)`.
 
-On a CPU with compiled kernels the weights are in panels (see `native_linear`), those of the gate and of `up` by turns.
+On a CPU with compiled kernels whole weights are in panels (see `linear`), those of the gate and of `up` by turns. Those
+of few bits are in panels of blocks, with sums as `quantised_linear` has them, or on a GPU in tiles, as `tiled_linear`
+undoes them. Panels and tiles of all experts are those of one weight, one expert after another; in tiles a gate's rows
+stand before those of `up`. A row's result depends neither on other rows nor on the number of threads.
+
+The Triton kernels have been run in Triton's interpreter and compiled ahead of time by the tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..linear.native_linear import PANEL, to_panels
+from ..linear.linear import to_panels
+from ..linear.quantised_linear import PANEL, QuantisedPanels, are_blocks_of, undone
+from ..linear.small_linear import SmallLinearConfig, block_rows
+from ..linear.tiled_linear import TileForm, Words, tiled_sums
+from ..linear.weight_tiles import WeightTiles, columns_of, dequantised
 from ..model.act_mul import ACTIVATIONS
-from ..native.early_start import early_start_options, wait_and_trigger
-from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, OneOf, Wide, Written
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import Int32, OneOf, Wide, Written, operator
 
 GATES = OneOf(("none", *ACTIVATIONS, "swiglu_clamped"))
 _FEW_ROWS = {2: (16, 32, 128, 4, 4), 4: (16, 32, 64, 4, 3)}  # by itemsize: block_m, block_n, block_k, warps, stages
 _MANY_ROWS = {2: (64, 64, 64, 4, 3)}
 _MANY = 32  # pairs of an expert, on average, from which on the larger tile is worth while
+
+
+class Routed(NamedTuple):
+    """The pairs whose products are made, and what is made of these.
+
+    Attributes:
+        order: int32 [pairs], the pairs by expert, as `moe_route` wrote them.
+        offsets: int32 [experts + 1], where each expert's pairs begin.
+        slots: pairs that share a row of x.
+        gate: one of `GATES`; "none": the plain product.
+        alpha: of `swiglu_clamped`.
+        limit: of `swiglu_clamped`.
+    """
+
+    order: Int32
+    offsets: Int32
+    slots: int
+    gate: Annotated[str, GATES] = "none"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+class _Sizes(NamedTuple):
+    """Of a product: pairs that share a row of x, features, columns, stride, and what the gate takes."""
+
+    slots: int
+    width: int
+    depth: int
+    columns: int
+    x_stride: int
+    alpha: float
+    limit: float
+
+
+class _Form(NamedTuple):
+    """How a product is dealt out, and its gate."""
+
+    GATE: str
+    BLOCK_E: int
+    BLOCK_M: int
+    BLOCK_N: int
+    EVEN_K: bool
+    STAGES: int = 1
+    BLOCK_K: int = 0
 
 
 @triton.jit
@@ -59,33 +110,16 @@ def expert_of_program(offsets, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.const
 # Which expert and which pairs is found in the offsets, so the grid needs nothing but the number of pairs; surplus
 # programs exit.
 @triton.jit
-def _expert_linear_kernel(
-    out,
-    x,
-    weight,
-    bias,
-    order,
-    offsets,
-    experts,
-    slots,
-    width,
-    depth,
-    x_stride,
-    alpha,
-    limit,
-    GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _expert_linear_kernel(out, x, weight, bias, order, offsets, experts, sizes, FORM: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         wait_and_trigger()
+    GATE: tl.constexpr = FORM.GATE
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    BLOCK_K: tl.constexpr = FORM.BLOCK_K
     HALVES: tl.constexpr = 1 if GATE == "none" else 2
-    expert, tile = expert_of_program(offsets, experts, BLOCK_E, BLOCK_M)
+    width, depth = sizes.width, sizes.depth
+    expert, tile = expert_of_program(offsets, experts, FORM.BLOCK_E, BLOCK_M)
     if expert >= experts:
         return
     m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -93,7 +127,7 @@ def _expert_linear_kernel(
     pair = tl.load(order + m, mask=there, other=0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    x_rows = x + (pair // slots).to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     # past the last row of the weight the last one is read again, which needs no mask
     first = expert.to(tl.int64) * width * HALVES
     w_rows = weight + (first + tl.minimum(n, width - 1))[:, None] * depth + k[None, :]
@@ -101,7 +135,7 @@ def _expert_linear_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, depth, BLOCK_K):
-        if EVEN_K:
+        if FORM.EVEN_K:
             a = tl.load(x_rows + at, mask=there[:, None], other=0.0)
             w = tl.load(w_rows + at)
         else:
@@ -110,64 +144,38 @@ def _expert_linear_kernel(
             w = tl.load(w_rows + at, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
         if GATE != "none":
-            u = tl.load(up_rows + at) if EVEN_K else tl.load(up_rows + at, mask=inside, other=0.0)
+            u = tl.load(up_rows + at) if FORM.EVEN_K else tl.load(up_rows + at, mask=inside, other=0.0)
             acc_up = tl.dot(a, tl.trans(u), acc_up, input_precision="ieee")
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + first + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
     if GATE != "none":
-        if HAS_BIAS:
+        if bias is not None:
             acc_up += tl.load(bias + first + width + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
-        acc = gate_times_up(acc, acc_up, alpha, limit, GATE)
+        acc = gate_times_up(acc, acc_up, sizes.alpha, sizes.limit, GATE)
     place = out + pair.to(tl.int64)[:, None] * width + n[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=there[:, None] & (n < width)[None, :])
 
 
 def expert_linear_triton(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    order: Tensor,
-    offsets: Tensor,
-    slots: int,
-    gate: str,
-    alpha: float,
-    limit: float,
-    batch_invariant: bool,
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Routed, batch_invariant: bool
 ) -> None:
     """Launch the kernel; see `expert_linear`. It has run in Triton's interpreter and been compiled ahead of time."""
-    (pairs, width), depth = out.shape, x.shape[1]
+    (count, width), depth = out.shape, x.shape[1]
     experts = weight.shape[0]
     tile = _FEW_ROWS[x.element_size()]
-    if pairs >= experts * _MANY and not batch_invariant:
+    if count >= experts * _MANY and not batch_invariant:
         tile = _MANY_ROWS.get(x.element_size(), tile)
     block_m, block_n, block_k, num_warps, num_stages = tile
-    most_tiles = pairs // block_m + min(pairs, experts)
+    block_e, is_even = triton.next_power_of_2(experts), depth % block_k == 0
+    most_tiles = count // block_m + min(count, experts)
     _expert_linear_kernel[(most_tiles, triton.cdiv(width, block_n))](
-        out,
-        x,
-        weight,
-        bias,
-        order,
-        offsets,
-        experts,
-        slots,
-        width,
-        depth,
-        x.stride(0),
-        alpha,
-        limit,
-        GATE=gate,
-        HAS_BIAS=bias is not None,
-        EVEN_K=depth % block_k == 0,
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        out, x, weight, bias, pairs.order, pairs.offsets, experts,
+        _Sizes(pairs.slots, width, depth, depth, x.stride(0), pairs.alpha, pairs.limit),
+        FORM=_Form(pairs.gate, block_e, block_m, block_n, is_even, BLOCK_K=block_k),
         num_warps=num_warps,
         num_stages=num_stages,
         **early_start_options(out.device),
-    )
+    )  # fmt: skip
 
 
 def expert_panels(weight: Tensor, is_gated: bool) -> Tensor:
@@ -202,17 +210,7 @@ def gated(product: Tensor, gate: str, alpha: float, limit: float) -> Tensor:
 
 
 def write_products(
-    out: Tensor,
-    x: Tensor,
-    weight_of: Callable[[int], Tensor],
-    bias: Tensor | None,
-    order: Tensor,
-    offsets: Tensor,
-    *,
-    slots: int,
-    gate: str,
-    alpha: float,
-    limit: float,
+    out: Tensor, x: Tensor, weight_of: Callable[[int], Tensor], bias: Tensor | None, pairs: Routed
 ) -> None:
     """Compute the products with torch operators; see `expert_linear`.
 
@@ -221,43 +219,27 @@ def write_products(
         x: likewise.
         weight_of: returns an expert's weight, float32 [out_features, in_features]; asked for those that have pairs.
         bias: likewise.
-        order: likewise.
-        offsets: likewise.
-        slots: likewise.
-        gate: likewise.
-        alpha: likewise.
-        limit: likewise.
+        pairs: likewise.
     """
-    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+    for expert, (begin, end) in enumerate(pairwise(pairs.offsets.tolist())):
         if begin == end:
             continue
-        pairs = order[begin:end].long()
-        product = x.index_select(0, pairs // slots).float() @ weight_of(expert).T
+        own = pairs.order[begin:end].long()
+        product = x.index_select(0, own // pairs.slots).float() @ weight_of(expert).T
         if bias is not None:
             product += bias[expert].float()
-        result = product if gate == "none" else gated(product, gate, alpha, limit)
-        out.index_copy_(0, pairs, result.to(out.dtype))
+        result = product if pairs.gate == "none" else gated(product, pairs.gate, pairs.alpha, pairs.limit)
+        out.index_copy_(0, own, result.to(out.dtype))
 
 
-def _is_served(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, offsets: Tensor, **_others: object
-) -> bool:
-    return weight.dim() == 4 and x.stride(1) == 1
-
-
-@operator(triton_version=expert_linear_triton, is_compiled=_is_served)
+@operator(triton_version=expert_linear_triton, is_compiled=lambda x, weight: weight.dim() == 4 and x.stride(1) == 1)
 def expert_linear(
     out: Written[Wide],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    order: Int32,
-    offsets: Int32,
+    pairs: Routed,
     *,
-    slots: int,
-    gate: Annotated[str, GATES] = "none",
-    alpha: float = 1.0,
-    limit: float = 0.0,
     batch_invariant: bool = False,
 ) -> None:
     """Write each listed pair's product with the weights of its expert into `out`.
@@ -268,21 +250,195 @@ def expert_linear(
         weight: [experts, out_features, in_features], contiguous, out_features being width, or twice that with a gate,
             the gate first; or on a CPU what `expert_panels` made of each, joined.
         bias: [experts, out_features] or None.
-        order: int32 [pairs], the pairs by expert, as `moe_route` wrote them.
-        offsets: int32 [experts + 1], where each expert's pairs begin.
-        slots: pairs that share a row of x.
-        gate: one of `GATES`; "none": the plain product.
-        alpha: of `swiglu_clamped`.
-        limit: of `swiglu_clamped`.
+        pairs: which are made, and how.
         batch_invariant: on a GPU, take one tile for any number of pairs, so that a pair's bits do not depend on it; a
             CPU's do not anyway.
 
     Raises:
         ValueError: the gate is not known.
     """
-    count, is_gated = len(offsets) - 1, gate != "none"
+    count, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
     def plain(expert: int) -> Tensor:
         return _plain(weight, expert, count, out.shape[1], x.shape[1], is_gated).float()
 
-    write_products(out, x, plain, bias, order, offsets, slots=slots, gate=gate, alpha=alpha, limit=limit)
+    write_products(out, x, plain, bias, pairs)
+
+
+_BY_PANEL = ("panels", "scales", "mins", "factors", "min_factors")
+
+
+def panels_by_turns(gate: QuantisedPanels, up: QuantisedPanels) -> QuantisedPanels:
+    """Return one expert's panels, one of the gate and one of `up` by turns; the two are of one kind."""
+    both = zip(_by_panel(gate), _by_panel(up), strict=True)
+    turns: dict[str, Any] = {name: torch.stack((own, other), 1).flatten(0, 1) for (name, own), (_, other) in both}
+    return gate._replace(**turns)
+
+
+def stacked_panels(made: Iterable[QuantisedPanels | None], count: int) -> QuantisedPanels | None:
+    """Return the panels of `count` experts as those of one weight; None where one has none, or they differ in kind.
+
+    Args:
+        made: of each; it is dropped before the next one is made.
+        count: how many experts there are.
+    """
+    whole: QuantisedPanels | None = None
+    kind = None
+    for expert, own in enumerate(made):
+        if own is None or kind not in (None, _kind(own)):
+            return None
+        if whole is None:
+            kind = _kind(own)
+            memory: dict[str, Any] = {
+                name: held.new_empty((count * len(held), *held.shape[1:])) for name, held in _by_panel(own)
+            }
+            whole = own._replace(**memory)
+        for (_, place), (_, held) in zip(_by_panel(whole), _by_panel(own), strict=True):
+            place[expert * len(held) : (expert + 1) * len(held)] = held
+    return whole
+
+
+def _by_panel(weight: QuantisedPanels) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a weight has for each panel, by name."""
+    for name in _BY_PANEL:
+        held = getattr(weight, name)
+        if held is not None:
+            yield name, held
+
+
+def _kind(weight: QuantisedPanels) -> tuple[object, ...]:
+    """Return what experts of one product have in common."""
+    table = None if weight.table is None else tuple(weight.table.tolist())
+    shapes = tuple((name, held.shape, held.dtype) for name, held in _by_panel(weight))
+    return (shapes, table, weight.scale_dtype, weight.code)
+
+
+def _undone_expert(weight: QuantisedPanels, expert: int, experts: int, width: int, is_gated: bool) -> Tensor:
+    """Return what one expert's panels stand for, float32 [out_features, in_features], the gate first."""
+    own: dict[str, Any] = {name: held.chunk(experts)[expert] for name, held in _by_panel(weight)}
+    by_half = undone(weight._replace(**own)).unflatten(0, (-1, 1 + is_gated, PANEL)).transpose(0, 1).flatten(1, 2)
+    return by_half[:, :width].flatten(0, 1)
+
+
+@operator(is_compiled=lambda x, weight: are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1)
+def quantised_expert_linear(
+    out: Written[Wide],
+    x: Tensor,
+    weight: QuantisedPanels,
+    columns: Int32 | None,
+    bias: Tensor | None,
+    pairs: Routed,
+    *,
+    batch_invariant: bool = False,
+) -> None:
+    """Write each listed pair's product with the weights of its expert into `out`. CPU alone.
+
+    Args:
+        out: [pairs, width], contiguous, of x's dtype, or fp32; pairs that are not listed are left alone.
+        x: [pairs / slots, in_features], float32 or bfloat16, rows may be strided.
+        weight: the panels of all experts, as `stacked_panels` returned them.
+        columns: [experts, in_features], the input feature of each column of an expert's weight; None: as they stand.
+        bias: [experts, out_features] or None.
+        pairs: which are made, and how.
+        batch_invariant: as `quantised_linear` has it.
+
+    Raises:
+        ValueError: the gate is not known.
+    """
+    experts, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
+
+    def plain(expert: int) -> Tensor:
+        own = _undone_expert(weight, expert, experts, out.shape[1], is_gated)
+        return own if columns is None else torch.empty_like(own).index_copy_(1, columns[expert].long(), own)
+
+    write_products(out, x, plain, bias, pairs)
+
+
+# One program multiplies BLOCK_M pairs of one expert with BLOCK_N rows of its weight, with a gate half of them the
+# gate's. It reads their words and scales once, and its pairs' rows of x, which the L2 cache holds. The grid is that of
+# `expert_linear`.
+@triton.jit
+def tiled_expert_linear_kernel(
+    out,
+    x,
+    weight,
+    bias,
+    order,
+    offsets,
+    experts,
+    sizes,
+    WEIGHT: tl.constexpr,
+    FORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply on the tensor cores."""
+    if PDL:
+        wait_and_trigger()
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    GATE: tl.constexpr = FORM.GATE
+    width = sizes.width
+    HALVES: tl.constexpr = 1 if GATE == "none" else 2
+    expert, tile = expert_of_program(offsets, experts, FORM.BLOCK_E, BLOCK_M)
+    if expert >= experts:
+        return
+    m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = m < tl.load(offsets + expert + 1)
+    pair = tl.load(order + m, mask=there, other=0)
+    block = tl.program_id(1)
+    row = expert * width * HALVES + block_rows(block, width, BLOCK_N, GATE != "none")
+    x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + tl.arange(0, WEIGHT.SPAN)[None, :]
+    acc, _ = tiled_sums(
+        x_rows, None, there[:, None], weight, row, experts * width * HALVES, 0, sizes.columns, sizes.depth, WEIGHT,
+        BLOCK_M, BLOCK_N, FORM.STAGES, 1.0, FORM.EVEN_K,
+    )  # fmt: skip
+    if bias is not None:
+        acc += tl.load(bias + row).to(tl.float32)[:, None]
+    n = block * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
+    if GATE != "none":
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
+        acc = gate_times_up(gate, up, sizes.alpha, sizes.limit, GATE)
+    place = out + pair.to(tl.int64)[None, :] * width + n[:, None]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=there[None, :] & (n < width)[:, None])
+
+
+def tiled_expert_linear_triton(
+    out: Tensor, x: Tensor, tiles: WeightTiles, bias: Tensor | None, pairs: Routed, config: SmallLinearConfig
+) -> None:
+    """Launch the kernel; see `tiled_expert_linear` for the arguments."""
+    (count, width), depth = out.shape, x.shape[1]
+    experts = pairs.offsets.shape[0] - 1
+    block_m, block_n = config.block_m, config.block_n
+    columns, weight = columns_of(tiles), Words.of(tiles)
+    most_tiles = count // block_m + min(count, experts)
+    blocks = triton.cdiv(width, block_n if pairs.gate == "none" else block_n // 2)
+    block_e, is_even = triton.next_power_of_2(experts), depth == columns
+    tiled_expert_linear_kernel[(most_tiles, blocks)](
+        out, x, weight, bias, pairs.order, pairs.offsets, experts,
+        _Sizes(pairs.slots, width, depth, columns, x.stride(0), pairs.alpha, pairs.limit),
+        WEIGHT=TileForm.of(tiles, weight, x),
+        FORM=_Form(pairs.gate, block_e, block_m, block_n, is_even, config.num_stages),
+        num_warps=config.num_warps,
+        **early_start_options(out.device),
+    )  # fmt: skip
+
+
+@operator(triton_version=tiled_expert_linear_triton)
+def tiled_expert_linear(
+    out: Written[Tensor], x: Tensor, tiles: WeightTiles, bias: Tensor | None, pairs: Routed, config: SmallLinearConfig
+) -> None:
+    """Write each listed pair's product with the weights of its expert into `out`.
+
+    Args:
+        out: [pairs, width], contiguous; pairs that are not listed are left alone.
+        x: [pairs / slots, in_features], fp32, fp16 or bf16; rows may be strided.
+        tiles: the rows of all experts' weights, as `joined_tiles` joins them.
+        bias: [experts, out_features] or None.
+        pairs: which are made, and how.
+        config: the sizes of a program's tile; columns are not split. Torch's own operators need none of it.
+
+    Raises:
+        ValueError: the gate is not known.
+    """
+    weight = dequantised(tiles)[:, : x.shape[1]]
+    write_products(out, x, weight.unflatten(0, (len(pairs.offsets) - 1, -1)).__getitem__, bias, pairs)

@@ -4,6 +4,9 @@ A decode step on a CPU is bound by memory like one on a GPU, and between torch's
 them. The kernels of `*.c` read at the machine's bandwidth, and a recorded step runs a list of them in one call, with no
 Python in between. They share their work among threads of their own (`native_threads.h`), as many as torch has.
 
+The source text that they are compiled from is what they are given, made from the operations' signatures, and the
+sources themselves, once for each element type, each of which may be an object of its own.
+
 Where there is no C compiler, `library()` is None and `why_not()` says why; torch's operators do the work then, which is
 said once on standard error. The environment variable GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said.
 GRAPHDECODE_ISA names the instructions that they may use.
@@ -12,27 +15,79 @@ GRAPHDECODE_ISA names the instructions that they may use.
 import ctypes
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cache_folder import FOLDER_VARIABLE, cache_folder
 from .compiler import COMPILE_SECONDS, Compiler, NotCompiled
 from .instructions import instructions
-from .private_folder import PrivateFolder
-from .unit import declare, include_flags, object_texts, sources_bytes
+from .private_folder import FOLDER_VARIABLE, PrivateFolder, cache_folder
 
-__all__ = ["ELEMENTS", "LANES", "declare", "describe", "fits", "kernel", "library", "switched_off", "why_not"]
+CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # types of 8 bits that C tells apart; the others are 0
+WIDE_CODE = 3  # of a `Wide` tensor in float32
+FOLDER = Path(__file__).parent  # of the headers; a source stands beside the operation of its name
+_PACKAGE = __package__.rpartition(".")[0]
+_END = (
+    "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
+    "    for (int i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
+)
+_KINDS = ("F32", "BF16", "F16")  # of elements, as the sources call them
+_RECORDS: dict[str, str] = {}  # these are filled while the operations' files are imported, and then read
+_STRUCTS: dict[str, str] = {}
+_CONSTANTS: dict[str, int] = {}
+
+
+def declare(name: str, struct: str, records: dict[str, str], constants: dict[str, int]) -> None:
+    """Let the sources know an operation's arguments, the records among them, and some integers by their names.
+
+    Raises:
+        ValueError: a name stands for two integers.
+    """
+    _RECORDS.update(records)
+    _STRUCTS[name] = struct
+    for constant, value in constants.items():
+        if _CONSTANTS.setdefault(constant, value) != value:
+            raise ValueError(f"{constant} is {_CONSTANTS[constant]} for one kernel and {value} for another")
+
+
+def include_flags() -> list[str]:
+    """Return the compiler's options that make the unit's includes found."""
+    return [f"-I{FOLDER}", f"-I{FOLDER.parent}"]
+
+
+def object_texts() -> list[str]:
+    """Return the same as `unit_text` in parts, which are compiled each for itself and linked."""
+    return [unit_text((kind,)) for kind in _KINDS]
+
+
+def unit_text(kinds: tuple[str, ...] = _KINDS) -> str:
+    """Return the source text of the kernels for some element types, but for what it includes."""
+    sources = sorted(FOLDER.parent.glob("*/*.c"))
+    for source in sources:
+        importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
+    codes = {f"CODE_{str(dtype).removeprefix('torch.')}".upper(): value for dtype, value in CODES.items()}
+    codes["CODE_WIDE"] = WIDE_CODE
+    constants = ", ".join(f"{name} = {value}" for name, value in sorted((_CONSTANTS | codes).items()))
+    structs = "".join(made[name] for made in (_RECORDS, _STRUCTS) for name in sorted(made))
+    includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
+    is_first = _KINDS[0] in kinds
+    threads = "" if is_first else "#define THREADS_ELSEWHERE\n"
+    given = f'{threads}enum {{ {constants} }};\n#include "native.h"\n{structs}'
+    once_each = "".join(f"#define ELEMENT_{kind}\n{includes}#undef ELEMENT_{kind}\n" for kind in kinds)
+    return f"{given}{once_each}{_END if is_first else ''}"
+
 
 LANES = 16  # values that the kernels take at once
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -153,10 +208,12 @@ def _compiled() -> _Loaded:
     key = hashlib.sha256(
         "\n".join([*texts, *compiler.command, *options, compiler.processor, compiler.version]).encode()
     )
-    key.update(sources_bytes())
+    for file in sorted(FOLDER.parent.glob("*/*.[ch]")):
+        key.update(file.read_bytes())
     name = f"{key.hexdigest()[:24]}.so"
     problems: list[str] = []
-    for place in (lambda: cache_folder() / "native", _temporary_folder):
+    temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
+    for place in (lambda: cache_folder() / "native", lambda: temporary):
         path: Path | str = "no folder"
         try:
             path = place()
@@ -222,5 +279,54 @@ def _announced() -> Iterator[None]:
         thread.join()
 
 
-def _temporary_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
+class NativeCall:
+    """One kernel over fixed memory; calling it runs it, on as many threads as torch has in the calling thread.
+
+    Args:
+        function: the kernel.
+        packed: its arguments' struct.
+        held: what the struct points into.
+    """
+
+    __slots__ = ("_held", "function", "packed")
+
+    def __init__(self, function: Any, packed: bytes, held: Sequence[Any]) -> None:
+        self.function = function
+        self.packed = packed
+        self._held = held
+
+    def __call__(self) -> None:
+        """Run the kernel."""
+        self.function(self.packed, torch.get_num_threads())
+
+
+class NativeSequence:
+    """Some kernels one after another, in one call.
+
+    Args:
+        calls: what to run.
+    """
+
+    __slots__ = ("_addresses", "_arguments", "_run_all", "calls")
+
+    def __init__(self, calls: Sequence[NativeCall]) -> None:
+        self.calls = tuple(calls)
+        self._run_all = run_all()
+        self._addresses = (ctypes.c_void_p * len(calls))(
+            *(ctypes.cast(call.function, ctypes.c_void_p).value for call in calls)
+        )
+        self._arguments = (ctypes.c_char_p * len(calls))(*(call.packed for call in calls))
+
+    def __call__(self) -> None:
+        """Run them."""
+        self._run_all(self._addresses, self._arguments, len(self.calls), torch.get_num_threads())
+
+
+def joined(calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """Return the same calls, neighbouring compiled ones as one `NativeSequence`."""
+    result: list[Callable[[], Any]] = []
+    single = (part for call in calls for part in (call.calls if isinstance(call, NativeSequence) else (call,)))
+    for is_native, group in groupby(single, lambda call: isinstance(call, NativeCall)):
+        neighbours: list[Any] = list(group)
+        result += [NativeSequence(neighbours)] if is_native else neighbours
+    return result

@@ -41,7 +41,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
-/* Kernels are given one struct, which is made from the operation's signature (signature.py): a tensor is where it
+/* Kernels are given one struct, which is made from the operation's signature (registration.py): a tensor is where it
  * begins, its sizes, its strides in elements and what its elements are where that can differ; null is no tensor. */
 #define TENSOR(type)             \
     struct {                     \
@@ -60,8 +60,8 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
     }                                                                                  \
     static void NAME(operation##_of)(const operation##_args *a, int64_t threads)
 
-/* Tensors that are floats or, where these are narrower, elements (`Wide` in signature.py): which they are is a constant where
- * values are read or written, `i` values behind `at`. */
+/* Tensors that are floats or, where these are narrower, elements (`Wide` in registration.py): which they are is a constant
+ * where values are read or written, `i` values behind `at`. */
 #define IS_WIDE(tensor) (sizeof(element) == sizeof(float) || (tensor).code == CODE_WIDE)
 #define BY_WIDTH(is_wide, function, ...)         \
     do {                                         \

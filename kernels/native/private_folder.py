@@ -14,6 +14,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+FOLDER_VARIABLE = "GRAPHDECODE_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """Return `$GRAPHDECODE_CACHE_DIR`, else `graphdecode` in `$XDG_CACHE_HOME`, else in `~/.cache`.
+
+    Raises:
+        FileNotFoundError: this user has no home.
+    """
+    if os.environ.get(FOLDER_VARIABLE):
+        return Path(os.environ[FOLDER_VARIABLE])
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphdecode"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"this user has no home: {error}") from error
+
+
 _LOCK = "lock"
 _SCRATCH = "making-"
 _POLL_SECONDS = 0.05

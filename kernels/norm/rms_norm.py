@@ -8,10 +8,8 @@ the rest is: one that is stored as its distance from 1 would lose it in 16 bits.
 import torch
 from torch import Tensor
 
-from ..native.early_start import early_start_options, wait_and_trigger
-from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Float32, Wide, Written
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import Float32, Wide, Written, operator
 
 
 # One program normalises one row: it reads the row (twice with a residual) and the weights, and writes the row
@@ -110,21 +108,13 @@ def add_rms_norm_triton(
     _launch(out, residual, x, weight, eps, post_weight, post_eps, scale)
 
 
-def _is_served(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> bool:
-    return x.dim() == 2 and x.stride(1) == 1
-
-
-def _is_sum_served(out: Tensor, residual: Tensor, x: Tensor, *_others: Tensor | float | None) -> bool:
-    return x.dim() == 2 and x.stride(1) == 1
-
-
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return RMSNorm of `x` in fp32, computed with torch operators."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps)) * weight.float()
 
 
-@operator(triton_version=rms_norm_triton, is_compiled=_is_served)
+@operator(triton_version=rms_norm_triton, is_compiled=lambda x: x.dim() == 2 and x.stride(1) == 1)
 def rms_norm(out: Written[Tensor], x: Wide, weight: Float32, eps: float) -> None:
     """Write RMSNorm of `x` into `out`.
 
@@ -137,7 +127,7 @@ def rms_norm(out: Written[Tensor], x: Wide, weight: Float32, eps: float) -> None
     out.copy_(normed(x, weight, eps))
 
 
-@operator(triton_version=add_rms_norm_triton, is_compiled=_is_sum_served)
+@operator(triton_version=add_rms_norm_triton, is_compiled=lambda x: x.dim() == 2 and x.stride(1) == 1)
 def add_rms_norm(
     out: Written[Tensor],
     residual: Written[Wide],

@@ -9,8 +9,7 @@ line of these.
 from typing import NamedTuple
 
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, Int64, Written
+from ..native.registration import Int32, Int64, Written, operator
 from .sampling_slots import ACCEPTS, COMPLETES, CONSTANTS, MASK_BITS
 
 NO_AUTOMATON = -1  # the state of a row that follows none

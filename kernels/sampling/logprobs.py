@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, Int64, Written
+from ..native.registration import Int32, Int64, Written, operator
 from .sampling_slots import CONSTANTS, FLAG_LOGPROBS, LogprobOutputs
 
 _BLOCK = 4096
@@ -136,18 +135,11 @@ def token_logprobs_triton(
     )
 
 
-def _is_served(
-    outputs: LogprobOutputs,
-    logits: Tensor,
-    sampled: Tensor,
-    live_rows: Tensor,
-    sampling_flags: Tensor,
-    num_logprobs: Tensor,
-) -> bool:
-    return logits.stride(1) == 1
-
-
-@operator(triton_version=token_logprobs_triton, is_compiled=_is_served, constants=CONSTANTS._asdict())
+@operator(
+    triton_version=token_logprobs_triton,
+    is_compiled=lambda logits: logits.stride(1) == 1,
+    constants=CONSTANTS._asdict(),
+)
 def token_logprobs(
     outputs: Written[LogprobOutputs],
     logits: Tensor,

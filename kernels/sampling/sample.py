@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..native.registration import operator
-from ..native.signature import Int32, Int64, Written
+from ..native.registration import Int32, Int64, Written, operator
 from .logit_processing import (
     add_bias,
     apply_penalties,
@@ -54,19 +53,7 @@ def most_likely(logits: np.ndarray) -> int:
     return token if np.isfinite(largest) else WITHOUT_FINITE if largest < 0 else WITHOUT_NUMBERS
 
 
-def _is_served(
-    sampled: Tensor,
-    logits: Tensor,
-    positions: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    token_counts: Tensor | None,
-    recent_tokens: Tensor | None,
-) -> bool:
-    return logits.stride(1) == 1
-
-
-@operator(is_compiled=_is_served, constants=CONSTANTS._asdict())
+@operator(is_compiled=lambda logits: logits.stride(1) == 1, constants=CONSTANTS._asdict())
 def _sample(
     sampled: Written[Int64],
     logits: Tensor,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..native.signature import Float32, Int32, Int64
+from ..native.registration import Float32, Int32, Int64
 
 MASK_BITS = 32  # tokens of one word of a token mask
 BAD_WORD_LENGTH = 16  # tokens of a bad word at most, and those that a row remembers

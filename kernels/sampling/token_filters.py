@@ -137,11 +137,6 @@ def top_p_threshold(logits: np.ndarray, row_weights: np.ndarray, top_p: float) -
     return logits[order[np.searchsorted(mass, needed)]].item()
 
 
-def min_p_weight(min_p: float) -> int:
-    """Return the least weight that a token needs: `min_p` of the largest."""
-    return int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))
-
-
 def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
     """Return a token drawn from one row, or TOO_COLD.
 
@@ -163,7 +158,7 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
     if top_p < 1.0:
         kept[logits < top_p_threshold(logits, kept, top_p)] = 0
     if min_p > 0.0:
-        kept[kept < min_p_weight(min_p)] = 0
+        kept[kept < int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))] = 0  # the least: min_p of the largest
     cumulative = np.cumsum(kept)
     target = fraction_of(int(cumulative[-1]), uniform)
     return int(np.searchsorted(cumulative, target, side="right"))

@@ -8,8 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, Written
+from ..native.registration import Int32, Written, operator
 
 _BLOCK = 1024  # places that are looked at together
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, Written
+from ..native.registration import Int32, Written, operator
 
 _MAX_TILE = 4096
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Int32, Written
+from ..native.registration import Int32, Written, operator
 
 PLAN_HEADER = 2
 _TEMPORARY = -1

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Written
+from ..native.registration import Written, operator
 
 
 # One program merges one head of one row: it reads states * (dim * itemsize + 4) bytes and writes one state.

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
-from ..native.registration import operator
-from ..native.signature import Written
+from ..native.registration import Written, operator
 
 _SHIFT_BLOCK = 64
 

@@ -9,11 +9,11 @@ from covering import pairwise
 from key_mixing import mixing
 from paged_rows import int8_codes, tolerance
 
-from graphdecode.attention import PagedDecodeAttention
-from graphdecode.attention.options import HeadTurn
+from graphdecode.attention import HeadTurn, PagedDecodeAttention
 from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
@@ -191,11 +191,13 @@ class Problem:
         out = torch.full((self.rows, self.heads, self.case["head_dim"]), math.nan, dtype=self.dtype)
         given = (out, *(cache.clone() for cache in self.caches), self.qkv, self.table)
         given = [tensor.to(self.device) for tensor in given]
-        constants = [None if t is None else t.to(self.device) for t in (self.cos_sin, *self.gains, self.sinks)]
+        constants = [None if t is None else t.to(self.device) for t in (self.cos_sin, *self.gains)]
         scales = [own.clone().to(self.device) for own in self.scales] if self.kv_dtype == torch.int8 else [None, None]
-        options = (EPS, items, self.options.sm_scale, self.options.window_left, self.options.soft_cap, *self.units)
+        sinks = None if self.sinks is None else self.sinks.to(self.device)
+        options = (self.options.sm_scale, self.options.window_left, self.options.soft_cap, sinks)
+        options = (AttentionOptions(*options),) if takes_whole(version) else options
         of_pages = (PageScales(*scales) if scales[0] is not None else None,) if takes_whole(version) else scales
-        version(*given, kv_lens, plan, *workspace, *constants, *options, *of_pages)
+        version(*given, kv_lens, plan, *workspace, *constants, EPS, items, *options, *self.units, *of_pages)
         assert not workspace[-1].any(), "the next launch counts from 0"
         return given[0].cpu(), self.widened(
             *([x.cpu() for x in some if x is not None] for some in (given[1:3], scales))
@@ -229,15 +231,15 @@ def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
 
 def two_launches(out, k_cache, v_cache, qkv, table, kv_lens, plan, partial, sums, counters, cos_sin, *given):
     """What one launch of `append_attention` does, by an append and an attention."""
-    q_norm, k_norm, sinks, eps, items, scale, window, cap, *_, scales = given
+    q_norm, k_norm, eps, items, options, *_, scales = given
     q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
     live = (kv_lens[: len(out)] > 0).sum().to(torch.int32).view(1)
     rope_append_triton(
         q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, cos_sin, q_norm, k_norm, eps, scales=scales
     )
     decode_attention_triton(
-        out, None, q, k_cache, v_cache, table, None, kv_lens, plan, partial, sums, counters, 1, items, scale, 1.0,
-        window, cap, "NONE", 1.0, 1e4, sinks, scales,
+        out, None, q, k_cache, v_cache, table, None, kv_lens, plan, partial, sums, counters, 1, items, options, 1.0,
+        "NONE", 1.0, 1e4, scales,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from paged_rows import PagedRows, tolerance
 
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
 from graphdecode.kernels.attention.attention_plan import plan_size, work_items
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import widen
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.native import library as native
@@ -95,6 +96,8 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     counters = torch.zeros(count * q_len * heads, dtype=torch.int32, device=device)
     out = torch.full((*q.shape[:2], value_dim), math.nan, dtype=q.dtype, device=device)
     sums = torch.full(q.shape[:2], math.nan, device=device) if lse else None
+    sinks = None if options.sinks is None else options.sinks.to(device)
+    given = (options.sm_scale, options.window_left, options.soft_cap, sinks)
     version(
         out,
         sums,
@@ -110,14 +113,11 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         counters,
         q_len,
         items,
-        options.sm_scale,
+        *((AttentionOptions(*given),) if version is decode_attention_triton else given),
         options.v_scale,
-        options.window_left,
-        options.soft_cap,
         options.mode,
         options.rope_scale,
         options.rope_theta,
-        None if options.sinks is None else options.sinks.to(device),
         *scales_of(version, rows),
     )
     assert not counters.any(), "the next launch counts from 0"

@@ -11,6 +11,7 @@ from paged_rows import PagedRows, tolerance
 
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.extend_attention import extend_attention_triton
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.native import library as native
@@ -59,6 +60,13 @@ NATIVE_CASES = pairwise(
 )
 
 
+def as_taken(version, options, v_scale, scales):
+    """Return a version's last arguments: records, or what the dispatcher makes of them."""
+    if version is extend_attention_triton:
+        return AttentionOptions(*options), v_scale, scales
+    return *options, v_scale, *(scales or (None, None))
+
+
 def check(version, case, device, seed, with_lse=True):
     q_dtype, kv_dtype = DTYPES[case["dtype"]]
     q_lens = list(case["q_lens"])
@@ -91,7 +99,7 @@ def check(version, case, device, seed, with_lse=True):
     sinks = 2 * torch.randn(heads, generator=draw) if case["sinks"] else None
     options = Options(0.2, 0.5 if seed % 2 else 1.0, case["window_left"], soft_cap=case["soft_cap"], sinks=sinks)
     given = (options.sm_scale, options.window_left, options.soft_cap, None if sinks is None else sinks.to(device))
-    given += (options.v_scale, *((scales,) if version is extend_attention_triton else scales or (None, None)))
+    given = as_taken(version, given, options.v_scale, scales)
     version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, *given)
     close = tolerance(q_dtype, kv_dtype)
     touched = torch.zeros(q.shape[:-2], dtype=torch.bool)
@@ -141,7 +149,7 @@ def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, 
     rows = PagedRows.random([5, 40], page_size=16, kv_heads=2, head_dim=64, dtype=dtype, device=device)
     q = torch.randn(45, 4, 64, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)
     cu_q = torch.tensor([0, 5, 45], dtype=torch.int32, device=device)
-    scales = (None,) if version is extend_attention_triton else (None, None)
+    given = as_taken(version, (0.125, -1, 0.0, None), 1.0, None)
     found = []
     lost = torch.zeros(q.shape, dtype=torch.bool)
     for spoilt in (None, (3, 1), (25, 2)):
@@ -149,7 +157,7 @@ def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, 
             q[*spoilt, 7] = math.nan
             lost[spoilt] = True
         out = torch.zeros_like(q)
-        version(out, None, q, rows.k_cache, rows.v_cache, cu_q, cu_q, rows.table, 0.125, -1, 0.0, None, 1.0, *scales)
+        version(out, None, q, rows.k_cache, rows.v_cache, cu_q, cu_q, rows.table, *given)
         found.append(out.cpu())
         assert torch.equal(found[-1].isnan(), lost)
         assert torch.equal(found[-1][~lost], found[0][~lost])
@@ -184,9 +192,16 @@ def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, devic
     q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     out, lse = torch.empty_like(q), torch.empty(3, 2, device=device)
     cu_q = torch.tensor([0, 3], dtype=torch.int32, device=device)
-    scales = (None,) if version is extend_attention_triton else (None, None)
     version(
-        out, lse, q, rows.k_cache, rows.v_cache, cu_q, rows.indptr * 2, rows.table, 0.25, -1, 0.0, None, 1.0, *scales
+        out,
+        lse,
+        q,
+        rows.k_cache,
+        rows.v_cache,
+        cu_q,
+        rows.indptr * 2,
+        rows.table,
+        *as_taken(version, (0.25, -1, 0.0, None), 1.0, None),
     )
     expected, expected_lse = attend(q, rows.keys[0], rows.values[0], Options(0.25))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)

@@ -39,7 +39,7 @@ def test_operators_pass_opcheck(rows, device):
     workspace = decode_workspace(torch.device(device), 3, 8, HEADS, DIM)
     caches = (rows.k_cache.nan_to_num(), rows.v_cache.nan_to_num())
     arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, *workspace, 1, 8)
-    arguments = (*arguments, 0.2, 1.0, -1, 0.0, "NONE", 1.0, 1e4, torch.randn(HEADS, device=device), None, None)
+    arguments = (*arguments, 0.2, -1, 0.0, torch.randn(HEADS, device=device), 1.0, "NONE", 1.0, 1e4, None, None)
     opcheck(OPERATORS.decode_attention.default, arguments, test_utils=CHECKS)
     cu_q = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=device)
     cu_kv = torch.tensor([0, *rows.lens], device=device).cumsum(0).to(torch.int32)

@@ -15,8 +15,8 @@ from cuda_driver.torch_device import Device
 
 from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.graphs import StalePointerError
+from graphdecode.graphs.backend import stale_pointers
 from graphdecode.graphs.inspect import nodes as cuda_nodes
-from graphdecode.graphs.inspect.audit import stale_pointers
 from graphdecode.graphs.inspect.nodes import NOT_OF_TORCH, OTHERS, AddressMap, is_mapped
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.step_graph import Node

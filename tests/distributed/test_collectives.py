@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphdecode.distributed import SharedCollectives
-from graphdecode.distributed.board_file import new_board
-from graphdecode.kernels.collective.board import HEADER, LIMIT_MS, board_words, place_bytes_of
+from graphdecode.distributed.started import new_board
+from graphdecode.kernels.collective.shared_collectives import HEADER, LIMIT_MS, board_words, place_bytes_of
 from graphdecode.kernels.native import library as native
 
 BACKENDS = ["compiled", "python"]

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from graphdecode.distributed import Follower, Leader, RankError
-from graphdecode.distributed.board_file import new_board
-from graphdecode.distributed.link import Link, Message
+from graphdecode.distributed.link import Link, Message, Watch
 from graphdecode.distributed.ranks import SAID, Terms
-from graphdecode.distributed.watch import Watch
+from graphdecode.distributed.started import new_board
 from graphdecode.errors import ArgumentError
 
 Pair = tuple[Leader, Follower]

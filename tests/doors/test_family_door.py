@@ -99,7 +99,7 @@ class Toy(Family):
         qkv, o = weights.linear(f"{index}.qkv"), weights.linear(f"{index}.o")
         return ToyLayer(
             weights.norm(f"{index}.norm", config.rms_norm_eps),
-            Attention(qkv, None, None, o, config.head_dim, -1, angles),
+            Attention(qkv, None, None, o, config.head_dim, angles, config.attention_options(index)),
             GatedMlp(weights.linear(f"{index}.gate_up"), weights.linear(f"{index}.down"), config.activation),
         )
 

@@ -22,13 +22,12 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, load_modules
 from graphdecode.linear import register_form
 from graphdecode.linear.forms import FORMS
-from graphdecode.linear.int8 import Int8
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.plain import Int8, Plain
 from graphdecode.models import register_family, register_source, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.family import FAMILIES
-from graphdecode.models.sources import SOURCES
+from graphdecode.models.load import SOURCES
 
 FAMILY = """
 from graphdecode.models.families.llama import Llama

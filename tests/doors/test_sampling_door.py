@@ -22,7 +22,7 @@ TOY = {
     "kernels/sampling/sample.py": [
         ("slots.min_p.numpy()[row]", "max(slots.min_p.numpy()[row], slots.toy_p.numpy()[row])")
     ],
-    "kernels/sampling/choose.py": [
+    "kernels/sampling/sample_and_advance.py": [
         ("tl.load(slots.min_p + row)", "tl.maximum(tl.load(slots.min_p + row), tl.load(slots.toy_p + row))")
     ],
     "kernels/sampling/sample.c": [("a->min_p.data[row]", "fmaxf(a->min_p.data[row], a->toy_p.data[row])")],
@@ -34,7 +34,7 @@ PARAM = """    toy_p: float = _param(
 BOTH_WAYS = """
 import json, sys
 from graphdecode.server.completions import Completion
-from graphdecode.server.sampling import sampling_params
+from graphdecode.server.protocol import sampling_params
 from graphdecode import LLM, SamplingParams
 
 body = Completion(prompt="rev oceanic=", toy_p=1.0, temperature=50.0, seed=1)

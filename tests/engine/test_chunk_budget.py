@@ -8,7 +8,7 @@ import pytest
 from graphdecode import LLM, SamplingParams
 from graphdecode.engine.pace import ChunkBudget
 from graphdecode.engine.prompts import PromptChunk
-from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.scheduler import Sequence
 
 
 def test_chunks_follow_the_target_whatever_a_token_costs() -> None:

@@ -19,8 +19,7 @@ from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
 from graphdecode.graphs import table
-from graphdecode.kernels.native.registration import operator
-from graphdecode.kernels.native.signature import Written
+from graphdecode.kernels.native.registration import Written, operator
 from graphdecode.models import load_model
 
 OTHER = torch.device("cuda:1")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.scheduler import Sequence
 
 MakeLLM = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

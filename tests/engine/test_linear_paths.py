@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.kernels.linear.small_linear import small_linear_triton
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, small_linear_triton
 from graphdecode.linear import forms, plain
-from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.plain import Fixed, Plain
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 SPLIT = SmallLinearConfig("dot", 32, 64, 2, 4, 2)

@@ -17,12 +17,12 @@ from planted import Fault
 
 from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buckets import StepShape
-from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.prompts import Prompts
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
 from graphdecode.engine.steps import StepTokens
+from graphdecode.engine.steps import step as step_module
 from graphdecode.models import Model, load_model
 
 SEEDS = 6
@@ -77,7 +77,7 @@ def expected(model: Model) -> list[Answer]:
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.MIXED_TOKENS, "cuda", FEW_TOKENS)
+    monkeypatch.setitem(step_module.MIXED_TOKENS, "cuda", FEW_TOKENS)
 
 
 def ready(runner: Runner) -> Engine:

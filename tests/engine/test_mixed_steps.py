@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingParams
-from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan
+from graphdecode.engine.steps import step as step_module
 from graphdecode.models import Decoder, Model, load_model
 from graphdecode.models.blocks import StepOperators
 
@@ -29,7 +29,7 @@ def model() -> Model:
 @pytest.fixture(autouse=True)
 def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a model that fits into a processor's caches have mixed steps."""
-    monkeypatch.setattr(shapes, "CACHED_BYTES", 0)
+    monkeypatch.setattr(step_module, "CACHED_BYTES", 0)
 
 
 class Arrival(NamedTuple):
@@ -282,9 +282,9 @@ def test_mixed_steps_are_captured_at_their_first_use_where_that_is_asked_for(mod
 def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "CACHED_BYTES", model.weight_bytes)
+    monkeypatch.setattr(step_module, "CACHED_BYTES", model.weight_bytes)
     assert "mixed" not in engine_of(model).runner.reports()
-    monkeypatch.setattr(shapes, "CACHED_BYTES", model.weight_bytes - 1)
+    monkeypatch.setattr(step_module, "CACHED_BYTES", model.weight_bytes - 1)
     assert "mixed" in engine_of(model).runner.reports()
 
 

@@ -13,9 +13,9 @@ from lazy_device import installed, lazy_runner
 from graphdecode import LLM, BucketConfig, Engine, EngineConfig, Request, SamplingParams, Slot, StepBuffers
 from graphdecode.buckets import BucketLadder, ShapeLadder, StepShape
 from graphdecode.buffers import Batch
-from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.shapes import mixed_shapes, prompt_shapes
+from graphdecode.engine.steps import step as step_module
+from graphdecode.engine.steps.step import mixed_shapes, prompt_shapes
 from graphdecode.graphs import GraphTable
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.models import Model, load_model
@@ -32,7 +32,7 @@ def model() -> Model:
 @pytest.fixture(autouse=True)
 def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a model that fits into a processor's caches have mixed steps."""
-    monkeypatch.setattr(shapes, "CACHED_BYTES", 0)
+    monkeypatch.setattr(step_module, "CACHED_BYTES", 0)
 
 
 def test_a_device_has_one_stream_and_one_pool_for_all_shapes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_a_device_has_one_stream_and_one_pool_for_all_shapes(model: Model, monke
 
         return noted
 
-    monkeypatch.setitem(shapes.MIXED_TOKENS, "cuda", (8, 16))
+    monkeypatch.setitem(step_module.MIXED_TOKENS, "cuda", (8, 16))
     with installed(3) as streams, lazy_runner(streams, model, EngineConfig(CONFIG)) as runner:
         for name in ("Stream", "graph_pool_handle"):
             monkeypatch.setattr(torch.cuda, name, counted(name, getattr(torch.cuda, name)))

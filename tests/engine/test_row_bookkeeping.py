@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from graphdecode import LLM, Request, SamplingParams
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.metrics import RequestMetrics
-from graphdecode.engine.scheduler import Scheduler
-from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.scheduler import Scheduler, Sequence
 from graphdecode.engine.steps import RowInputs, RowSampling
 from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT
 from graphdecode.models import resolve_model_path

@@ -15,7 +15,7 @@ from graphdecode.config import ConfigError
 from graphdecode.engine.loading import make_runner, step_of
 from graphdecode.engine.pace import DraftPace
 from graphdecode.engine.steps import SpeculativeStep, StepDrafts, StepSetting
-from graphdecode.engine.steps.draft_sources import DraftSource, ModelDrafts
+from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model

@@ -10,7 +10,7 @@ import pytest
 from graphdecode import LLM, GraphdecodeError
 from graphdecode.engine import Engine
 from graphdecode.engine.loading import load_runner
-from graphdecode.linear.choice_cache import ChoiceCache
+from graphdecode.linear.linear_choice import ChoiceCache
 from graphdecode.models import describe_model, resolve_model_path
 
 DEMO = resolve_model_path("demo")

@@ -38,17 +38,17 @@ from few_bit_cases import (
 )
 
 from graphdecode.kernels.attention import (
+    append_attention,
     attention_plan,
     attention_records,
     attention_tile,
+    decode_attention,
     extend_attention,
-    split_append,
-    split_decode,
 )
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.linear import small_linear
-from graphdecode.kernels.linear.small_linear_config import (
+from graphdecode.kernels.linear.small_linear import (
     DOT_TILES,
     GEMV_ROWS,
     SmallLinearConfig,
@@ -59,14 +59,11 @@ from graphdecode.kernels.model import (
     advance,
     cap_logits,
     embedding,
-    embedding_norm,
-    sample_and_advance,
-    skip_steps,
 )
-from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
-from graphdecode.kernels.native import early_start
+from graphdecode.kernels.moe import expert_linear, moe_route
+from graphdecode.kernels.native import optional_triton
 from graphdecode.kernels.norm import rms_norm
-from graphdecode.kernels.sampling import follow_automata, logprobs
+from graphdecode.kernels.sampling import follow_automata, logprobs, sample_and_advance
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     LogprobOutputs,
@@ -74,8 +71,8 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingSlots,
     sampling_slots,
 )
-from graphdecode.kernels.speculation import judge_drafts, ngram_draft, settle_drafts, spread_queries
-from graphdecode.kernels.speculation.draft_slots import DRAFT_COLUMNS, DraftSlots
+from graphdecode.kernels.speculation import ngram_draft, verify_drafts
+from graphdecode.kernels.speculation.verify_drafts import DRAFT_COLUMNS, DraftSlots
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 
@@ -125,7 +122,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     with (
         mock.patch.object(JITFunction, "run", compile_instead),
         mock.patch.object(extend_attention, "queries_at_once", queries_at_once),
-        mock.patch.object(early_start, "has_early_start", early),
+        mock.patch.object(optional_triton, "has_early_start", early),
     ):
         if arch >= 89:
             with mock.patch.object(attention_records, "cache_bytes", native):
@@ -157,32 +154,33 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
 
     sinks = torch.empty(heads) if head_dim < 256 else None  # no model has both
 
-    def decode(window_left: int, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
-        split_decode.decode_attention_triton(
-            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33, head_dim**-0.5, 1.0,
-            window_left, soft_cap, "NONE", 1.0, 1e4, sinks, scales,
+    def decode(*options: Any) -> None:
+        decode_attention.decode_attention_triton(
+            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33,
+            attention_records.AttentionOptions(None, *options), 1.0, "NONE", 1.0, 1e4, scales,
         )  # fmt: skip
 
     qkv = torch.empty(ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos_sin = torch.empty(4096, 2, head_dim // 2)
 
-    def step(norms: tuple[int, int] | None, window_left: int = -1, soft_cap: float = 0.0, **given: Any) -> None:
+    def step(norms: tuple[int, int] | None, *options: Any) -> None:
         gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
-        split_append.append_attention_triton(
-            q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains, given.get("sinks"),
-            1e-6, 33, head_dim**-0.5, window_left, soft_cap, scales=scales,
+        append_attention.append_attention_triton(
+            q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains,
+            1e-6, 33, attention_records.AttentionOptions(None, *options), scales=scales,
         )  # fmt: skip
 
-    def extend(soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
+    def extend(*options: Any) -> None:
         extend_attention.extend_attention_triton(
-            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, soft_cap, sinks, scales=scales
-        )
+            q, None, q, cache, cache, cumulative, cumulative, table,
+            attention_records.AttentionOptions(None, -1, *options), scales=scales,
+        )  # fmt: skip
 
     return {
         "step": lambda: step(None),
         "step-norm": lambda: step((1, 1)),
         "step-norm-all": lambda: step((heads, kv_heads)),
-        "step-options": lambda: step((1, 1), 1024, 50.0, sinks=sinks),
+        "step-options": lambda: step((1, 1), 1024, 50.0, sinks),
         "decode": lambda: decode(-1),
         "decode-window": lambda: decode(1024),
         "decode-options": lambda: decode(1024, 50.0, sinks),
@@ -266,7 +264,7 @@ def step_cases() -> dict[str, Callable[[], None]]:
     return {
         "embedding": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 1.0),
         "embedding-scale": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 11.3),
-        "embedding-norm": lambda: embedding_norm.embedding_norm_triton(
+        "embedding-norm": lambda: embedding.embedding_norm_triton(
             x, x, tensors["tokens"], table, tensors["live"], weight, 11.3, 1e-5
         ),
         "cap-logits": lambda: cap_logits.cap_logits_triton(logits, 30.0),
@@ -281,7 +279,7 @@ def step_cases() -> dict[str, Callable[[], None]]:
         "sample-and-follow": by_name(
             partial(sample_and_advance.sample_and_advance_triton, guides=tensors["guides"]), tensors
         ),
-        "skip-steps": by_name(skip_steps.skip_steps_triton, tensors),
+        "skip-steps": by_name(advance.skip_steps_triton, tensors),
     }
 
 
@@ -293,23 +291,23 @@ def speculation_cases() -> dict[str, Callable[[], None]]:
     history, ring = ints(ROWS, HISTORY), ints(4 * (DRAFTS + 1), DRAFT_COLUMNS, ROWS)
     slots = DraftSlots(ints(ROWS, DRAFTS), ints(ROWS), ints(ROWS), ints(ROWS))
     count = ROWS * (DRAFTS + 1)
-    spread = spread_queries.Queries(torch.empty(count, dtype=torch.int64), ints(count), ints(count, WIDTH), ints(1))
+    spread = verify_drafts.Queries(torch.empty(count, dtype=torch.int64), ints(count), ints(count, WIDTH), ints(1))
     drafts = (slots.drafts, slots.num_drafts)
 
     def judge(index: int) -> Callable[[], None]:
         state = (finished, ints(1), history, ring, tensors["ring_tokens"], step_index, position, *drafts, live)
-        return partial(judge_drafts.judge_drafts_triton, *state, index=index, queries=DRAFTS + 1)
+        return partial(verify_drafts.judge_drafts_triton, *state, index=index, queries=DRAFTS + 1)
 
     def settle(adapts: bool) -> Callable[[], None]:
         state = (finished, ints(1), ints(1), ring, slots, position, ints(ROWS), step_index, live)
-        return partial(settle_drafts.settle_drafts_triton, *state, queries=DRAFTS + 1, adapts=adapts)
+        return partial(verify_drafts.settle_drafts_triton, *state, queries=DRAFTS + 1, adapts=adapts)
 
     looked = (*drafts, slots.match_lengths, history, position, live)
     rows = (tensors["tokens"], position, finished, *drafts, table, live)
     return {
         "ngram-draft": partial(ngram_draft.ngram_draft_triton, *looked, ngram_min=2, ngram_max=5),
         "spread-queries": partial(
-            spread_queries.spread_queries_triton, spread, *rows, queries=DRAFTS + 1, trash_page=PAGES - 1
+            verify_drafts.spread_queries_triton, spread, *rows, queries=DRAFTS + 1, trash_page=PAGES - 1
         ),
         "judge-drafts": judge(0),
         "judge-drafts-behind": judge(DRAFTS),
@@ -364,9 +362,8 @@ def expert_cases() -> dict[str, Callable[[], None]]:
         outputs = width if gate == "none" else 2 * width
         weight = torch.empty(EXPERTS, outputs, depth, dtype=dtype)
         bias = torch.empty(EXPERTS, outputs, dtype=dtype) if gate == "swiglu_clamped" else None
-        return lambda: expert_linear.expert_linear_triton(
-            out, x, weight, bias, order, offsets, SLOTS, gate, 1.702, 7.0, False
-        )
+        routed = expert_linear.Routed(order, offsets, SLOTS, gate, 1.702, 7.0)
+        return lambda: expert_linear.expert_linear_triton(out, x, weight, bias, routed, False)
 
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
         logits, out = torch.empty(ROWS, EXPERTS, dtype=dtype), torch.empty(ROWS, HIDDEN, dtype=dtype)
@@ -375,7 +372,7 @@ def expert_cases() -> dict[str, Callable[[], None]]:
             f"route-{name}": partial(
                 moe_route.moe_route_triton, ids, weights, order, offsets, logits, offsets[:1], False
             ),
-            f"combine-{name}": partial(moe_combine.moe_combine_triton, out, parts, ids, weights, logits[:, :1]),
+            f"combine-{name}": partial(moe_route.moe_combine_triton, out, parts, ids, weights, logits[:, :1]),
         }
         tiles = {ROWS * SLOTS: "", EXPERTS * 32: "-many"} if dtype.itemsize == 2 else {ROWS * SLOTS: ""}
         for pairs, many in tiles.items():

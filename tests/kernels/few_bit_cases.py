@@ -6,10 +6,10 @@ from functools import partial
 import torch
 
 from graphdecode.kernels.linear import tiled_linear
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, empty_tiles, layout_of
-from graphdecode.kernels.model import tiled_embedding
-from graphdecode.kernels.moe import tiled_expert_linear
+from graphdecode.kernels.model import embedding
+from graphdecode.kernels.moe import expert_linear
 
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
@@ -56,8 +56,8 @@ def tiled_expert_cases(arch: int) -> dict[str, Callable[[], None]]:
         for rows in (8, 64):
             config = tiled_config(rows, EXPERT_WIDTH, HIDDEN, tiles.layout, 1, major=arch // 10)
             cases[f"tiled-experts-{name}-rows{rows}"] = partial(
-                tiled_expert_linear.tiled_expert_linear_triton, out, x, tiles, None, order, offsets, SLOTS,
-                "swiglu_clamped", 1.702, 7.0, config,
+                expert_linear.tiled_expert_linear_triton, out, x, tiles, None,
+                expert_linear.Routed(order, offsets, SLOTS, "swiglu_clamped", 1.702, 7.0), config,
             )  # fmt: skip
     return cases
 
@@ -65,7 +65,7 @@ def tiled_expert_cases(arch: int) -> dict[str, Callable[[], None]]:
 def launch_tiled_embedding(tiles: WeightTiles) -> None:
     """Gather rows of few bits."""
     out, ids = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16), torch.empty(ROWS, dtype=torch.int64)
-    tiled_embedding.tiled_embedding_triton(out, ids, tiles, torch.empty(1, dtype=torch.int32), 1.0)
+    embedding.tiled_embedding_triton(out, ids, tiles, torch.empty(1, dtype=torch.int32), 1.0)
 
 
 def launch_tiled(tiles: WeightTiles, config: SmallLinearConfig, rows: int, epilogue: str, is_normed: bool) -> None:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from graphdecode.engine.steps.step import token_mask
 from graphdecode.kernels.model.advance import AdvanceState
-from graphdecode.kernels.model.sample_and_advance import BLOCK, sample_and_advance_triton
 from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, AutomatonTables
+from graphdecode.kernels.sampling.sample_and_advance import BLOCK, sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     MASK_BITS,

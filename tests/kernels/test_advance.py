@@ -5,9 +5,9 @@ import torch
 from sampling_rows import CAPACITY, logprob_outputs, make_hostile, neutral_slots, set_row
 
 from graphdecode.kernels.model.advance import AdvanceState
-from graphdecode.kernels.model.sample_and_advance import sample_and_advance, sample_and_advance_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance, sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     FLAG_BAD_WORDS,

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from graphdecode.kernels.model.embedding import embedding, embedding_triton
-from graphdecode.kernels.model.embedding_norm import embedding_norm, embedding_norm_triton
+from graphdecode.kernels.model.embedding import embedding, embedding_norm, embedding_norm_triton, embedding_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 

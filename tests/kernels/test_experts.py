@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from graphdecode.kernels.moe.expert_linear import GATES, expert_linear, expert_panels
-from graphdecode.kernels.moe.moe_combine import moe_combine
-from graphdecode.kernels.moe.moe_route import moe_route
+from graphdecode.kernels.moe.expert_linear import GATES, Routed, expert_linear, expert_panels
+from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
@@ -169,7 +168,7 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(dtype, depth):
             out = torch.empty(count * slots, width, dtype=dtype)
             given = x[:count].clone()
             given[1:] = given[1:] if count == rows else torch.nan
-            expert_linear(out, given, weight, None, order, offsets, slots=slots, gate="silu")
+            expert_linear(out, given, weight, None, Routed(order, offsets, slots, "silu"))
             results.append(out[:slots])
     finally:
         torch.set_num_threads(threads)
@@ -213,7 +212,7 @@ def test_many_pairs_take_the_larger_tile_and_agree_with_the_smaller(device):
 def test_an_unknown_gate_is_refused():
     none = torch.zeros(0)
     with pytest.raises(ValueError, match="gate is 'relu'; it must be one of none, silu"):
-        expert_linear(none, none, none, None, none, none, slots=1, gate="relu")
+        expert_linear(none, none, none, None, Routed(none, none, 1, "relu"))
 
 
 def test_the_operators_pass_opcheck(device):

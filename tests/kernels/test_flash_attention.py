@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphdecode.kernels.attention.flash_attention import flash_attention, plain_attention
+from graphdecode.kernels.attention.attention_torch import flash_attention, plain_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

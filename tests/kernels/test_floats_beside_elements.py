@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.int8_linear import quantise_int8
-from graphdecode.kernels.linear.native_linear import to_panels
+from graphdecode.kernels.linear.linear import quantise_int8, to_panels
 from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_panels
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig
 from graphdecode.kernels.moe.expert_linear import expert_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions

@@ -6,7 +6,6 @@ import torch
 from sampling_rows import logprob_outputs, neutral_slots, random_automata
 
 from graphdecode.kernels.model.advance import AdvanceState
-from graphdecode.kernels.model.sample_and_advance import sample_and_advance_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.follow_automata import (
@@ -18,6 +17,7 @@ from graphdecode.kernels.sampling.follow_automata import (
     Guides,
     follow_automata,
 )
+from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
 
 ROWS, VOCAB, WORDS, LINES, CLASSES, AUTOMATA, STOPS = 9, 70, 3, 12, 5, 2, 4

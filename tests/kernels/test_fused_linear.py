@@ -6,8 +6,7 @@ import pytest
 import torch
 from test_small_linear import EPS, TOLERANCE, config, inputs, launch
 
-from graphdecode.kernels.linear.small_linear import small_linear
-from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS
+from graphdecode.kernels.linear.small_linear import GEMV_ROWS, small_linear
 from graphdecode.kernels.native.registration import versions
 
 pytest.importorskip("triton")

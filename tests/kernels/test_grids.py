@@ -9,8 +9,7 @@ pytest.importorskip("triton")
 
 from known_models import KNOWN_MODELS
 
-from graphdecode.kernels.linear.small_linear import small_linear_triton
-from graphdecode.kernels.linear.small_linear_config import candidates
+from graphdecode.kernels.linear.small_linear import candidates, small_linear_triton
 from graphdecode.models import shapes
 from step_code.launches import RecordedStep, launches_of, recorded_step, spread
 from step_code.rules import grid_faults

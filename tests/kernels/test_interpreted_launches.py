@@ -14,8 +14,7 @@ import triton.language as tl
 from interpreted_launches import early_starts
 from triton.runtime.interpreter import InterpreterError
 
-from graphdecode.kernels.linear.small_linear import small_linear_triton
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, small_linear_triton
 
 
 @triton.jit

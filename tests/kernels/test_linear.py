@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from graphdecode.kernels.linear.int8_linear import int8_linear, quantise_int8
-from graphdecode.kernels.linear.linear import linear
-from graphdecode.kernels.linear.packed_linear import packed_linear
+from graphdecode.kernels.linear.linear import int8_linear, linear, packed_linear, quantise_int8
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.forms import linear_of
-from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+from graphdecode.linear.plain import Int8, Int8Panels
 from graphdecode.linear.weight_form import FormOptions
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
@@ -103,7 +101,7 @@ def test_a_hostile_row_changes_no_other(rows, dtype):
 
 @pytest.fixture
 def no_compiled_kernels(monkeypatch):
-    monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
 
 
 class FixedTuner(LinearTuner):
@@ -161,7 +159,7 @@ def test_int8_answers_nearly_like_the_full_weight(with_bias, form, device):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiled)])
 def test_a_weight_is_quantised_where_that_is_asked_for(compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
+        monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
     _, weight, _ = inputs(5, torch.float32, False)
     assert type(prepare(weight, quantize="int8")) is (Int8Panels if compiled else Int8)
 

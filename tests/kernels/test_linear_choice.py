@@ -9,13 +9,11 @@ import sys
 import pytest
 import torch
 
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, fixed_config
-from graphdecode.linear import choice_cache, linear_choice
-from graphdecode.linear.choice_cache import ChoiceCache, cache_folder
-from graphdecode.linear.fixed import Fixed
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_config
+from graphdecode.linear import linear_choice
 from graphdecode.linear.forms import linear_of
-from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.linear_choice import ChoiceCache, LinearChoice, LinearTuner, cache_folder
+from graphdecode.linear.plain import Fixed, Plain
 from graphdecode.linear.weight_form import FormOptions
 
 TIMINGS = 2 * 2  # each path at both batch sizes
@@ -30,7 +28,7 @@ def weight_of(out_features=96, in_features=80, dtype=torch.float32):
 @pytest.fixture
 def timings(monkeypatch):
     """The products that any tuner times where there are no compiled kernels, in order; the later ones are slower."""
-    monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
     timed = []
     monkeypatch.setattr(
         LinearTuner, "best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
@@ -84,12 +82,12 @@ def test_another_machine_or_version_is_timed_anew(tmp_path, timings, monkeypatch
     if name == "torch":
         monkeypatch.setattr(torch, "__version__", "99.0")
     elif name == "triton":
-        monkeypatch.setattr(choice_cache.metadata, "version", lambda _: "99.0")
+        monkeypatch.setattr(linear_choice.metadata, "version", lambda _: "99.0")
     elif name == "source":
         copy = tmp_path / "kernels"
         copy.mkdir()
         (copy / "linear.py").write_text("changed")
-        monkeypatch.setattr(choice_cache, "__file__", str(copy / "choice_cache.py"))
+        monkeypatch.setattr(linear_choice, "__file__", str(copy / "linear_choice.py"))
     elif name == "processor":
         monkeypatch.setattr(linear_choice, "processor_name", lambda _: "another")
     elif name == "threads":

@@ -17,8 +17,8 @@ from graphdecode.kernels.native import compiler as compiling
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler, NotCompiled
 from graphdecode.kernels.native.instructions import VARIABLE, instructions
+from graphdecode.kernels.native.library import include_flags, object_texts
 from graphdecode.kernels.native.private_folder import PrivateFolder
-from graphdecode.kernels.native.unit import include_flags, object_texts
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 

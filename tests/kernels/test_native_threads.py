@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphdecode.kernels.linear.native_linear import to_panels
+from graphdecode.kernels.linear.linear import to_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled k
 ROOT = Path(__file__).parents[2]
 FORKING = """
 import os, threading, torch
-from graphdecode.kernels.linear.native_linear import to_panels
+from graphdecode.kernels.linear.linear import to_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 draw = torch.Generator().manual_seed(3)
@@ -89,7 +89,7 @@ def test_two_threads_with_different_numbers_of_threads_compute_the_same():
 
     def attend(out, threads):
         given = (out, None, q, k_cache, v_cache, table, None, lengths, plan, nothing, nothing, plan, 1, 1)
-        call = versions("decode_attention").native(*given, 0.125, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None, None, None)
+        call = versions("decode_attention").native(*given, 0.125, -1, 0.0, None, 1.0, "NONE", 1.0, 1e4, None, None)
         call.function(call.packed, threads)
 
     expected = torch.empty_like(q)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from few_bits_weights import stored_weight
 
-from graphdecode.kernels.model.embedding import embedding
-from graphdecode.kernels.model.quantised_embedding import quantised_embedding
+from graphdecode.kernels.model.embedding import embedding, quantised_embedding
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 

@@ -6,7 +6,8 @@ from few_bits_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
 
 from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_panels, undone
-from graphdecode.kernels.moe.quantised_expert_linear import (
+from graphdecode.kernels.moe.expert_linear import (
+    Routed,
     panels_by_turns,
     quantised_expert_linear,
     stacked_panels,
@@ -54,9 +55,7 @@ def check(kind, gate, dtype, rows, with_bias):
         logits[:, NOBODYS] = -9.0
         ids, _, order, offsets = routed("torch", logits, SLOTS, max(1, count - 2))
         out = torch.full((count * SLOTS, WIDTH), torch.nan, dtype=dtype)
-        quantised_expert_linear(
-            out, x, held, None, bias, order, offsets, slots=SLOTS, gate=gate, alpha=ALPHA, limit=LIMIT
-        )
+        quantised_expert_linear(out, x, held, None, bias, Routed(order, offsets, SLOTS, gate, ALPHA, LIMIT))
         chosen = ids.view(-1)
         assert out[chosen < 0].isnan().all()
         for expert in range(EXPERTS):
@@ -116,12 +115,12 @@ def test_columns_may_have_an_order_of_their_own_in_each_expert(version):
     outs = []
     for is_off in (version == "torch", False):
         out = torch.empty(40 * SLOTS, WIDTH)
-        given = (out, x, held, columns.int(), None, order, offsets)
+        given = (out, x, held, columns.int(), None, Routed(order, offsets, SLOTS))
         if is_off:
             with native.switched_off():
-                quantised_expert_linear(*given, slots=SLOTS)
+                quantised_expert_linear(*given)
         else:
-            quantised_expert_linear(*given, slots=SLOTS)
+            quantised_expert_linear(*given)
         outs.append(out)
     expected = torch.stack(
         [weight[e] @ x[p // SLOTS, columns[e]].double() for p, e in enumerate(ids.view(-1).tolist())]
@@ -142,9 +141,8 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(kind, dtype):
             torch.set_num_threads(share)
             _, _, order, offsets = routed("native", logits[:count], SLOTS, count)
             out = torch.empty(count * SLOTS, WIDTH, dtype=dtype)
-            quantised_expert_linear(
-                out, x[:count], held, None, None, order, offsets, slots=SLOTS, gate="silu", batch_invariant=True
-            )
+            pairs = Routed(order, offsets, SLOTS, "silu")
+            quantised_expert_linear(out, x[:count], held, None, None, pairs, batch_invariant=True)
             results.append(out)
     finally:
         torch.set_num_threads(threads)

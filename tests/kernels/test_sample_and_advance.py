@@ -13,12 +13,13 @@ from sampling_rows import CAPACITY, ended_step, logprob_outputs, make_hostile, r
 from torch import Tensor
 
 from graphdecode.kernels.model.advance import AdvanceState
-from graphdecode.kernels.model.sample_and_advance import sample_and_advance, sample_and_advance_triton
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.native.calls import NativeSequence
+from graphdecode.kernels.native.library import NativeSequence
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.sampling import choose, sampler_memory
+from graphdecode.kernels.sampling import sample_and_advance as sampler
+from graphdecode.kernels.sampling import sampler_memory
 from graphdecode.kernels.sampling.follow_automata import Guides
+from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance, sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
 
 RING_LENGTH, RING_ROWS, VOCAB = 3, 7, 45
@@ -128,7 +129,7 @@ def test_how_many_programs_share_a_row_changes_no_bit(monkeypatch: pytest.Monkey
     given = end_of_step(3, 3, 8)
     found = []
     for programs in (3, 6, 9):
-        monkeypatch.setattr(choose, "PROGRAMS", programs)
+        monkeypatch.setattr(sampler, "PROGRAMS", programs)
         mine = copied(given)
         sample_and_advance_triton(*mine, block=16, capacity=8)
         found.append(mine)
@@ -139,7 +140,7 @@ def test_how_many_programs_share_a_row_changes_no_bit(monkeypatch: pytest.Monkey
 @triton.jit
 def _count_kernel(counter, seen, rows):
     for row in range(3):
-        done, going_on = choose.count_row(counter, tl.program_id(0) == 0)
+        done, going_on = sampler.count_row(counter, tl.program_id(0) == 0)
         tl.store(seen + 2 * row, (done == rows).to(tl.int32))
         tl.store(seen + 2 * row + 1, going_on)
 

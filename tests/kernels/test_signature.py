@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.native.signature import Float32, Int32, Int64, OneOf, Signature, Written
+from graphdecode.kernels.native.registration import Float32, Int32, Int64, OneOf, Signature, Written
 
 
 class Pair(NamedTuple):
@@ -51,9 +51,13 @@ def test_the_struct_has_the_fields_by_name_and_inputs_are_constant(signature):
     assert signature.c_struct == (
         "typedef struct {\n"
         "    TENSOR(void) out;\n"
+        "    union {\n    struct {\n"
         "    TENSOR(const int32_t) left;\n"
         "    TENSOR(const float) right;\n"
+        "    };\n    Pair pair;\n    };\n"
+        "    union {\n    struct {\n"
         "    TENSOR(int64_t) first;\n"
+        "    };\n    Other also;\n    };\n"
         "    TENSOR(const void) x;\n"
         "    int64_t mode;\n"
         "    double scale;\n"
@@ -73,11 +77,10 @@ def test_groups_go_in_whole_and_through_the_dispatcher_one_by_one(signature):
         ("out", 1, None, 4, 3, "odd", 0.5, True),
     ]
     again = []
-    flat = signature.flat(lambda *whole, **named: again.append((whole, named)))
+    flat = signature.flat(lambda out, pair, also, *, mode, is_last: again.append((out, pair, also, mode, is_last)))
     for arguments in seen:
         flat(*arguments)
-    assert again[0] == (("out", Pair(1, 2), None, None), {"mode": "plain", "scale": 0.5, "is_last": False})
-    assert again[1] == (("out", Pair(1), Other(4), 3), {"mode": "odd", "scale": 0.5, "is_last": True})
+    assert again == [("out", Pair(1, 2), None, "plain", False), ("out", Pair(1), Other(4), "odd", True)]
 
 
 def test_a_string_that_is_no_choice_is_refused(signature):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphdecode.kernels.model.skip_steps import skip_steps, skip_steps_triton
+from graphdecode.kernels.model.advance import skip_steps, skip_steps_triton
 from graphdecode.kernels.native.registration import versions
 
 skip_steps_torch = versions("skip_steps").torch

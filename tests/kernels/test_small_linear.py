@@ -5,10 +5,16 @@ import os
 import pytest
 import torch
 
+from graphdecode.kernels.linear import small_linear as kernels
 from graphdecode.kernels.linear import small_linear as module
-from graphdecode.kernels.linear import small_linear_kernels as kernels
-from graphdecode.kernels.linear.small_linear import small_linear, small_linear_triton
-from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
+from graphdecode.kernels.linear.small_linear import (
+    GEMV_ROWS,
+    SmallLinearConfig,
+    candidates,
+    fixed_config,
+    small_linear,
+    small_linear_triton,
+)
 from graphdecode.kernels.native.registration import versions
 
 small_linear_torch = versions("small_linear").torch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphdecode.kernels.linear.linear import linear
-from graphdecode.kernels.linear.small_linear_config import candidates
+from graphdecode.kernels.linear.small_linear import candidates
 from graphdecode.linear import small_linear_timing
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.small_linear_timing import Contest, GraphClock, fastest_product

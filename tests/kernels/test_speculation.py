@@ -8,11 +8,17 @@ import torch
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sampling_slots import DEAD_TOKEN
-from graphdecode.kernels.speculation.draft_slots import ACCEPTED, DRAFT_COLUMNS, FOUND, HELD, VERIFIED
-from graphdecode.kernels.speculation.judge_drafts import judge_drafts
 from graphdecode.kernels.speculation.ngram_draft import ngram_draft
-from graphdecode.kernels.speculation.settle_drafts import settle_drafts
-from graphdecode.kernels.speculation.spread_queries import spread_queries
+from graphdecode.kernels.speculation.verify_drafts import (
+    ACCEPTED,
+    DRAFT_COLUMNS,
+    FOUND,
+    HELD,
+    VERIFIED,
+    judge_drafts,
+    settle_drafts,
+    spread_queries,
+)
 
 OPERATORS = {
     "ngram_draft": ngram_draft,

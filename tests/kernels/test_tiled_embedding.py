@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_tiled_linear import FORMATS, on, weight_of
 
-from graphdecode.kernels.model.tiled_embedding import tiled_embedding, tiled_embedding_triton
+from graphdecode.kernels.model.embedding import tiled_embedding, tiled_embedding_triton
 
 pytest.importorskip("triton")
 IDS = [3, 49, 0, -1, 50, 1 << 40, 7, 9]  # three that no row has

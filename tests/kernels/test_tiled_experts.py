@@ -5,9 +5,9 @@ import torch
 from test_experts import ALPHA, LIMIT, product, random, routed
 from test_tiled_linear import on, weight_of
 
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig
 from graphdecode.kernels.linear.weight_tiles import joined_tiles
-from graphdecode.kernels.moe.tiled_expert_linear import tiled_expert_linear, tiled_expert_linear_triton
+from graphdecode.kernels.moe.expert_linear import Routed, tiled_expert_linear, tiled_expert_linear_triton
 
 pytest.importorskip("triton")
 EXPERTS, SLOTS, NOBODYS = 4, 2, 2
@@ -44,9 +44,9 @@ def test_an_experts_product_is_that_of_its_values(name, gate, block_m, device):
     ids, _, order, offsets = routed("torch", logits, SLOTS, rows - 1)
     outs = [torch.full((rows * SLOTS, width), torch.nan, device=device) for _ in range(2)]
     moved = on(device, tiles)
-    given = [tensor.to(device) for tensor in (bias, order, offsets)]
-    tiled_expert_linear_triton(outs[0], x.to(device), moved, *given, SLOTS, gate, ALPHA, LIMIT, config)
-    tiled_expert_linear(outs[1], x.to(device), moved, *given, config, slots=SLOTS, gate=gate, alpha=ALPHA, limit=LIMIT)
+    pairs = Routed(order.to(device), offsets.to(device), SLOTS, gate, ALPHA, LIMIT)
+    for version, out in zip((tiled_expert_linear_triton, tiled_expert_linear), outs, strict=True):
+        version(out, x.to(device), moved, bias.to(device), pairs, config)
     chosen = ids.view(-1).tolist()
     assert NOBODYS not in chosen
     for out in outs:

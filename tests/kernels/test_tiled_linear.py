@@ -12,7 +12,7 @@ from test_fused_linear import gain_of, residual_of
 from test_small_linear import EPS, TOLERANCE
 
 from graphdecode.kernels.linear.code_words import CODES, from_words, to_words, values_of
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import layout_of, tiled
 from graphdecode.linear.gguf_blocks import TILED_BLOCKS, GgufBlocks

@@ -83,7 +83,7 @@ class DrivenDecoder:
 
     def prefill(self, texts: list[list[int]], starts: list[int]) -> None:
         """Append the tokens of some rows, the first ones, behind the `starts` tokens that each has already."""
-        self.model.prefill(*self.chunks(dict(enumerate(texts)), dict(enumerate(starts))), self.caches)
+        self.model.prefill(self.chunks(dict(enumerate(texts)), dict(enumerate(starts))), self.caches)
 
     def stage(self, tokens: list[int], positions: list[int]) -> None:
         """Make the first rows live, each about to be fed a token at a position."""

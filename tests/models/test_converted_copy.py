@@ -15,11 +15,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.convert import converted_copy, quantised_copy
 from graphdecode.errors import ArgumentError
 from graphdecode.models import ModelSourceError
-from graphdecode.text import converted_copy as converted
-from graphdecode.text import quantised_copy as quantised
-from graphdecode.text.converted_copy import converted_copy
 from graphdecode.text.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -119,13 +117,12 @@ def test_a_tokenizer_that_cannot_be_read_is_said_before_weights_are_written(
         raise AssertionError("weights are written first")
 
     file = write(random_model("llama"), "llama", tmp_path / "model.gguf", with_another)
-    for module in (converted, quantised):
-        monkeypatch.setattr(module, "write_weights", too_late)
+    monkeypatch.setattr("graphdecode.convert.copies.write_weights", too_late)
     says = "tokenizer.ggml.pre 'unheard-of' is not supported; supported are"
     copies: list[Callable[[], Path]] = [
         lambda: converted_copy(file, tmp_path / "folder"),
-        lambda: quantised.quantised_copy(file, tmp_path / "folder", "int8"),
-        lambda: quantised.quantised_copy(file, tmp_path / "copy.gguf", "q8_0"),
+        lambda: quantised_copy(file, tmp_path / "folder", "int8"),
+        lambda: quantised_copy(file, tmp_path / "copy.gguf", "q8_0"),
     ]
     for copy in copies:
         with pytest.raises(ModelSourceError, match=says) as refused:

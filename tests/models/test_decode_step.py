@@ -12,7 +12,7 @@ from torch import Tensor
 from graphdecode import GraphManager
 from graphdecode.graphs import check
 from graphdecode.models import load_model
-from graphdecode.models.experts import SparseMlp
+from graphdecode.models.blocks import SparseMlp
 from graphdecode.models.family import family_of
 
 ROWS = 6
@@ -83,7 +83,7 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     assert model.weight_bytes == always + sum(tensor.nbytes for tensor in of_experts)
     for rows in (1, 2, 100):
         taken = sum(
-            tensor.nbytes * min(rows * block.slots, block.count) // block.count
+            tensor.nbytes * min(rows * block.top_k, block.count) // block.count
             for block in experts
             for tensor in block.tensors
         )

@@ -16,7 +16,7 @@ from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.panels import Panels
+from graphdecode.linear.plain import Panels
 from graphdecode.models import describe_model, load_model
 
 compiled = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")

@@ -9,9 +9,9 @@ from gguf_checkpoints import quantised_file
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.panels import Panels
+from graphdecode.linear.plain import Panels
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard
-from graphdecode.models import load_model
+from graphdecode.models import load, load_model
 from graphdecode.models.blocks import Tokens
 from graphdecode.models.family import BlocksStem
 from graphdecode.models.gguf.source import Gguf
@@ -99,3 +99,25 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
     form.apply(out, torch.eye(form.in_features))
     torch.testing.assert_close(out, weight[kept].T)
     assert not isinstance(KeptPanels.load(source, names, Shard(1, 4, 1), options), KeptPanels)  # a cut within blocks
+
+
+@pytest.mark.skipif(native.library() is None, reason="blocks are expanded")
+def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = quantised_file(tmp_path / "model.gguf", "llama", {"weight": "Q8_0"})
+
+    class Blocks:
+        keeps_blocks = True
+
+        def __init__(self, model: str | Path) -> None:
+            held = Gguf(file)
+            self.name, self.tensors, self.config = "blocks:", held.tensors, held.config
+            self.read, self.read_few_bits = held.read, held.read_few_bits
+
+        @classmethod
+        def opens(cls, model: str | Path) -> bool:
+            return model == "blocks:"
+
+    monkeypatch.setattr(load, "SOURCES", [Blocks, *load.SOURCES])
+    asked = (("blocks:", "gguf"), (file, "gguf"), (file, "none"))
+    kept, own, expanded = (load_model(model, device="cpu", quantize=each).weight_bytes for model, each in asked)
+    assert kept == own < expanded

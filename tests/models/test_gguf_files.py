@@ -16,13 +16,13 @@ from gguf_checkpoints import random_model, write
 from huggingface_hub.utils import filter_repo_objects
 
 from graphdecode import GraphdecodeError
+from graphdecode.convert import quantised_copy
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.gguf_blocks import BLOCK_TYPES
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
 from graphdecode.models.gguf.container import GgufFile
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.text import load_tokenizer
-from graphdecode.text.quantised_copy import quantised_copy
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ from gguf_checkpoints import ARCHITECTURES, random_model, write
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType
 from graphdecode.linear.weight_form import Shard
-from graphdecode.models.gguf.container import GgufFile, GgufTensor
+from graphdecode.models.gguf.container import GgufFile, GgufTensor, TensorView
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.gguf.tensor_view import TensorView
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 ROWS, COLUMNS = 1100, 512  # more than is read at once

@@ -51,7 +51,7 @@ def state(driven: DrivenDecoder) -> list[Tensor]:
 @torch.no_grad()
 def test_rows_and_chunks_get_what_passes_of_their_own_give_them(driven: DrivenDecoder) -> None:
     before = [cache.clone() for layer in driven.caches for cache in layer]
-    driven.model.prefill(*chunks(driven), driven.caches)
+    driven.model.prefill(chunks(driven), driven.caches)
     stage(driven)
     driven.step(driven.buffers.narrow(BUCKET))
     expected = state(driven)

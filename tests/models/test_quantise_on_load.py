@@ -16,12 +16,12 @@ from graphdecode import LLM, SamplingParams
 from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.groups import Groups
-from graphdecode.linear.int8 import Int8Panels
 from graphdecode.linear.kept import KeptPanels
+from graphdecode.linear.plain import Int8Panels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import load_model
 from graphdecode.models.gguf.quantize import quantised_blocks
-from graphdecode.models.quantised.rounding import GROUP_SCHEMES, rounded
+from graphdecode.models.quantised.on_load import GROUP_SCHEMES, rounded
 
 compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 

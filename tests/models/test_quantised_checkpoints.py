@@ -15,7 +15,7 @@ from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.panels import Panels
+from graphdecode.linear.plain import Panels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
 from graphdecode.models.checkpoint import Checkpoint

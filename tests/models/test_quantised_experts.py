@@ -13,10 +13,9 @@ from test_mxfp4 import folders  # noqa: F401 (a fixture)
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.kept_experts import ExpertPanels
-from graphdecode.linear.plain_experts import PlainExperts
+from graphdecode.linear.experts import ExpertPanels, PlainExperts
 from graphdecode.models import Decoder, load_model
-from graphdecode.models.experts import Experts, SparseMlp
+from graphdecode.models.blocks import Experts, SparseMlp
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.kept_experts import ExpertPanels
-from graphdecode.linear.plain_experts import PlainExperts
+from graphdecode.linear.experts import ExpertPanels, PlainExperts
 from graphdecode.models import Decoder, load_model
-from graphdecode.models.quantised.rounding import GROUP_SCHEMES, rounded
+from graphdecode.models.quantised.on_load import GROUP_SCHEMES, rounded
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 TEXTS = [[65, 66, 67], [68] * 37]

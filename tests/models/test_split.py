@@ -18,7 +18,7 @@ from quantised_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM
 from graphdecode.distributed import Collectives, SharedCollectives
-from graphdecode.distributed.board_file import new_board
+from graphdecode.distributed.started import new_board
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.across_ranks import Summed

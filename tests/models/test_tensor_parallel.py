@@ -14,7 +14,7 @@ from gguf_checkpoints import ARCHITECTURES, quantised_file
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphdecode.distributed import Leader, RankError
 from graphdecode.engine.loading import load_engine, start_ranks_of
-from graphdecode.linear.kept_experts import ExpertPanels
+from graphdecode.linear.experts import ExpertPanels
 from graphdecode.models import load_model
 
 LIMIT_SECONDS = 5.0

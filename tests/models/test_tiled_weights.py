@@ -17,17 +17,14 @@ from test_quantised_experts import experts_in, logits
 
 from graphdecode import GraphManager
 from graphdecode.graphs import check
-from graphdecode.kernels.linear.int8_linear import quantise_int8
-from graphdecode.kernels.linear.small_linear import partial_sums
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.linear import quantise_int8
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, partial_sums
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantised
+from graphdecode.linear.experts import ExpertPanels, ExpertTiles, PlainExperts
 from graphdecode.linear.groups import Groups, packed
-from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.kept_experts import ExpertPanels, ExpertTiles
-from graphdecode.linear.plain import Plain
-from graphdecode.linear.plain_experts import PlainExperts
+from graphdecode.linear.plain import Int8, Int8Panels, Plain
 from graphdecode.linear.tiles import Int8Tiles, KeptTiles, Tiles
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model

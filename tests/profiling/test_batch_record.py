@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from graphdecode.profiling.batch_record import check_record, read_batch_sizes, record_batch_sizes
+from graphdecode.profiling.tuner import check_record, read_batch_sizes, record_batch_sizes
 
 
 def test_records_of_several_runs_add_up(tmp_path: Path) -> None:

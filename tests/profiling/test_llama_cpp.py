@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from graphdecode.models import describe_model
-from peers import PEERS, Workload
-from peers.greedy import Reference
+from peers.contest import PEERS, Reference
 from peers.llama_cpp import interleaved, why_not_gguf
+from peers.peer import Workload
 
 SMALL: dict[str, Any] = {
     "vocab_size": 301,

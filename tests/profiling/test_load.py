@@ -1,15 +1,13 @@
-"""A load is made, read and paced as it was asked for."""
+"""A load is made as it was asked for."""
 
 import itertools
-import json
 import random
 import statistics
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from serving_load import Arrival, Lengths, at_rate, offered_rate, poisson_arrivals, read_trace
+from benchmarks.serving import Arrival, Lengths, offered_rate, poisson_arrivals
 
 
 def test_poisson_arrivals_keep_rate_and_lengths() -> None:
@@ -63,49 +61,3 @@ def test_impossible_loads_are_refused(rate: float, count: int) -> None:
         poisson_arrivals(rate, count, Lengths(1, 2), Lengths(1, 1))
     with pytest.raises(ValueError, match="a burst >= 1, got 1, 1 and 0"):
         poisson_arrivals(1, 1, Lengths(1, 2), Lengths(1, 1), burst=0)
-
-
-def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    records = [{"at": 0.2, "prompt_tokens": 3, "answer_tokens": 4}, {"at": 0, "prompt_tokens": 5, "answer_tokens": 6}]
-    path.write_text("\n\n".join(json.dumps(record) for record in records) + "\n")
-    assert read_trace(path) == [Arrival(0.0, 5, 6), Arrival(0.2, 3, 4)]
-
-
-def line(**changes: object) -> str:
-    return json.dumps({"at": 1, "prompt_tokens": 2, "answer_tokens": 3} | changes)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"trace\.jsonl is no trace of arrivals: it is empty"),
-        (" \n\n", r"trace\.jsonl is no trace of arrivals: it is empty"),
-        (f"{line()}\n\n{{", r"trace\.jsonl:3 is no arrival"),
-        ("[1]", r"trace\.jsonl:1 is no arrival"),
-        ('{"at": 1}', r"trace\.jsonl:1 is no arrival: KeyError\('prompt_tokens'\)"),
-        (line(at="x"), r"trace\.jsonl:1: at must be seconds >= 0, got 'x'"),
-        (line(at=-1), r"at must be seconds >= 0, got -1"),
-        (line(at=float("nan")), r"at must be seconds >= 0, got nan"),
-        (line(prompt_tokens=0), r"prompt_tokens must be an integer >= 1, got 0"),
-        (line(answer_tokens=1.5), r"answer_tokens must be an integer >= 1, got 1.5"),
-    ],
-)
-def test_a_broken_trace_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_trace(path)
-    with pytest.raises(ValueError, match=r"none\.jsonl is no trace of arrivals"):
-        read_trace(tmp_path / "none.jsonl")
-
-
-def test_a_trace_can_be_played_at_another_rate() -> None:
-    trace = [Arrival(2.0, 1, 1), Arrival(2.5, 2, 2), Arrival(4.0, 3, 3)]
-    assert offered_rate(trace) == 1.0
-    assert at_rate(trace, 4.0) == [Arrival(0.0, 1, 1), Arrival(0.125, 2, 2), Arrival(0.5, 3, 3)]
-    assert offered_rate(trace[:1]) is None
-    with pytest.raises(ValueError, match="has no rate"):
-        at_rate(trace[:1], 4.0)
-    with pytest.raises(ValueError, match="rate must be > 0, got 0"):
-        at_rate(trace, 0.0)

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import main
+from benchmarks.serving import Arrival, check_fits, main, serve
 from graphdecode import LLM, BucketConfig
-from graphdecode.profiling.profile_row import Percentiles
-from serving_load import Arrival, check_fits, plot_serving, serve
+from graphdecode.profiling.latency import Percentiles
 
 ROOT = Path(__file__).parent.parent.parent
 TOOL = [sys.executable, str(ROOT / "tools" / "bench"), "serving"]
@@ -100,37 +99,23 @@ def test_weighted_percentiles_count_by_weight() -> None:
     assert Percentiles.weighted({2: 1.0}) == Percentiles(2.0, 2.0, 2.0, 2.0)
 
 
-def test_the_picture_takes_any_load(llm: LLM) -> None:
-    pytest.importorskip("matplotlib")
-    lone = {"load": "as traced", **serve(llm, [Arrival(0.0, 4, 1)], progress=False)}
-    some = {"load": "5/s", **serve(llm, [Arrival(0.01 * i, 4, 9) for i in range(9)], seed=5, progress=False)}
-    for rows in ([lone], [lone, some]):
-        assert plot_serving(rows, "a title").startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no load to draw"):
-        plot_serving([], "a title")
-
-
-def test_the_tool_serves_a_trace_of_one_request(tmp_path: Path) -> None:
-    (tmp_path / "trace.jsonl").write_text('{"at": 0.5, "prompt_tokens": 3, "answer_tokens": 4}\n')
+def test_the_tool_serves_one_request_and_adds_to_a_record_of_batches(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"batch_sizes": {"1": 2, "9": 1}}')
-    command = [*TOOL, "--trace", "trace.jsonl", "--out", "out", "--record-batches", "b.json"]
+    load = ["--rates", "5", "--requests", "1", "--prompt-tokens", "3", "--answer-tokens", "4"]
+    command = [*TOOL, *load, "--out", "out", "--record-batches", "b.json"]
     result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "b.json").read_text()) == {"batch_sizes": {"1": 6, "9": 1}}
     written = json.loads((tmp_path / "out" / "serving.json").read_text())
     assert (written["schema"], written["model"], written["dtype"]) == (1, "demo", "float32")
-    assert [(row["load"], row["requests"], row["batch_sizes"]) for row in written["rows"]] == [
-        ("as traced", 1, {"1": 4})
-    ]
-    for text in ("TTFT p50", "TPOT", "ITL", "queued p50", "queue p50", "preempted", "as traced"):
+    assert [(row["load"], row["requests"], row["batch_sizes"]) for row in written["rows"]] == [("5/s", 1, {"1": 4})]
+    for text in ("TTFT p50", "TPOT", "ITL", "queued p50", "queue p50", "preempted", "5/s"):
         assert text in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trace": "empty.jsonl"}, r"empty\.jsonl is no trace of arrivals: it is empty"),
-        ({"trace": "one.jsonl", "rates": "5"}, "has no rate that could be changed"),
         ({"rates": "5,x"}, "--rates must be numbers separated by commas, such as 5,20,80; got '5,x'"),
         ({"rates": "0"}, "--rates must be > 0"),
         ({"prompt_tokens": "9-3"}, "--prompt-tokens must be"),
@@ -139,20 +124,16 @@ def test_the_tool_serves_a_trace_of_one_request(tmp_path: Path) -> None:
         ({"record_batches": Path("none/b.json")}, "must be a file in a folder that exists"),
     ],
 )
-def test_the_tool_refuses_what_cannot_be_served(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "one.jsonl").write_text('{"at": 0.5, "prompt_tokens": 3, "answer_tokens": 4}\n')
-    if "trace" in options:
-        options = options | {"trace": tmp_path / options["trace"]}
+def test_the_tool_refuses_what_cannot_be_served(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         main(**options)
 
 
 def test_the_tool_ends_an_error_with_one_line(tmp_path: Path) -> None:
-    command = [*TOOL, "--trace", "none.jsonl", "--out", "out"]
+    command = [*TOOL, "--rates", "none", "--out", "out"]
     result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: none.jsonl is no trace of arrivals")
+    assert result.stderr.startswith("error: --rates must be numbers")
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
@@ -173,4 +154,3 @@ def test_ctrl_c_keeps_the_loads_that_were_finished(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     assert "500/s" in output
     assert [row["load"] for row in json.loads((tmp_path / "out" / "serving.json").read_text())["rows"]] == ["500/s"]
-    assert (tmp_path / "out" / "serving.png").exists()

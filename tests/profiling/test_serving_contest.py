@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.servers import Setting, parse_servers
+from benchmarks.servers import Setting, parse_servers
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench"
 

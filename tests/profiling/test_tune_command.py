@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from graphdecode.buckets import BucketLadder
 from graphdecode.cli import app
 from graphdecode.config import BucketConfig, EngineConfig
-from graphdecode.profiling.batch_record import record_batch_sizes
+from graphdecode.profiling.tuner import record_batch_sizes
 
 
 def tune(folder: Path, *options: str) -> str:

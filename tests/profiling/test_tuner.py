@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.profiling.ladder_figures import compare_ladders
 from graphdecode.profiling.tuner import (
     GraphCost,
     QueryCost,
     StepCost,
     best_ladders,
+    compare_ladders,
     expected_step_ms,
     padding_share,
     query_costs,

@@ -16,7 +16,7 @@ from served import Served, serving
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.server.protocol import ChatCompletion
-from graphdecode.server.structured import form_of_calls
+from graphdecode.server.structured_outputs import structured_output_of_calls
 from graphdecode.server.tool_calls import FORMATS, ToolCallReader
 from graphdecode.text.grammar import Grammars
 
@@ -145,7 +145,7 @@ def test_every_family_writes_calls_as_it_has_learnt_to_and_they_are_read_back(fo
     """By the grammar alone: what it lets pass is what is read, and no arguments pass that the schema forbids."""
     special = 258  # the demo's padding, in the place of a model's opening token
     body = ChatCompletion(messages=ASKED, tools=[tool("warm", strict=True)], tool_choice=choice)  # type: ignore[arg-type]
-    held = form_of_calls(body, form, special if form.is_special else None)
+    held = structured_output_of_calls(body, form, special if form.is_special else None)
     if choice == "auto" and not form.opening:
         assert held is None
         return

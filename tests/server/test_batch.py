@@ -21,7 +21,7 @@ from served import AT_LENGTH
 from graphdecode import LLM, SamplingParams
 from graphdecode.cli import main
 from graphdecode.errors import ArgumentError
-from graphdecode.server.batch_lines import BatchInput, BatchOutput
+from graphdecode.server.batch import BatchInput, BatchOutput
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 NUM_LINES = 5000 if AT_LENGTH else 300  # as tools/check at-length asks

@@ -16,7 +16,7 @@ import httpx2 as httpx
 import pytest
 from served import Served, children_of, health_beside, serving
 
-from graphdecode.server.body import AT_A_TIME
+from graphdecode.server.http import AT_A_TIME
 
 SHORT = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}

@@ -25,7 +25,7 @@ from graphdecode.models import resolve_model_path
 from graphdecode.server import engine_client
 from graphdecode.server.engine_client import EngineClient, Silence
 from graphdecode.server.engine_process import EngineProcess
-from graphdecode.server.forms import KEPT_BYTES, ReadForm
+from graphdecode.server.structured_outputs import KEPT_BYTES, ReadGrammar
 from graphdecode.server.wire import (
     Abort,
     Add,
@@ -255,7 +255,7 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
         client = client_of(Silence())
         await client.start()
         for nbytes in (KEPT_BYTES, KEPT_BYTES + 1):
-            client.teach(ReadForm(f"form of {nbytes}", None, nbytes))
+            client.teach(ReadGrammar(f"form of {nbytes}", None, nbytes))
             assert client.knows(f"form of {nbytes}")
             await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -26,7 +26,7 @@ from graphdecode.server.forked_work import (
     WorkError,
     WorkLimits,
 )
-from graphdecode.server.http_errors import HttpError
+from graphdecode.server.http import HttpError
 from graphdecode.server.wire import Wire
 
 T = TypeVar("T")

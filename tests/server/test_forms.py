@@ -10,11 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode.engine import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.fair_queue import CALLERS_KEPT, FairQueue
-from graphdecode.server.forked_work import WorkError
-from graphdecode.server.forms import Forms, ReadForm, TaughtForms
-from graphdecode.server.guards import KeyGuard, caller_of
-from graphdecode.server.http_errors import HttpError
+from graphdecode.server.app import KeyGuard, caller_of
+from graphdecode.server.forked_work import CALLERS_KEPT, FairQueue, WorkError
+from graphdecode.server.http import HttpError
+from graphdecode.server.structured_outputs import GrammarReader, KeptGrammars, ReadGrammar
 
 
 class Reader:
@@ -23,11 +22,11 @@ class Reader:
     def __init__(self, becomes: Callable[[str], Any] = lambda text: None) -> None:
         self.reads: list[str] = []
         self.ended: list[str] = []
-        self.taught = TaughtForms()
+        self.taught = KeptGrammars()
         self._becomes = becomes
         self.goes_on = asyncio.Event()
 
-    async def run(self, function: Any, params: StructuredOutputsParams, *, caller: str, **_: Any) -> ReadForm:
+    async def run(self, function: Any, params: StructuredOutputsParams, *, caller: str, **_: Any) -> ReadGrammar:
         text = str(params.regex)
         self.reads.append(text)
         try:
@@ -37,17 +36,17 @@ class Reader:
             raise
         if (error := self._becomes(text)) is not None:
             raise error
-        return ReadForm(f"grammar of {text}", None, 1 << 20)
+        return ReadGrammar(f"grammar of {text}", None, 1 << 20)
 
     def knows(self, grammar: str) -> bool:
         return grammar in self.taught
 
-    def teach(self, form: ReadForm) -> None:
+    def teach(self, form: ReadGrammar) -> None:
         assert form.grammar not in self.taught
         self.taught.add(form)
 
 
-def asked(forms: Forms, text: str, caller: str = "a") -> asyncio.Task[str]:
+def asked(forms: GrammarReader, text: str, caller: str = "a") -> asyncio.Task[str]:
     return asyncio.ensure_future(forms.grammar(StructuredOutputsParams(regex=text), caller))
 
 
@@ -61,7 +60,7 @@ def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
     async def main() -> list[str]:
         reader = Reader(lambda text: errors.get(text))
         reader.goes_on.set()
-        forms = Forms(reader, reader)  # type: ignore[arg-type]
+        forms = GrammarReader(reader, reader)  # type: ignore[arg-type]
         for _ in range(2):
             with pytest.raises(ArgumentError, match="^structured_outputs: wrong$"):
                 await asked(forms, "wrong")
@@ -78,7 +77,7 @@ def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
 def test_a_form_is_read_once_for_all_who_ask_at_once_and_no_longer_than_somebody_waits() -> None:
     async def main() -> None:
         reader = Reader()
-        forms = Forms(reader, reader)  # type: ignore[arg-type]
+        forms = GrammarReader(reader, reader)  # type: ignore[arg-type]
         equal, alone = [asked(forms, "equal") for _ in range(256)], asked(forms, "alone")
         other = asked(forms, "equal", "b")  # who waits for another caller's would wait for his turn, too
         await asyncio.sleep(0.01)
@@ -97,10 +96,10 @@ def test_a_form_that_the_engine_has_forgotten_is_read_again() -> None:
     async def main() -> list[str]:
         reader = Reader()
         reader.goes_on.set()
-        forms = Forms(reader, reader)  # type: ignore[arg-type]
+        forms = GrammarReader(reader, reader)  # type: ignore[arg-type]
         for text in ("a", "b", "a"):
             await asked(forms, text)
-        reader.taught = TaughtForms()
+        reader.taught = KeptGrammars()
         await asked(forms, "a")
         return reader.reads
 
@@ -108,11 +107,11 @@ def test_a_form_that_the_engine_has_forgotten_is_read_again() -> None:
 
 
 def test_an_engine_keeps_no_more_forms_than_fit_in_some_memory_and_those_that_were_used_last() -> None:
-    taught, kept, rng = TaughtForms(), list[tuple[str, int]](), random.Random(3)
+    taught, kept, rng = KeptGrammars(), list[tuple[str, int]](), random.Random(3)
     for number in range(300):
         nbytes = rng.choice([1 << 10, 1 << 20, 5 << 20, 40 << 20])
         name = f"form {number}"
-        gone = taught.add(ReadForm(name, None, nbytes))
+        gone = taught.add(ReadGrammar(name, None, nbytes))
         kept.append((name, nbytes))
         expected = []
         while len(kept) > 1 and (len(kept) > 64 or sum(size for _, size in kept) > 32 << 20):
@@ -127,15 +126,15 @@ def test_an_engine_keeps_no_more_forms_than_fit_in_some_memory_and_those_that_we
 
 def test_callers_without_number_neither_fill_the_queue_nor_slow_it() -> None:
     queue = FairQueue()
-    assert queue.turn("greedy", 1000) == 0
-    assert queue.turn("greedy", 1000) == 1000
+    assert queue.start_tag("greedy", 1000) == 0
+    assert queue.start_tag("greedy", 1000) == 1000
     for number in range(3 * CALLERS_KEPT):
-        assert queue.turn(f"caller {number}", 10) == 0
-    assert queue.turn("greedy", 1) == 0  # who has not asked for longest is forgotten
-    assert queue.turn(f"caller {3 * CALLERS_KEPT - 1}", 10) == 10
+        assert queue.start_tag(f"caller {number}", 10) == 0
+    assert queue.start_tag("greedy", 1) == 0  # who has not asked for longest is forgotten
+    assert queue.start_tag(f"caller {3 * CALLERS_KEPT - 1}", 10) == 10
     queue.began(50)
-    assert queue.turn("new", 1) == 50
-    assert queue.turn("new", 1) == 51
+    assert queue.start_tag("new", 1) == 50
+    assert queue.start_tag("new", 1) == 51
 
 
 def caller(scope: dict[str, Any], keys: list[str]) -> str:

@@ -19,7 +19,7 @@ import pytest
 from served import AT_LENGTH, ROOT, Served, children_of, serving
 
 from graphdecode.config import ServerConfig
-from graphdecode.server.guards import own_names
+from graphdecode.server.app import own_names
 
 LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 HEADERS = "Host: localhost\r\nContent-Type: application/json\r\n"

@@ -16,7 +16,7 @@ from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.server.desk import Desk, Serves
 from graphdecode.server.endpoint import GENERATING
-from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.http import HttpError, as_http_error
 from graphdecode.text.intake import Intake
 from graphdecode.text.tokenizer import load_tokenizer
 

@@ -12,11 +12,10 @@ import pytest
 from command_line import run_command
 from starlette.types import Message, Scope
 
-from graphdecode.cli.service import prepare_ray
+from graphdecode.cli.serve import prepare_ray
 from graphdecode.config import ReplicaConfig, ServerConfig
 from graphdecode.errors import ArgumentError, ConfigError
-from graphdecode.server.replicas.channel import LostError
-from graphdecode.server.replicas.front import make_front, merged
+from graphdecode.server.replicas.front import LostError, make_front, merged
 from graphdecode.server.replicas.routing import (
     BLOCK_CHARACTERS,
     MAX_BLOCKS,

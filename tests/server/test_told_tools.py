@@ -15,12 +15,11 @@ from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
-from graphdecode.models.installable import installable
-from graphdecode.server.chat_completions import PreparedChat, prepared_chat
+from graphdecode.models.source import installable
+from graphdecode.server.completions import PreparedChat, prepared_chat
 from graphdecode.server.desk import Desk, Serves
 from graphdecode.server.protocol import ChatCompletion
-from graphdecode.server.told_tools import BARE_JSON, told_messages
-from graphdecode.server.tool_calls import format_of
+from graphdecode.server.tool_calls import BARE_JSON, format_of, told_messages
 from graphdecode.text.tokenizer import load_tokenizer
 
 # as SmolLM2's: no tools, and a system's message of its own where there is none

@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind
 from graphdecode.config import ConfigError, ServerConfig
 from graphdecode.engine import RequestMetrics
 from graphdecode.server.protocol import Completion
-from graphdecode.server.tracing import Tracer, otlp_tracer
+from graphdecode.server.telemetry import Tracer, otlp_tracer
 from graphdecode.text.intake import Order
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphdecode import LLM, AsyncLLM, BucketConfig, SamplingParams, StructuredOutputsParams
-from graphdecode.text.async_front import Bell
+from graphdecode.text.async_llm import Bell
 
 CONFIG = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
 PROMPTS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30=", "abc", "rev graph=", "999+1=", "x"]

@@ -22,12 +22,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.convert import converted_copy, copies
+from graphdecode.convert import quantised_copy as copy
 from graphdecode.errors import ArgumentError
 from graphdecode.models import UnsupportedModelError
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.text import load_tokenizer, quantised_copy
-from graphdecode.text.converted_copy import converted_copy
-from graphdecode.text.quantised_copy import quantised_copy as copy
+from graphdecode.text import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -180,7 +180,7 @@ def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path: Pa
 def test_a_large_model_is_written_in_files_with_an_index(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphdecode.models.quantised.compressed_files._SHARD_BYTES", 40_000)
+    monkeypatch.setattr("graphdecode.models.quantised.compressed_tensors._SHARD_BYTES", 40_000)
     made = copy(model, tmp_path / "copy", "int4")
     files = sorted(path.name for path in made.glob("*.safetensors"))
     assert len(files) > 1
@@ -200,7 +200,7 @@ def test_an_interrupted_copy_leaves_nothing_and_what_was_there(
         yield from names[:5]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantised_copy, "counted", interrupted)
+    monkeypatch.setattr(copies, "counted", interrupted)
     for out in ("copy", "other"):
         with pytest.raises(KeyboardInterrupt):
             copy(model, tmp_path / out, "int8", overwrite=True)

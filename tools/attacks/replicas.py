@@ -15,7 +15,7 @@ import httpx2 as httpx
 from mutated_requests import greedy_request, mutated_request
 
 from attacks.http import asked
-from replica_trials import Server, replicas_of, served
+from checks.replicas import Server, replicas_of, served
 
 _AT_A_TIME = 4
 _SHARE_BEFORE = 0.4  # of the time, until one is killed

@@ -14,8 +14,7 @@ from attacks.mutation import hostile_value, mutated_bytes, mutated_json
 from attacks.trial import Wrong
 from graphdecode import EngineConfig
 from graphdecode.engine.capacity import plan_room
-from graphdecode.linear.choice_cache import ChoiceCache
-from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.models import describe_model
 from making.configuration import default_file
 

@@ -36,7 +36,7 @@ from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import load_model, resolve_model_path
-from graphdecode.models.model import Model
+from graphdecode.models.model import Chunks, Model
 from graphdecode.text import load_tokenizer
 from harness import LlamaPython, Out, command_of, elsewhere, record, show, told_by, write
 
@@ -73,22 +73,14 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Distance:
-    """How far log-probabilities are from the reference's.
+    """How far log-probabilities are from the reference's."""
 
-    Attributes:
-        tokens: compared.
-        mean: of the |difference| of the text's tokens, in nats.
-        p99: its 99th percentile.
-        kl: mean Kullback-Leibler divergence from the reference, in nats.
-        other_first: share of places whose most likely token is another one.
-        first_margin: by how much the reference prefers its own at the first such place, in nats; None without one.
-    """
-
-    tokens: int
-    mean: float
-    p99: float
-    kl: float
-    other_first: float
+    tokens: int  # compared
+    mean: float  # of the |difference| of the text's tokens, in nats
+    p99: float  # its 99th percentile
+    kl: float  # mean Kullback-Leibler divergence from the reference, in nats
+    other_first: float  # share of places whose most likely token is another one
+    # by how much the reference prefers its own at the first such place, in nats; None without one
     first_margin: float | None
 
     @classmethod
@@ -122,14 +114,7 @@ class Distance:
 
 
 class Scored:
-    """A loaded model that is fed a text, and gives logits.
-
-    Args:
-        model: the decoder.
-        kv_cache_dtype: as in `EngineConfig`.
-        tokens: of the text at most.
-        rows: of a step at most.
-    """
+    """A loaded model that is fed a text, and gives logits."""
 
     def __init__(self, model: Model, kv_cache_dtype: Any = "auto", *, tokens: int = TOKENS, rows: int = 8) -> None:
         self._model, self._pages = model, -(-tokens // PAGE)
@@ -157,7 +142,7 @@ class Scored:
             count = self._int32([end - begin])
             places = (torch.zeros_like(given[begin:end], dtype=torch.int32), self._int32(range(begin, end)), count)
             lengths = (self._int32([0, end - begin]), self._int32([0, end]))
-            passed = self._model.prefill(given[begin:end], *places, *lengths, pages, self._caches)
+            passed = self._model.prefill(Chunks(given[begin:end], *places, *lengths, pages), self._caches)
             for first in range(0, end - begin, 128):
                 last = min(first + 128, end - begin)
                 found.append(self._model.logits(passed, first, last).float().cpu())
@@ -183,7 +168,6 @@ class Scored:
 
 
 def text_ids(path: Path, tokens: int, text: Path = TEXT) -> list[int]:
-    """Return the first tokens of a text, as a model reads them."""
     ids = load_tokenizer(path).encode(text.read_text())[:tokens]
     if len(ids) < tokens:
         raise typer.BadParameter(f"the text has {len(ids)} tokens for this model", param_hint="--tokens")
@@ -193,15 +177,7 @@ def text_ids(path: Path, tokens: int, text: Path = TEXT) -> list[int]:
 def distances(
     path: str | Path, subject: Subject, reference: Tensor, ids: list[int], step_tokens: int = STEP_TOKENS
 ) -> dict[str, Distance]:
-    """Return how far a subject is from the reference: as a prompt, and in steps of one and of eight rows.
-
-    Args:
-        path: of the model.
-        subject: what is asked for.
-        reference: log-probabilities, float64 [len(ids), vocab].
-        ids: the text.
-        step_tokens: of the text that are fed to steps.
-    """
+    """Return how far a subject is from the reference: as a prompt, and in steps of one and of eight rows."""
     dtype, quantize, kv_cache_dtype = subject
     model = load_model(path, device="cpu", dtype=dtype, quantize=quantize, max_sequence_length=len(ids))
     scored = Scored(model, kv_cache_dtype, tokens=len(ids))

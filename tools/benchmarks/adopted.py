@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from adopted_models import ADOPTED, SMALL, save_random
 from harness import Out, Rounds, Sizes, in_turn, medians, names, numbers, record, show, step_seconds, write
-from peers import Graphdecode, Peer, Workload, random_prompts
+from peers.peer import Graphdecode, Peer, Workload, random_prompts
 from peers.transformers_generate import Transformers
 
 PROMPT_TOKENS = 32
@@ -62,7 +62,6 @@ def main(
     repeats: Rounds = 4,
     out: Out = None,
 ) -> None:
-    """Compare captured modules with `generate`."""
     chosen = names(architectures, ADOPTED, "--architectures")
     disable_progress_bar()
     torch.set_num_threads(1)

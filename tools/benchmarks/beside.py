@@ -1,6 +1,6 @@
 """Another commit's package beside this one's: the same subject of `tools/bench` with the same options, in turns.
 
-    tools/bench beside main~5 loop --steps-per-launch 1 --new-tokens 64
+    tools/bench beside main~5 step --model demo --batch-sizes 1
 
 The subject is this checkout's; what it measures is the package as it is here, and as the commit has it, A B A B. Every
 figure that is no whole number is compared: the medians over the turns, and the median of the turns' ratios.

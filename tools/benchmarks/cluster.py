@@ -20,7 +20,7 @@ import typer
 from matplotlib import pyplot as plt
 
 from cluster_model import Bounds, Cluster, Outcome, Request, StepCosts, arrivals, day, read_costs, requests
-from graphdecode.config.replicas import DOWNSCALING_FACTOR, target_requests
+from graphdecode.config.server import DOWNSCALING_FACTOR, target_requests
 from harness import TOOLS, Out, write
 
 PROFILE = TOOLS / "results" / "cpu-epyc-2" / "profile-llama-100m.json"
@@ -42,7 +42,6 @@ START_S = 10.0  # from the wish for a replica to its first request, as `tools/ch
 
 
 def percentile(values: Iterable[float], percent: int) -> float:
-    """Return the value that so many in a hundred are below."""
     ordered = sorted(values)
     return ordered[len(ordered) * percent // 100]
 
@@ -74,7 +73,6 @@ def routed(costs: StepCosts, policy: str, replicas: int, rate: float, seconds: f
 
 
 def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | None) -> tuple[dict[str, Any], Outcome]:
-    """Return what a day takes and what users saw of it."""
     peak = DAY_MEAN * 1.5 * DAY_BURST
     times = arrivals(day(DAY_MEAN, DAY_S, BURSTS), peak, DAY_S, random.Random(3))
     asked = requests(times, prefixes=PREFIXES, sizes=SIZES, seed=4)
@@ -115,7 +113,6 @@ def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
 
 
 def draw_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw times to the first token and hits in the caches by load, for each policy."""
     figure, (left, right) = plt.subplots(1, 2, figsize=_SIZE)
     for policy in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == policy]
@@ -143,7 +140,6 @@ def draw_slack(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def draw_day(outcomes: Mapping[str, Outcome], file: Path) -> None:
-    """Draw the requests under way and the replicas of a day."""
     figure, (top, below) = plt.subplots(2, 1, figsize=(8.0, 4.6), sharex=True)
     for name, outcome in outcomes.items():
         every = max(len(outcome.looks) // _POINTS, 1)
@@ -168,7 +164,6 @@ def main(
     pictures: Annotated[Path | None, typer.Option(help="A folder for the pictures.")] = None,
     profile: Annotated[Path, typer.Option(help="Of a model whose steps were measured.")] = PROFILE,
 ) -> None:
-    """Simulate the routing policies at many loads, and a day with its bursts."""
     costs = read_costs(profile, sum(SIZES) - SIZES[2] // 2)
     steady = [routed(costs, policy, 100, rate, 120.0) for policy in POLICIES for rate in RATES]
     slacks = [routed(costs, "prefix", 100, 5.0, 120.0, slack) for slack in SLACKS]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import typer
 
 from graphdecode.distributed import Collectives, GroupCollectives
-from graphdecode.distributed.board_file import mapped_board, new_board
+from graphdecode.distributed.started import mapped_board, new_board
 from graphdecode.kernels.native.registration import bind
 from harness import Out, Sizes, numbers, read, record, write
 
@@ -106,7 +106,6 @@ def main(
     on_one_core: Annotated[bool, typer.Option("--on-one-core", help="All ranks share a core.")] = False,
     out: Out = None,
 ) -> None:
-    """Measure in all ranks, and add rank 0's rows to the file."""
     given = Given(ranks, hidden, vocabulary, numbers(rows, "--rows"), on_one_core)
     store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
     port = store.port

@@ -19,17 +19,17 @@ import typer
 from torch import Tensor
 
 from graphdecode.graphs.inspect.observer import TorchDispatchMode, named_arguments
-from graphdecode.kernels.native.calls import joined
+from graphdecode.kernels.native.library import joined
 from graphdecode.kernels.native.registration import bind
-from graphdecode.linear.expert_form import ExpertForm, ExpertNames, Gate
+from graphdecode.linear.experts import ExpertForm, ExpertNames, Gate
 from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.forms import load_experts
 from graphdecode.linear.gguf_blocks import GgufBlocks
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions, Shard, Stored
 from graphdecode.models.gguf.quantize import quantised_blocks
-from graphdecode.models.quantised.rounding import GROUP_SCHEMES, rounded
-from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.models.quantised.on_load import GROUP_SCHEMES, rounded
+from graphdecode.profiling.environment import read_bandwidth
 from harness import Out, Sizes, in_turn, medians, numbers, record, write
 
 MODELS = {  # slots, channels outside and inside
@@ -45,12 +45,7 @@ _DEVIATION = 0.02
 
 
 class RandomExperts:
-    """A source of experts with random weights in one format; each is made when it is read.
-
-    Args:
-        kind: one of FORMATS' types.
-        shapes: of the tensors, by name.
-    """
+    """A source of experts with random weights in one format; each is made when it is read."""
 
     def __init__(self, kind: str, shapes: dict[str, tuple[int, int]]) -> None:
         self._kind = kind
@@ -80,7 +75,6 @@ def hash_of(name: str) -> int:
 
 
 def products(kind: str, model: str, experts: int) -> tuple[ExpertForm, ExpertForm]:
-    """Return the two products of a layer's experts in one format."""
     slots, hidden, width = MODELS[model]
     shapes = {f"{expert}.{part}": (width, hidden) for expert in range(experts) for part in ("gate", "up")}
     downs = {f"{expert}.down": (hidden, width) for expert in range(experts)}
@@ -168,7 +162,6 @@ def main(
     experts: Annotated[int, typer.Option(help="How many there are.")] = 32,
     rows: Sizes = "1,8,64,512",
 ) -> None:
-    """Measure, print and write; see the file's docstring."""
     report = record(schema=1, model=model, experts=experts, slots=MODELS[model][0], rows=[])
     report["read_bandwidth"] = read_bandwidth("cpu")
     with torch.no_grad():

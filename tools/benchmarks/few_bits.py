@@ -22,10 +22,10 @@ import torch
 import typer
 
 from benchmarks.kernels import MODELS
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import TileLayout, WeightTiles, empty_tiles, layout_of
-from graphdecode.kernels.moe.tiled_expert_linear import tiled_expert_linear_triton
+from graphdecode.kernels.moe.expert_linear import Routed, tiled_expert_linear_triton
 from harness import ROOT, markdown, rewrite_tables
 from step_code.compiled import compiled
 from step_code.launches import Gpu, launches_of, recorded_step
@@ -61,23 +61,14 @@ _SCHEDULERS = 4
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop of one product.
+    """The loop of one product."""
 
-    Attributes:
-        registers: of a thread.
-        spilled: bytes of a thread.
-        width: bytes that a thread reads of the words at once.
-        instructions: of a warp, for each weight of a lane.
-        undoing: share of them that undoes codes, about.
-        weights_per_clock: of a multiprocessor, if nothing but issuing held it up.
-    """
-
-    registers: int
-    spilled: int
-    width: int
-    instructions: float
-    undoing: float
-    weights_per_clock: float
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread
+    width: int  # bytes that a thread reads of the words at once
+    instructions: float  # of a warp, for each weight of a lane
+    undoing: float  # share of them that undoes codes, about
+    weights_per_clock: float  # of a multiprocessor, if nothing but issuing held it up
 
 
 def bits_of(layout: TileLayout, dtype: torch.dtype) -> float:
@@ -86,7 +77,6 @@ def bits_of(layout: TileLayout, dtype: torch.dtype) -> float:
 
 
 def nbytes(tiles: WeightTiles) -> int:
-    """Return the bytes of a weight in tiles."""
     return sum(part.nbytes for part in tiles[:4] if part is not None)
 
 
@@ -134,11 +124,10 @@ def _launch_experts(layout: TileLayout, dtype: torch.dtype, rows: int, config: S
     tiles = empty_tiles(layout, count * _ROWS, _COLUMNS, dtype, "meta")
     x, out = (on_meta(pairs, size, dtype=torch.bfloat16) for size in (_COLUMNS, _ROWS // 2))
     order, offsets = (on_meta(size, dtype=torch.int32) for size in (pairs, count + 1))
-    tiled_expert_linear_triton(out, x, tiles, None, order, offsets, 1, "silu", 1.0, 0.0, config)
+    tiled_expert_linear_triton(out, x, tiles, None, Routed(order, offsets, 1, "silu"), config)
 
 
 def product_sizes(model: str) -> dict[str, list[tuple[int, int]]]:
-    """Return the sizes of a model's products by their names."""
     blocks = recorded_step(f"shape:{model}", 1).model.blocks
     found: dict[str, list[tuple[int, int]]] = {}
     for block in blocks:
@@ -180,13 +169,11 @@ def expert_table(loops: dict[tuple[str, int], Loop]) -> str:
 
 
 def by_kind(heading: str, lines: list[dict[str, str]]) -> str:
-    """Return a table with a column for each kind of weight."""
     names = {name: f"{{{name}}}" for name in ("bf16", *KINDS)}
     return markdown({heading: "{heading}"} | names, (line | {"heading": line[""]} for line in lines))
 
 
 def loop_table(loops: dict[tuple[str, str], Loop]) -> str:
-    """Return what the loops come to in Markdown, by kind and product."""
     columns = {"kind": "{kind}", "bits": "{bits:.2f}", "product": "{product}", "registers": "{registers}"}
     columns |= {"spilled": "{spilled}", "read at once": "{width}", "instructions": "{instructions:.1f}"}
     columns |= {"undoing": "{undoing:.0%}", "bytes per clock": "{rate:.0f}"}
@@ -199,7 +186,6 @@ def loop_table(loops: dict[tuple[str, str], Loop]) -> str:
 
 
 def step_table(loops: dict[tuple[str, int, bool], Loop]) -> str:
-    """Return bytes and times of steps in Markdown."""
     steps, lines = plain_steps(), []
     for model in MODELS:
         sizes = product_sizes(model)
@@ -242,7 +228,6 @@ def main(
     cache: Annotated[Path, typer.Option(help="Folder for what was compiled.")] = ROOT / ".kernel-figures",
     is_written: Annotated[bool, typer.Option("--write", help="Write docs/quantisation.md.")] = False,
 ) -> None:
-    """Print the tables; see the file's docstring."""
     os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
     loops = {
         (kind, rows, is_normed): loop_of(*KINDS[kind], rows, is_normed, arch)

@@ -19,13 +19,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from graphdecode.models import resolve_device, resolve_model_path
 from harness import Device, Dtype, Out, Rounds, Sizes, numbers, record, write
-from peers import PEERS, Workload, compare_engines, contest_notes, contest_table, parse_peers
+from peers.contest import PEERS, compare_engines, contest_notes, contest_table, parse_peers
+from peers.peer import Workload
 
 PROMPT_TOKENS = 32
 
 
 def make_llama_100m(folder: Path) -> Path:
-    """Write a 100M-parameter Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000,
@@ -56,7 +56,6 @@ def main(
     device: Device = "auto",
     out: Out = None,
 ) -> None:
-    """Compare decode speed with peers on one checkpoint."""
     chosen = parse_peers(peers)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)  # if it cannot be, better now than after the run

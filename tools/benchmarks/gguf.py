@@ -19,7 +19,7 @@ import typer
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.models import resolve_model_path
-from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.environment import read_bandwidth
 from harness import Answering, LlamaPython, Out, Rounds, elsewhere, in_turn, moments, record, write
 
 PROMPT_TOKENS, SHORT_TOKENS, NEW_TOKENS = 1024, 32, 33
@@ -54,12 +54,10 @@ def timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, floa
 
 
 def by_process(process: Answering) -> Turn:
-    """Return turns of a peer in another environment."""
     return lambda prompts, new_tokens: process.ask({"prompts": prompts, "new_tokens": new_tokens})
 
 
 def random_tokens(rng: random.Random, rows: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Return prompts of one length."""
     return [[rng.randrange(10, vocab_size - 10) for _ in range(length)] for _ in range(rows)]
 
 
@@ -104,7 +102,6 @@ def main(
     rounds: Rounds = 5,
     out: Out = None,
 ) -> None:
-    """Compare the speed of a GGUF file's blocks with that of the undone weights and of llama.cpp."""
     file = resolve_model_path(model)
     of_file = partial(engine_of, file, [1, 8], PROMPT_TOKENS + NEW_TOKENS, prefix_cache=False)
     blocks = of_file(quantize="gguf")

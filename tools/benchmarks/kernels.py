@@ -61,7 +61,6 @@ def looked_at(arch: int, cache: Path) -> dict[str, Any]:
 
 
 def case_name(model: str, rows: int, context: int | None = None) -> str:
-    """Return what a step is called in tables."""
     name = f"{model}, {rows} row{'s' * (rows > 1)}"
     return name if context is None else f"{name}, context {context}"
 
@@ -102,7 +101,6 @@ def budgets_of(kernels: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, 
 
 
 def code_table(rows: Iterable[dict[str, Any]]) -> str:
-    """Return the table of a step's kernels in Markdown."""
     columns = {"kernel": "`{label}`", "launches": "{launches}", "grid": "{programs}"}
     columns |= {"registers": "{figures[registers]}", "shared": "{figures[shared]}", "early": "{early}"}
     columns |= {"serial loads": "{figures[levels]}", "barriers": "{figures[barriers]}", "fences": "{figures[fences]}"}
@@ -119,7 +117,6 @@ def code_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def step_table(steps: dict[str, dict[str, Any]], limits: dict[str, dict[str, Any]]) -> str:
-    """Return the table of what steps come to in Markdown, beside their goals."""
     columns = {"step": "{name}", "launches": "{launches}", "made for itself, KiB": "{kib:.0f}"}
     columns |= {"floor, µs": "{floor_us:.0f}"}
     columns |= {part: f"{{{part}_us:.0f}}" for part in ("gaps", "latency", "hidden")}
@@ -133,7 +130,6 @@ def step_table(steps: dict[str, dict[str, Any]], limits: dict[str, dict[str, Any
 
 
 def tables_of(seen: dict[str, Any]) -> list[str]:
-    """Return the tables as the document has them."""
     limits = json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
     parts = ["### What the steps come to", step_table(seen["steps"], limits)]
     for case in SHOWN:
@@ -165,7 +161,6 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     is_written: Annotated[bool, typer.Option("--write", help="Write document, budgets and lower limits.")] = False,
 ) -> None:
-    """Print the tables; see the file's docstring."""
     seen = looked_at(arch, cache)
     if as_json:
         print(json.dumps(seen))

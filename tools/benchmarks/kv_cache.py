@@ -34,7 +34,6 @@ def perplexity_over(model: str, kind: Kind, dtype: str, text: str, length: int) 
 
 
 def turn(runner: Runner, batch: int, context: int, count: int) -> list[float]:
-    """Return the milliseconds of so many steps."""
     with rows_at(runner, batch, context) as rows:
         return LatencyProfiler(runner).replayed(rows, count)[1]
 
@@ -74,7 +73,6 @@ def main(
     skip_perplexity: Annotated[bool, typer.Option(help="Time the steps alone.")] = False,
     out: OutFolder = None,
 ) -> None:
-    """Compare kinds of cache on one model."""
     report = record("auto", model=model)
     if not skip_perplexity:
         given = text.read_text()

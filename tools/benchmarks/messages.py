@@ -14,7 +14,7 @@ from unittest import mock
 import httpx2 as httpx
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.cli.service import service_maker
+from graphdecode.cli.serve import service_maker
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.distributed import collectives
 from graphdecode.distributed.link import Link, Message
@@ -110,7 +110,6 @@ def to_clients(model: str) -> dict[str, Any]:
 
 
 def main(model: Model = "demo", out: Out = None) -> None:
-    """Measure, print, and write down."""
     found = record(schema=1, model=model)
     found |= {"between_ranks": between_ranks(model), "to_clients": to_clients(model)}
     print(json.dumps(found, indent=1))

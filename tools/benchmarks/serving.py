@@ -2,42 +2,216 @@
 
     tools/bench serving --rates 5,20,80 --out serving
     tools/bench serving --prompt-tokens lognormal:64:0.8:400 --answer-tokens 8-64
-    tools/bench serving --trace arrivals.jsonl --rates 10,40
 
-Requests arrive at random (Poisson), or as a trace says: JSONL with `at` (seconds), `prompt_tokens` and `answer_tokens`,
-played as it is, or at the rates that are given. Arrivals do not wait for answers. Writes serving.json after every load.
+Requests arrive at random (Poisson), and do not wait for answers. Writes serving.json after every load.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+import math
+import random
+import time
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tqdm import tqdm
 
-from graphdecode import LLM
+from graphdecode import LLM, SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.profiling.batch_record import check_record, record_batch_sizes
+from graphdecode.profiling.latency import Percentiles
+from graphdecode.profiling.tuner import check_record, record_batch_sizes
+from graphdecode.text import Stream
 from harness import Device, Dtype, Model, OutFolder, record, show, write
-from serving_load import (
-    SCHEMA_VERSION,
-    Arrival,
-    Lengths,
-    at_rate,
-    check_fits,
-    plot_serving,
-    poisson_arrivals,
-    read_trace,
-    serve,
-)
 
+SCHEMA_VERSION = 1  # of the file that holds these figures
 DEFAULT_RATES = "5,20,80"
-WARM_UP = [Arrival(0.0, 8, 4)] * 4
+_LARGEST_SIGMA = 10  # e^10 is 22026 times the median
+_IDLE_SECONDS = 0.0005  # how long to sleep when nothing runs and nobody has arrived
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of numbers of tokens."""
+
+    low: int  # the shortest
+    high: int  # the longest
+    # of a log-normal distribution, cut off at `low` and `high`; None: evenly spread over them
+    median: float | None = None
+    sigma: float = 0.0  # of the logarithm
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> Lengths:
+        """Read `64`, `8-64` (evenly spread) or `lognormal:MEDIAN:SIGMA:LONGEST`."""
+        try:
+            if text.startswith("lognormal:"):
+                median, sigma, high = text.split(":")[1:]
+                lengths = cls(1, int(high), float(median), float(sigma))
+            else:
+                low, _, rest = text.partition("-")
+                lengths = cls(int(low), int(rest or low))
+        except ValueError:
+            raise ArgumentError(
+                f"{option} must be N, LOW-HIGH or lognormal:MEDIAN:SIGMA:LONGEST, got {text!r}"
+            ) from None
+        median_fits = lengths.median is None or 1 <= lengths.median <= lengths.high
+        if not (1 <= lengths.low <= lengths.high and median_fits and 0 <= lengths.sigma <= _LARGEST_SIGMA):
+            raise ArgumentError(
+                f"{option} must be lengths >= 1 in ascending order, and sigma in 0..{_LARGEST_SIGMA}, got {text!r}"
+            )
+        return lengths
+
+    def draw(self, rng: random.Random) -> int:
+        """Return one length."""
+        if self.median is None:
+            return rng.randint(self.low, self.high)
+        drawn = rng.lognormvariate(math.log(self.median), self.sigma)
+        return min(max(round(min(drawn, self.high)), self.low), self.high)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request: when it comes, in seconds from the start, and how long its prompt and its answer are, in tokens."""
+
+    at: float
+    prompt_tokens: int
+    answer_tokens: int
+
+
+def poisson_arrivals(
+    rate: float, count: int, prompt_tokens: Lengths, answer_tokens: Lengths, seed: int = 0, burst: int = 1
+) -> list[Arrival]:
+    """Return bursts of requests that arrive independently of one another; rates differ in nothing but the pace.
+
+    Raises:
+        ValueError: a number that no load can have.
+    """
+    if not 0 < rate < math.inf or count < 1 or burst < 1:
+        raise ArgumentError(
+            f"rate must be > 0, the number of requests and a burst >= 1, got {rate}, {count} and {burst}"
+        )
+    rng = random.Random(seed)
+    now, arrivals = 0.0, []
+    for index in range(count):
+        if index % burst == 0:
+            now += burst * rng.expovariate(1.0)
+        arrivals.append(Arrival(now / rate, prompt_tokens.draw(rng), answer_tokens.draw(rng)))
+    return arrivals
+
+
+def offered_rate(arrivals: Sequence[Arrival]) -> float | None:
+    """Return the mean rate at which requests follow the first one, in requests per second; None where none does."""
+    seconds = arrivals[-1].at - arrivals[0].at
+    return (len(arrivals) - 1) / seconds if seconds > 0 else None
+
+
+@dataclass
+class _Served:
+    """A request under way, and when each of its tokens was there."""
+
+    arrival: Arrival
+    stream: Stream
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.stream.request.outputs[0].finish_reason is not None
+
+    def note_tokens(self, now: float) -> None:
+        self.token_times += [now] * (len(self.stream.request.outputs[0].token_ids) - len(self.token_times))
+
+
+def check_fits(llm: LLM, arrivals: Sequence[Arrival]) -> None:
+    """Refuse a load that the engine could not serve as it is written, before any of it is served."""
+    limit = llm.capacity.token_limit
+    for arrival in arrivals:
+        if arrival.prompt_tokens + arrival.answer_tokens > limit:
+            raise ArgumentError(
+                f"a request of {arrival.prompt_tokens} + {arrival.answer_tokens} tokens does not fit: prompt and "
+                f"answer can have {limit} (max_sequence_length {llm.capacity.max_sequence_length}, "
+                f"{llm.capacity.total_num_pages} pages of {llm.config.page_size} tokens)"
+            )
+
+
+def serve(
+    llm: LLM, arrivals: Sequence[Arrival], *, seed: int = 0, label: str = "serving", progress: bool = True
+) -> dict[str, Any]:
+    """Play a load and return what was seen: latencies in milliseconds, throughput, queueing, preemptions, batch sizes.
+
+    Arrivals do not wait for answers: a load that is too high shows as a growing queue. What is under way when this is
+    interrupted is aborted.
+    """
+    check_fits(llm, arrivals)
+    rng = random.Random(seed)
+    vocab_size = llm.model.config.vocab_size
+    prompts = [[rng.randrange(vocab_size) for _ in range(arrival.prompt_tokens)] for arrival in arrivals]
+    due = [arrival.at for arrival in arrivals]
+    running: list[_Served] = []
+    done: list[_Served] = []
+    queued_seconds: defaultdict[float, float] = defaultdict(float)  # by the requests that had no row meanwhile
+    batches_before, preempted_before = llm.stats.batch_sizes.copy(), llm.num_preemptions
+    handed_in, began, last = 0, time.perf_counter(), 0.0
+    bar = tqdm(total=len(arrivals), desc=label, unit="request", disable=None if progress else True, leave=False)
+    try:
+        while handed_in < len(arrivals) or running:
+            now = time.perf_counter() - began
+            while handed_in < len(arrivals) and due[handed_in] <= now:
+                arrival = arrivals[handed_in]
+                params = SamplingParams(temperature=0.0, max_tokens=arrival.answer_tokens, ignore_eos=True)
+                running.append(_Served(arrival, llm.stream(prompts[handed_in], params)))
+                handed_in += 1
+            if running:
+                llm.step()
+            else:
+                time.sleep(min(_IDLE_SECONDS, max(due[handed_in] - now, 0.0)))
+            now = time.perf_counter() - began
+            queued_seconds[llm.num_waiting + bisect_right(due, now) - handed_in] += now - last
+            last = now
+            for served in running:
+                served.note_tokens(now)
+            finished = [served for served in running if served.finished]
+            running = [served for served in running if not served.finished]
+            done += finished
+            bar.update(len(finished))
+    finally:
+        bar.close()
+        for served in running:
+            served.stream.close()
+    return _figures(done, began, last) | {
+        "offered_per_second": offered_rate(arrivals),
+        "queue_depth": asdict(Percentiles.weighted(queued_seconds)),
+        "preemptions": llm.num_preemptions - preempted_before,
+        "batch_sizes": {str(size): steps for size, steps in sorted((llm.stats.batch_sizes - batches_before).items())},
+    }
+
+
+def _figures(done: Sequence[_Served], began: float, seconds: float) -> dict[str, Any]:
+    times = [served.token_times for served in done]
+    arrived = [served.arrival.at for served in done]
+    scheduled = [served.stream.request.metrics.first_scheduled_time or 0.0 for served in done]
+    return {
+        "requests": len(done),
+        "seconds": seconds,
+        "served_per_second": len(done) / seconds,
+        "tokens_per_second": sum(map(len, times)) / seconds,
+        "ttft_ms": _milliseconds([own[0] - at for own, at in zip(times, arrived, strict=True)]),
+        "queue_ms": _milliseconds([at - began - due for at, due in zip(scheduled, arrived, strict=True)]),
+        "tpot_ms": _milliseconds([(own[-1] - own[0]) / (len(own) - 1) for own in times if len(own) > 1]),
+        "itl_ms": _milliseconds([later - earlier for own in times for earlier, later in itertools.pairwise(own)]),
+    }
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Return percentiles; None where there is nothing to measure, such as the time between the tokens of one."""
+    return asdict(Percentiles.of([1000 * value for value in seconds])) if seconds else None
 
 
 def rates_of(text: str) -> list[float]:
-    """Parse rates that are separated by commas."""
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
@@ -47,49 +221,29 @@ def rates_of(text: str) -> list[float]:
     return rates
 
 
-def loads_of(
-    trace: Path | None, rates: str | None, requests: int, prompt_tokens: str, answer_tokens: str, seed: int, burst: int
-) -> dict[str, list[Arrival]]:
-    """Return the loads by name."""
-    if trace is not None:
-        arrivals = read_trace(trace)
-        if rates is None:
-            return {"as traced": arrivals}
-        return {f"{rate:g}/s": at_rate(arrivals, rate) for rate in rates_of(rates)}
-    lengths = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--answer-tokens", answer_tokens)
-    return {
-        f"{rate:g}/s": poisson_arrivals(rate, requests, *lengths, seed, burst)
-        for rate in rates_of(rates or DEFAULT_RATES)
-    }
-
-
 def main(
     model: Model = "demo",
     config: Annotated[Path | None, typer.Option(help="A bucket configuration file.")] = None,
-    rates: Annotated[
-        str | None, typer.Option(help=f"Requests per second; separated by commas. [default: {DEFAULT_RATES}]")
-    ] = None,
+    rates: Annotated[str, typer.Option(help="Requests per second; separated by commas.")] = DEFAULT_RATES,
     requests: Annotated[int, typer.Option(help="Requests at each rate.")] = 100,
     burst: Annotated[int, typer.Option(help="Requests that arrive together.")] = 1,
     prompt_tokens: Annotated[str, typer.Option(help="N, LOW-HIGH or lognormal:MEDIAN:SIGMA:LONGEST.")] = "8-64",
     answer_tokens: Annotated[str, typer.Option(help="The same, of answers.")] = "8-64",
-    trace: Annotated[Path | None, typer.Option(help="A JSONL file of arrivals, instead of random ones.")] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: OutFolder = None,
     record_batches: Annotated[Path | None, typer.Option(help="Add the loads' batch sizes to a file.")] = None,
 ) -> None:
-    """Measure what users would see at given rates of arrivals."""
-    loads = loads_of(trace, rates, requests, prompt_tokens, answer_tokens, seed, burst)
+    lengths = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--answer-tokens", answer_tokens)
+    loads = {f"{rate:g}/s": poisson_arrivals(rate, requests, *lengths, seed, burst) for rate in rates_of(rates)}
     if record_batches is not None:
         check_record(record_batches)
     rows: list[dict[str, Any]] = []
     with LLM(model, config=config, device=device, dtype=dtype, progress=True) as llm:
         for arrivals in loads.values():
             check_fits(llm, arrivals)
-        serve(llm, WARM_UP, progress=False)
-        drawn = {"prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "burst": burst}
+        serve(llm, [Arrival(0.0, 8, 4)] * 4, progress=False)  # warms it up
         about = record(
             llm.device,
             schema=SCHEMA_VERSION,
@@ -100,7 +254,7 @@ def main(
             buckets=list(llm.graphs.buckets),
             total_num_pages=llm.capacity.total_num_pages,
             page_size=llm.config.page_size,
-            arrivals=drawn if trace is None else {"trace": trace.name},
+            arrivals={"prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "burst": burst},
             seed=seed,
         )
         try:
@@ -112,9 +266,6 @@ def main(
                 show_loads(rows)
                 if record_batches is not None:
                     record_batch_sizes(record_batches, batch_sizes_of(rows))
-                if out is not None:
-                    title = f"{model} {about['dtype']} on {about['environment']['device_name']}, open loop"
-                    (out / "serving.png").write_bytes(plot_serving(rows, title))
 
 
 def batch_sizes_of(rows: list[dict[str, Any]]) -> Counter[int]:
@@ -140,10 +291,8 @@ def show_loads(rows: list[dict[str, Any]]) -> None:
 
 
 def percentiles(heading: str, key: str) -> dict[str, str]:
-    """Return columns for the percentiles of a duration."""
     return {f"{heading} {each}": f"{{{key}[{each}]:.2f}}" for each in ("p50", "p90", "p99")}
 
 
 def mean_rows(batch_sizes: dict[str, int]) -> float:
-    """Return the mean of the live rows over all steps."""
     return sum(int(size) * count for size, count in batch_sizes.items()) / sum(batch_sizes.values())

@@ -56,14 +56,7 @@ def conversations(kind: str, count: int) -> list[list[dict[str, str]]]:
 
 
 class Ours:
-    """An engine, and what its drafts came to.
-
-    Args:
-        model: as for `LLM`.
-        batch_size: rows.
-        speculation: as for `LLM`.
-        dtype: of the weights.
-    """
+    """An engine, and what its drafts came to."""
 
     def __init__(self, model: str, batch_size: int, speculation: Any, dtype: str) -> None:
         self.llm = LLM(
@@ -120,13 +113,7 @@ def same_share(answers: list[list[int]], others: list[list[int]]) -> float:
 
 
 def measure(engines: Mapping[str, Callable[[], Turn]], drafted: Callable[[], list[int]], rounds: int) -> dict[str, Any]:
-    """Let the engines take turns, and return the figures of all.
-
-    Args:
-        engines: what takes a turn, by name; "plain" and "speculating" among them.
-        drafted: returns the counts of the speculating one.
-        rounds: turns of each, after those that do not count.
-    """
+    """Let the engines take turns, and return the figures of all."""
     answers = {name: turn()[1] for name, turn in engines.items()}
     engines["speculating"]()  # what its first turn used is captured now
     before = drafted()
@@ -158,7 +145,6 @@ def main(
     llama_plain: Annotated[bool, typer.Option("--llama-plain", help="Let llama.cpp repack no weights.")] = False,
     out: Out = None,
 ) -> None:
-    """Compare decode speed with and without speculation, and add the run to the file."""
     method = json.loads(speculation) if speculation.startswith("{") else speculation
     run = record(model=model, dtype=dtype, speculation=method, new_tokens=new_tokens, rounds=rounds, rows=[])
     run |= {"llama_plain": llama_plain, "llama_drafts": llama_drafts}

@@ -40,7 +40,7 @@ from graphdecode.memory import free_bytes
 from graphdecode.models import Decoder, load_model, resolve_device
 from graphdecode.models.blocks import StepOperators
 from graphdecode.models.shapes import PREFIX, shape_config
-from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
 from harness import Device, Dtype, OutFolder, Rounds, Sizes, in_turn, numbers, record, show, write
 
@@ -48,14 +48,6 @@ SCHEMA_VERSION = 1
 FULL, EAGER = "full", "eager"
 GPU_MODELS = "shape:qwen3-0.6b,shape:llama-3.2-1b,shape:llama-3.1-8b"
 CPU_MODELS = "demo,shape:llama-100m"
-# goals on an H200 in bf16: model -> (step over floor at batch 1, at batch 64, eager over replayed)
-GOALS: dict[str, tuple[float | None, float | None, float]] = {
-    "shape:llama-3.1-8b": (1.10, 1.15, 1.8),
-    "shape:llama-3.2-1b": (1.30, None, 5.0),
-    "shape:qwen3-0.6b": (1.9, None, 10.0),
-    "shape:llama-100m": (1.25, None, 1.0),
-}
-HOST_GOAL_US, CAPTURE_GOAL_MS, POOL_GOAL_MIB = 15.0, 20.0, 4.0
 _TRACED_STEPS = 10
 _LARGEST_GAPS = 5
 _TOP_KERNELS = 12
@@ -75,16 +67,6 @@ def measure_steps(
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measure a model's step and its variants in turn, and return what `step.json` holds of it.
-
-    Args:
-        model: `"demo"`, a checkpoint folder, or a shape such as `"shape:llama-3.1-8b"`.
-        device: where.
-        dtype: of weights and cache.
-        batch_sizes: buckets.
-        contexts: tokens of each row, >= 1.
-        steps: of one variant in one round.
-        rounds: in which the variants take turns.
-        progress: show a bar on standard error.
 
     Raises:
         ValueError: the model does not fit the device's free memory, or an argument is out of range.
@@ -230,14 +212,7 @@ def _without_early_start(choice: LinearChoice) -> LinearChoice:
 def captured_variants(
     model: str, device: torch.device, dtype: str, config: BucketConfig
 ) -> Iterator[dict[str, Runner]]:
-    """Give the full step and those with less, captured; all over one cache, for they take turns.
-
-    Args:
-        model: its name.
-        device: where.
-        dtype: of weights and cache.
-        config: buckets and capacity.
-    """
+    """Give the full step and those with less, captured; all over one cache, for they take turns."""
     runners: dict[str, Runner] = {}
     with ExitStack() as held:
         for name, decoder, is_compiled in _variants(model, device, dtype, config):
@@ -348,15 +323,6 @@ def kernel_summary(kernels: list[tuple[str, float, float]], steps: int) -> dict[
     }
 
 
-def goal_of(model: str, cost: dict[str, Any]) -> str:
-    """The goal that a figure stands next to, if there is one."""
-    batch_1, batch_64, speedup = GOALS.get(model, (None, None, None))
-    if cost["variant"] == FULL:
-        goal = {1: batch_1, 64: batch_64}.get(cost["bucket"])
-        return "" if goal is None else f"<= {goal} floors"
-    return f">= {speedup}x full" if cost["variant"] == EAGER and speedup else ""
-
-
 def show_model(result: dict[str, Any]) -> None:
     """Show one model's figures, each next to its limit."""
     columns = {
@@ -369,21 +335,14 @@ def show_model(result: dict[str, Any]) -> None:
         "times full": "{times_full:.2f}",
         "host us": "{host_us:.1f}",
         "logprob error": "{logprob_error:.4f}",
-        "goal": "{goal}",
     }
-    rows = (
-        cost | {"gigabytes": cost["read_bandwidth"] / 1e9, "goal": goal_of(result["model"], cost)}
-        for cost in result["costs"]
-    )
+    rows = (cost | {"gigabytes": cost["read_bandwidth"] / 1e9} for cost in result["costs"])
     show(columns, rows, f"{result['model']} {result['dtype']}")
     further = result["captures"][:-1]  # the largest bucket is captured first
     if further:
         slowest = max(capture["capture_ms"] for capture in further)
         largest = max(capture["pool_bytes"] for capture in further) / 2**20
-        print(
-            f"a further bucket: capture {slowest:.1f} ms (goal {CAPTURE_GOAL_MS:.0f}), "
-            f"pool {largest:.2f} MiB (goal {POOL_GOAL_MIB:.0f}); host goal {HOST_GOAL_US:.0f} us, all on an H200"
-        )
+        print(f"a further bucket: capture {slowest:.1f} ms, pool {largest:.2f} MiB")
     for trace in result["traces"]:
         print(f"batch {trace['bucket']}: {trace['idle_us']:.1f} us of a step between kernels")
 
@@ -398,7 +357,6 @@ def main(
     rounds: Rounds = 5,
     out: OutFolder = None,
 ) -> None:
-    """Measure steps, floors and what each optimisation is worth."""
     chosen = model or (GPU_MODELS if device != "cpu" and torch.cuda.is_available() else CPU_MODELS)
     asked: dict[str, Any] = {"batch_sizes": numbers(batch_sizes), "contexts": numbers(contexts)}
     asked |= {"device": device, "dtype": dtype, "steps": steps, "rounds": rounds, "progress": sys.stdout.isatty()}

@@ -80,7 +80,6 @@ def main(
     out: Out = None,
     of_ranks: Annotated[int, typer.Option("--serve", hidden=True)] = 0,
 ) -> None:
-    """Compare the steps of one rank and of several, and add the run to the file."""
     sizes = numbers(rows, "--rows")
     if of_ranks:
         serve(model, of_ranks, sizes, dtype=dtype, quantize=quantize)

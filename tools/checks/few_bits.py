@@ -35,9 +35,9 @@ from hostile_rows import quick_interpreter
 from interpreted_launches import strict
 from quantised_checkpoints import FORMS, write_pair
 
-from graphdecode.kernels.linear.native_linear import native_linear, to_panels
+from graphdecode.kernels.linear.linear import native_linear, to_panels
 from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
-from graphdecode.kernels.model.quantised_embedding import quantised_embedding
+from graphdecode.kernels.model.embedding import quantised_embedding
 from graphdecode.kernels.moe.expert_linear import GATES
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
@@ -78,7 +78,6 @@ def of_rows(name: str, rows: tuple[int, ...], held: QuantisedPanels, weight: tor
 
 
 def blocks(is_whole: bool) -> Iterator[Share]:
-    """Yield the shares of GGUF's types."""
     for name in sorted(GGUF_BLOCKS):
         for shape in SHAPES + NARROW * (BLOCK_OF[name].values == 32) if is_whole else SHAPES[:1]:
             stored, weight = stored_weight(name, shape)
@@ -122,7 +121,6 @@ def checkpoints(is_whole: bool) -> Iterator[Share]:
 
 
 def embeddings(is_whole: bool) -> Iterator[Share]:
-    """Yield the shares of rows that are gathered from GGUF's types."""
     for name, shape in combinations(sorted(GGUF_BLOCKS), SHAPES if is_whole else SHAPES[:1]):
         stored, weight = stored_weight(name, shape)
         held, tokens = GgufBlocks(stored, name).some_panels(), torch.arange(shape[0]).flip(0)
@@ -160,7 +158,6 @@ def passed(name: str, check: Callable[..., None], *given: Any) -> Share:
 
 
 def called(operation: str) -> Callable[..., None]:
-    """Return what runs an operation's kernel in C."""
     native: Any = versions(operation).native
     return lambda *given: native(*given)()
 

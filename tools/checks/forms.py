@@ -76,7 +76,6 @@ def write_pair(plain: Path, folder: Path, undone: Path, form: Form) -> None:
 
 
 def measured(model: str, dtype: str, *options: str) -> Any:
-    """Return a model's bytes, perplexities, and greedy answers."""
     command = command_of("bench", "quantised", "one", model, "--dtype", dtype, "--no-times", "--answers", *options)
     found = told_by(command)
     return {name: found[name] for name in ("weight_bytes", "perplexity", "answers")}
@@ -137,7 +136,6 @@ def read_by_others(form: str, packed: Path, undone: Path, readers: dict[str, Pat
 
 
 def perplexities_by(python: Path, reader: str, model: Path, dtype: str) -> Any:
-    """Return the perplexities that another library finds."""
     tokenizer = load_tokenizer(model)
     ids = {name: tokenizer((ROOT / name).read_text(), verbose=False).input_ids[:TEXT_TOKENS] for name in TEXTS}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -160,7 +158,6 @@ def half_and_whole(folder: Path, readers: dict[str, Path]) -> dict[str, Any]:
 
 
 def as_it_comes() -> dict[str, Any]:
-    """Return the row of the installed file, in its blocks."""
     stored = measured("smollm2", "float32", "--quantize", "gguf")
     stored["perplexity"] = {"float32": stored["perplexity"]}
     return beside(AS_IT_COMES, stored, measured("smollm2", "float32"))

@@ -84,7 +84,6 @@ def lines(special: Sequence[str], seed: int = 5) -> list[str]:
 
 
 def llama_ids(path: Path, texts: Sequence[str], python: str) -> list[list[int]]:
-    """Return llama.cpp's token ids."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(texts, file)
         file.flush()

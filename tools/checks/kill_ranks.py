@@ -35,17 +35,11 @@ PATIENCE_SECONDS = 60.0  # beyond the limit: to be told, to print, and to end, o
 
 
 class Trial(NamedTuple):
-    """What came of one trial.
+    """What came of one trial."""
 
-    Attributes:
-        wrong: what is wrong; "" if nothing is.
-        seconds: until the others had ended.
-        is_void: somebody else let the stopped rank go on.
-    """
-
-    wrong: str
-    seconds: float
-    is_void: bool = False
+    wrong: str  # what is wrong; "" if nothing is
+    seconds: float  # until the others had ended
+    is_void: bool = False  # somebody else let the stopped rank go on
 
 
 def engine(phase: str, limit_seconds: float, how: Any) -> None:

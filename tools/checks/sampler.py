@@ -24,7 +24,6 @@ def main(
     rows: Annotated[int, typer.Option(help="That are compared.", min=1)] = 10_000,
     seed: Annotated[int, typer.Option(help="Of the first batch.")] = 0,
 ) -> None:
-    """Run the comparison, and say how many rows differ."""
     torch.set_num_threads(1)
     began, different, done = time.perf_counter(), 0, 0
     with quick_interpreter():

@@ -32,8 +32,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphdecode import Engine, EngineConfig, Request, SamplingParams
 from graphdecode.distributed import Leader
 from graphdecode.distributed.started import start_ranks
-from graphdecode.engine import rank_process, shapes
+from graphdecode.engine import rank_process
 from graphdecode.engine.loading import load_engine
+from graphdecode.engine.steps import step
 from graphdecode.errors import ArgumentError
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
@@ -60,14 +61,7 @@ with LLM("demo", tensor_parallel_size={ranks}, collectives="{how}", max_batch_si
 
 
 class Case(NamedTuple):
-    """A model to compare.
-
-    Attributes:
-        model: its name.
-        weights: the form of its weights.
-        make: writes it into a folder, and returns what to load.
-        options: of the engine.
-    """
+    """A model to compare."""
 
     model: str
     weights: str
@@ -76,14 +70,7 @@ class Case(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What came of an engine.
-
-    Attributes:
-        tokens: of all requests together.
-        alone: of one of them by itself.
-        seen: figures of the run.
-        model_bytes: what its weights take.
-    """
+    """What came of an engine."""
 
     tokens: list[list[int]]
     alone: list[int]
@@ -129,7 +116,6 @@ def in_blocks(folder: Path, quantize: str) -> Path:
 
 
 def settings(ranks: int, how: Any = "auto", **options: Any) -> EngineConfig:
-    """Return settings under which pages run out."""
     return EngineConfig.of(
         None, tensor_parallel_size=ranks, collectives=how, max_batch_size=4, batch_sizes=[4], page_size=4,
         total_num_pages=22, max_sequence_length=64, max_prefill_tokens=16, dtype="float32", **options,
@@ -159,7 +145,6 @@ def served(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], in
 
 
 def answers(model: Path, config: EngineConfig, leader: Leader | None = None) -> Answers:
-    """Load a model, and return what it answers."""
     engine = load_engine(model, config, ranks=leader)
     requests = [request(seed, length) for seed, length in enumerate((1, 3, 9, 17, 24, 30))]
     tokens, from_cache = served(engine, requests)
@@ -208,7 +193,6 @@ def started(ranks: int, how: str) -> Leader:
 
 
 def compared(some: list[Case], models: dict[tuple[str, str], Path], ranks: int, how: str) -> Iterator[dict[str, Any]]:
-    """Yield what becomes of each case."""
     leader = started(ranks, how)
     for case in some:
         row = row_of(case, models[case.model, case.weights], leader, ranks, how)
@@ -257,6 +241,6 @@ def main(
     raise typer.Exit(0 if is_right_everywhere else 1)
 
 
-shapes.CACHED_BYTES = 0  # in all ranks
+step.CACHED_BYTES = 0  # in all ranks
 if __name__ == "__main__":  # as the process of a rank
     rank_process.main()

@@ -59,12 +59,10 @@ def call_a(scratch: Path) -> list[Part]:
 
 
 def call_b(scratch: Path) -> list[Part]:
-    """The tests of the engine, loops, and the sanitizers over eager steps."""
+    """The tests of the engine, and the sanitizers over eager steps."""
     small = scratch / "small.toml"
     small.write_text(SMALL_CONFIG + '[capture]\nbackend = "eager"\n')
     tests = ["-m", "not slow", "tests/engine", "tests/graphs", "tests/cache", "tests/models"]
-    loop = [*_PYTHON, "tools/bench", "loop", "--out", str(scratch / "loop.json")]
-    in_small = ["--device", "cpu", "--steps-per-launch", "1,4", "--new-tokens", "16"]
     eager = [*_CLI, "generate", "--prompt", "12+30=", "--prompt", "rev abc=", "--max-tokens", "4"]
     eager += ["--config", str(small)]
     listed = [
@@ -74,7 +72,6 @@ def call_b(scratch: Path) -> list[Part]:
             230,
             _isolated("engine tests", scratch, 60, "tests/graphs/test_edges.py"),
         ),
-        Part("loop", [*loop, "--device", "cuda"], 90, [*loop, *in_small]),
     ]
     for tool in ("memcheck", "racecheck"):
         # a caching allocator's blocks hide who writes past the end of which
@@ -85,8 +82,7 @@ def call_b(scratch: Path) -> list[Part]:
 
 
 def call_c(scratch: Path) -> list[Part]:
-    """Products, the step beside its floor, attention, and one profile of counters."""
-    linear = [*_PYTHON, "tools/bench", "linear", "--out", str(scratch / "linear")]
+    """The step beside its floor, attention, and one profile of counters."""
     step = [*_PYTHON, "tools/bench", "step", "--out", str(scratch / "step")]
     attention = [*_PYTHON, "tools/bench", "attention", "--out", str(scratch / "attention")]
     of_step = ["--batch-sizes", "1,64", "--contexts", "512,4096", "--steps", "32", "--rounds", "3", "--device", "cuda"]
@@ -97,7 +93,6 @@ def call_c(scratch: Path) -> list[Part]:
     counters += ["--metrics", ",".join(metrics)]
     one = [*_CLI, "generate", "--prompt", "12+30=", "--max-tokens", "8"]
     return [
-        Part("linear", linear, 150, [*linear, "--device", "cpu", "--models", "llama-100m", "--batches", "1"]),
         Part("step", [*step, *of_step], 200, [*step, *step_in_small, "--device", "cpu"]),
         Part("attention", attention, 90, [*attention, *attention_in_small]),
         Part("counters", [*counters, *one, "--device", "cuda"], 70, [*one, "--device", "cpu"]),

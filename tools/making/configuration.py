@@ -6,8 +6,7 @@ import textwrap
 from itertools import groupby
 
 from graphdecode.config.key import Key, keys_of
-from graphdecode.config.replicas import ReplicaConfig
-from graphdecode.config.server import ServerConfig
+from graphdecode.config.server import ReplicaConfig, ServerConfig
 from graphdecode.config.settings import BucketConfig, EngineConfig
 from graphdecode.config.toml_file import toml_value
 from harness import ROOT
@@ -32,7 +31,6 @@ _FILE_HEADER = "# The defaults of graphdecode: every key may be left out, or cha
 
 
 def reference() -> str:
-    """Return `docs/configuration.md`."""
     parts = [_INTRODUCTION]
     for section, keys in _sections():
         rows = [f"| `{key.name}` | {key.values.expected} | {_default(key)} | {key.meaning} |" for key in keys]
@@ -41,7 +39,6 @@ def reference() -> str:
 
 
 def default_file() -> str:
-    """Return a file that holds each key at its default, with its meaning above it."""
     parts = [_FILE_HEADER]
     for section, keys in _sections():
         lines = [f"[{section}]"]
@@ -64,7 +61,6 @@ def _default(key: Key) -> str:
 
 
 def main() -> None:
-    """Write both."""
     (ROOT / "docs").mkdir(exist_ok=True)
     (ROOT / "docs" / "configuration.md").write_text(reference(), encoding="utf-8")
     (ROOT / "buckets.toml").write_text(default_file(), encoding="utf-8")

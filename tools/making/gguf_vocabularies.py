@@ -20,7 +20,7 @@ import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from checks.gguf import lines, llama_ids, real_lines
-from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS
+from graphdecode.text.gguf_tokenizer import PRE_TOKENIZERS
 from harness import ROOT
 
 OUT = ROOT / "tests" / "text" / "gguf_vocabularies.json"
@@ -30,7 +30,6 @@ NUM_LINES = 50
 
 
 def byte_level(corpus: list[str]) -> dict[str, Any]:
-    """Return a vocabulary of byte-level BPE."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -44,7 +43,6 @@ def byte_level(corpus: list[str]) -> dict[str, Any]:
 
 
 def sentence_pieces(corpus: list[str]) -> dict[str, Any]:
-    """Return a vocabulary of SentencePiece's BPE."""
     trained = io.BytesIO()
     import sentencepiece
 
@@ -89,7 +87,6 @@ def write(path: Path, vocabulary: dict[str, Any], edit: Callable[[gguf.GGUFWrite
 
 
 def main(llama_python: Annotated[str, typer.Option(help="The interpreter that has llama-cpp-python.")]) -> None:
-    """Write the file of vocabularies."""
     corpus = real_lines()[::7]
     texts = [line for line in lines(SPECIAL) if len(line) < 120]
     texts = texts[: NUM_LINES // 2] + texts[-NUM_LINES // 2 :]

@@ -1,7 +1,14 @@
-"""This engine and its peers on one checkpoint: their tokens are compared first, then they are timed in turn."""
+"""This engine and its peers on one checkpoint: their tokens are compared first, then they are timed in turn.
+
+Whether tokens are the greedy ones is judged by the logits of a reference in float32. Two correct engines may differ:
+where two logits lie closer together than their rounding, either token is right, and all that follows differs. So an
+answer is judged token by token, given the tokens before it: by how far the logit of the token that was chosen lies
+below the largest one.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,29 +16,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.table import Table
 from tqdm import tqdm
 
-from graphdecode.profiling.bandwidth import read_bandwidth
-from harness import in_turn
-from peers.gpu_engines import NanoVllm, Sglang, Vllm
-from peers.greedy import Reference
+from graphdecode.profiling.environment import read_bandwidth
+from harness import in_turn, table
 from peers.llama_cpp import LlamaCpp
 from peers.peer import Graphdecode, Peer, Tokens, Workload, attempt, choose, random_prompts
 from peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
 
 PEERS: dict[str, type[Peer]] = {
-    peer.name: peer
-    for peer in (Transformers, TransformersStatic, TransformersCompiled, LlamaCpp, Vllm, Sglang, NanoVllm)
+    peer.name: peer for peer in (Transformers, TransformersStatic, TransformersCompiled, LlamaCpp)
 }
+TOLERANCE = {"float32": 0.005, "float16": 0.05, "bfloat16": 0.25}
+"""What rounding may cost, in standard deviations of the logits; another model's tokens lie whole deviations below."""
+_NOISY = 0.2  # spread past which a median of a few turns says little
 
 
 def parse_peers(text: str) -> list[Peer]:
-    """Return the peers of a list such as `"transformers,llama-cpp"`, in its order, each once; `"all"` is all of them.
-
-    Raises:
-        ValueError: one is unknown; names those that there are.
-    """
-    return [peer() for peer in choose(text, PEERS)]
+    """Return the peers of a list such as `"transformers,llama-cpp"`; see `choose`."""
+    return [peer() for peer in choose(text, PEERS).values()]
 
 
 def compare_engines(
@@ -42,13 +47,6 @@ def compare_engines(
     A peer that is absent, that fails, or whose tokens are not the greedy ones is left out with its reason, and does
     not disturb the others. These are timed in turn (A B A B ...), and the memory between them, whose speed is not the
     same for long.
-
-    Args:
-        peers: in the order of the table.
-        folder: the checkpoint.
-        workload: what to run.
-        repeats: turns of each engine.
-        progress: show a bar on standard error.
 
     Returns:
         `weight_bytes` that a step reads, `tolerance` of the tokens, `versions` of the peers' packages, `left_out`
@@ -85,6 +83,46 @@ def compare_engines(
             "left_out": left_out,
             "rows": [each.row(own.weight_bytes) for each in rounds],
         }
+
+
+class Reference:
+    """The checkpoint in transformers: its weights rounded to the workload's dtype, its arithmetic in float32."""
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, workload.dtype))
+        self._model = model.float().to(workload.device).eval()
+        self._device = workload.device
+        self.tolerance = TOLERANCE[workload.dtype]
+        self.vocab_size: int = model.config.vocab_size
+
+    def judge(self, prompts: Tokens, answers: Tokens, new_tokens: int) -> tuple[float | None, str]:
+        """Return how far an engine's answers fall short of the greedy ones, and what is wrong with them.
+
+        Returns:
+            How far, at worst, a chosen token's logit lies below the best one, in standard deviations of the logits
+            (None where it cannot be said), and what is wrong, for people; "" when all are greedy up to rounding.
+        """
+        lengths = [len(answer) for answer in answers]
+        if lengths != [new_tokens] * len(prompts):
+            return None, f"gives {lengths} tokens, not {new_tokens} for each of {len(prompts)} prompts"
+        if not all(0 <= token < self.vocab_size for answer in answers for token in answer):
+            return None, f"gives tokens outside the vocabulary of {self.vocab_size}"
+        shortfall = max(self._row_shortfall(*row) for row in zip(prompts, answers, strict=True))
+        if shortfall <= self.tolerance:
+            return shortfall, ""
+        return shortfall, (
+            f"gives other tokens: at worst {shortfall:.2g} standard deviations of the logits below the best, "
+            f"tolerance {self.tolerance:g}"
+        )
+
+    def _row_shortfall(self, prompt: list[int], answer: list[int]) -> float:
+        ids = torch.tensor([[*prompt, *answer]], device=self._device)
+        with torch.no_grad():
+            logits = self._model(ids).logits[0, len(prompt) - 1 : -1].double()  # [len(answer), vocab_size]
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        return ((logits.amax(1) - chosen) / logits.std(1)).max().item()
 
 
 class _Round:
@@ -162,3 +200,54 @@ def _shared_prefix(a: Tokens, b: Tokens) -> float:
     pairs = zip(a, b, strict=True)
     equal = sum(next((i for i, (x, y) in enumerate(zip(p, q, strict=True)) if x != y), len(p)) for p, q in pairs)
     return equal / sum(map(len, a))
+
+
+def contest_table(record: dict[str, Any], title: str) -> Table:
+    """Return what `compare_engines` gives as a table: each figure next to its limit; an absence has dashes."""
+    columns = {"batch": "{batch_size}", "engine": "{name}", "ms/step": "{ms:.3f}", "spread": "{spread:.0%}"}
+    columns |= {"tokens/s": "{tokens:.1f}", "ratio": "{ratio:.2f}", "floors": "{floors:.2f}", "same": "{same:.0%}"}
+    figures = {"ms": "ms_per_step", "tokens": "tokens_per_second", "ratio": "times_faster_than"}
+    figures |= {"floors": "times_floor", "same": "same_tokens"}
+    rows = []
+    for row in record["rows"]:
+        for name in row["ms_per_step"] | row["left_out"] | record["left_out"]:
+            rows.append({"batch_size": row["batch_size"], "name": name})
+            if name in row["ms_per_step"]:
+                rows[-1] |= {key: row[figure][name] for key, figure in figures.items()}
+                rows[-1]["spread"] = _spread(row["turns_ms"][name])
+    return table(columns, rows, title)
+
+
+def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
+    """Return the lines that belong below the table: floors, tokens, and who was left out and why."""
+    lines = [
+        "ms/step: the median of turns taken one after another; spread: the range of their middle half.",
+        "ratio: its time over graphdecode's; floors: its time over that of reading the weights once.",
+        "same: tokens before the first that graphdecode chose otherwise. All are greedy up to near-ties: no token's "
+        f"logit lies more than {record['tolerance']:g} standard deviations of the logits below the best.",
+    ]
+    lines += [
+        f"batch {row['batch_size']}: read bandwidth {row['read_bandwidth'] / 1e9:.1f} GB/s; "
+        f"reading the weights once takes {row['floor_ms']:.3f} ms"
+        for row in record["rows"]
+    ]
+    if record["weight_bytes"] <= cache_bytes:
+        lines.append("the weights fit in the last cache: memory sets no floor for them, and floors may be below 1")
+    noisy = [str(row["batch_size"]) for row in record["rows"] if max(map(_spread, row["turns_ms"].values())) > _NOISY]
+    if noisy:
+        lines.append(
+            f"the machine was too noisy to tell at batch {', '.join(noisy)}: look at the spread, and run again"
+        )
+    lines += [f"{name}: left out: {reason}" for name, reason in record["left_out"].items()]
+    for row in record["rows"]:
+        lines += [f"{name}: left out at batch {row['batch_size']}: {why}" for name, why in row["left_out"].items()]
+    return lines
+
+
+def _spread(turns: list[float]) -> float:
+    """Return how far the middle half of the turns reaches, over their median; infinite where noise ate the median."""
+    median = statistics.median(turns)
+    if median <= 0:
+        return math.inf
+    first, _, third = statistics.quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else (median,) * 3
+    return (third - first) / median

@@ -22,7 +22,6 @@ from graphdecode.models.families import Llama
 from graphdecode.models.transformers_backend import AdoptedConfig
 from peers.peer import Peer, Tokens, Workload
 
-_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -48,11 +47,6 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     """Write a checkpoint of safetensors as GGUF, without a vocabulary: prompts are token ids.
 
     Weights are rounded to `dtype`, norms too, which llama.cpp keeps in float32.
-
-    Args:
-        folder: the checkpoint; `why_not_gguf` has nothing against it.
-        file: to write.
-        dtype: "float32", "float16" or "bfloat16".
     """
     import gguf
 

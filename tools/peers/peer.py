@@ -21,9 +21,6 @@ Result = TypeVar("Result")
 Kind = TypeVar("Kind")
 Tokens = list[list[int]]
 
-GPU_SHARE = 0.25
-"""Of a GPU's memory, for a peer that takes all it is given: every engine of a comparison is loaded at once."""
-
 _FIRST_TOKEN = 3  # below are the special tokens of most vocabularies
 _REASON_LENGTH = 200
 _LEAST_CAPACITY = 512  # tokens a sequence may have, though a comparison needs fewer: engines are not sized to the token
@@ -38,19 +35,15 @@ def attempt(call: Callable[[], Result]) -> tuple[Result | None, str]:
         return None, f"{type(error).__name__}: {first_line}"[:_REASON_LENGTH]
 
 
-def choose(text: str, known: Mapping[str, Kind]) -> list[Kind]:
-    """Return what a comma-separated list names, in its order, each once; `"all"` is everything that is known.
-
-    Raises:
-        ValueError: a name is unknown; the message has those that there are.
-    """
+def choose(text: str, known: Mapping[str, Kind]) -> dict[str, Kind]:
+    """Return what a comma-separated list names, in its order, each once; `"all"` is everything that is known."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names == ["all"]:
         names = list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ArgumentError(f"unknown peers: {', '.join(unknown)}; there are {', '.join(known)}, or all")
-    return [known[name] for name in dict.fromkeys(names)]
+    return {name: known[name] for name in names}
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> Tokens:
@@ -61,23 +54,14 @@ def random_prompts(count: int, length: int, vocab_size: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Workload:
-    """What all engines of a comparison run.
+    """What all engines of a comparison run."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        dtype: of weights, activations and cache: "float32", "bfloat16" or "float16".
-        batch_sizes: that will be asked for.
-        prompt_tokens: of each sequence.
-        new_tokens: decode steps of one measurement.
-        threads: of a CPU.
-    """
-
-    device: str
-    dtype: str
-    batch_sizes: tuple[int, ...]
-    prompt_tokens: int
-    new_tokens: int
-    threads: int
+    device: str  # "cpu" or "cuda"
+    dtype: str  # of weights, activations and cache: "float32", "bfloat16" or "float16"
+    batch_sizes: tuple[int, ...]  # that will be asked for
+    prompt_tokens: int  # of each sequence
+    new_tokens: int  # decode steps of one measurement
+    threads: int  # of a CPU
 
     @property
     def max_batch_size(self) -> int:
@@ -90,38 +74,19 @@ class Workload:
         return max(self.prompt_tokens + 1 + self.new_tokens, _LEAST_CAPACITY)
 
 
-class Adapter(ABC):
-    """Somebody else's code, which may be absent. Nothing of it is imported before it is asked for something.
+class Peer(ABC):
+    """An engine that may be absent. Nothing of it is imported before `open`."""
 
-    Attributes:
-        name: that a person asks for it by.
-        requires: module -> distribution that brings it.
-        devices: that it is driven on here.
-    """
+    name: ClassVar[str]  # that a person asks for it by
+    requires: ClassVar[Mapping[str, str]] = {}  # module -> distribution that brings it
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # that it is driven on here
 
-    name: ClassVar[str]
-    requires: ClassVar[Mapping[str, str]] = {}
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-
-    def why_not_on(self, device: str, verb: str) -> str:
-        """Return why it cannot take part on a device, where it `verb` on others only; "" when it can be tried."""
+    def why_not(self, folder: Path, workload: Workload) -> str:
+        """Return why this peer cannot take part, for people; "" when it can be tried."""
         absent = [package for module, package in self.requires.items() if util.find_spec(module) is None]
         if absent:
             return f"not installed: {', '.join(absent)}"
-        return "" if device in self.devices else f"{verb} on {' and '.join(self.devices)} only"
-
-
-class Peer(Adapter):
-    """An engine that may be absent. Nothing of it is imported before `open`."""
-
-    def why_not(self, folder: Path, workload: Workload) -> str:
-        """Return why this peer cannot take part, for people; "" when it can be tried.
-
-        Args:
-            folder: the checkpoint.
-            workload: what it would run.
-        """
-        return self.why_not_on(workload.device, "is compared")
+        return "" if workload.device in self.devices else f"is compared on {' and '.join(self.devices)} only"
 
     @property
     def versions(self) -> dict[str, str]:
@@ -136,26 +101,17 @@ class Peer(Adapter):
 
     @abstractmethod
     def open(self, folder: Path, workload: Workload) -> None:
-        """Load the checkpoint, ready for every batch size of the workload.
-
-        Raises:
-            Exception: whatever the peer raises when it cannot.
-        """
+        """Load the checkpoint, ready for every batch size of the workload."""
 
     @abstractmethod
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        """Return `new_tokens` greedy tokens for each prompt, whether or not they end an answer.
-
-        Args:
-            prompts: token ids, all of one length.
-            new_tokens: for each of them.
-        """
+        """Return `new_tokens` greedy tokens for each prompt, whether or not they end an answer."""
 
     def seconds_per_step(self, prompts: Tokens, new_tokens: int) -> float:
         """Return the time of one decode step: a long answer less a short one, so that prefill does not count."""
         return step_seconds(partial(self.generate, prompts), new_tokens)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (few have anything to give back)
         """Give back what outlives the object: processes, files, memory of other libraries."""
 
 

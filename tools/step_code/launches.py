@@ -27,9 +27,8 @@ from graphdecode.buckets import StepShape
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps import DecodeStep, StepSetting
-from graphdecode.kernels.linear.small_linear import small_linear_triton
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, candidates
-from graphdecode.kernels.native import early_start
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, small_linear_triton
+from graphdecode.kernels.native import optional_triton
 from graphdecode.kernels.native.registration import NAMESPACE, versions
 from graphdecode.linear import linear_choice
 from graphdecode.models import Decoder, load, load_model
@@ -282,15 +281,15 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         "Event": lambda **_: SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),
         "empty_cache": lambda: None,
     }
-    early_start.has_early_start.cache_clear()
+    optional_triton.has_early_start.cache_clear()
     with ExitStack() as held:
         for name, replacement in cuda.items():
             held.enter_context(mock.patch.object(torch.cuda, name, replacement))
         held.enter_context(mock.patch.object(linear_choice, "fastest_product", fastest))
-        held.enter_context(mock.patch.object(linear_choice.LinearTuner, "_graph_clock", nothing))
+        held.enter_context(mock.patch.object(linear_choice, "GraphClock", nothing))
         held.enter_context(mock.patch.object(load, "ChoiceCache", nothing))
         held.enter_context(mock.patch.object(RandomWeights, "read", untouched))
-        held.callback(early_start.has_early_start.cache_clear)
+        held.callback(optional_triton.has_early_start.cache_clear)
         held.enter_context(_OnMeta())
         yield
 

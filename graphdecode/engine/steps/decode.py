@@ -14,17 +14,18 @@ from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import LayerCache, fill_page_row
-from graphdecode.engine.steps.automaton_places import AutomatonPlaces
+from graphdecode.config import BucketConfig
+from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.steps.step import RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import Loop
-from graphdecode.kernels.model.advance import AdvanceState
-from graphdecode.kernels.model.sample_and_advance import sample_and_advance
-from graphdecode.kernels.model.skip_steps import skip_steps
-from graphdecode.kernels.sampling.follow_automata import NO_AUTOMATON, AutomatonTables, Guides
+from graphdecode.kernels.model.advance import AdvanceState, skip_steps
+from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, NO_AUTOMATON, AutomatonTables, Guides
+from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     FLAG_BAD_WORDS,
     FLAG_TOKEN_MASK,
+    MASK_BITS,
     PROMPT_BIT,
     LogprobOutputs,
     SamplingSlots,
@@ -32,12 +33,80 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.models import Chunks, Model
 
+_MOST_CLASSES = 1024  # of tokens that one automaton tells apart
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 _PAGES = "pages"  # staging block: the page table
 
 
+def state_bytes(vocab_size: int) -> int:
+    """Return what one state takes in the tables."""
+    return 4 * (_MOST_CLASSES + -(-vocab_size // MASK_BITS) + 1)
+
+
+class Place(NamedTuple):
+    """The place of an automaton: its number, and the line of its first state."""
+
+    number: int
+    line: int
+
+
+class AutomatonPlaces:
+    """The books of the tables that `follow_automata` reads; what no row follows gives way."""
+
+    def __init__(self, config: BucketConfig, vocab_size: int) -> None:
+        self._automata, self._lines = config.max_automata, config.max_automaton_states
+        self._vocab_size = vocab_size
+        self._places: dict[TokenAutomaton, Place] = {}
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The tables."""
+        return [
+            Slot("automaton_classes", (self._automata, self._vocab_size), torch.int32),
+            Slot("automaton_next", (self._lines, _MOST_CLASSES), torch.int32, pad=-1),
+            Slot("automaton_masks", (self._lines, -(-self._vocab_size // MASK_BITS)), torch.int32),
+            Slot("automaton_ends", (self._lines,), torch.int32),
+        ]
+
+    def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, Place]:
+        """Return where some automata lie; new ones are written, the first before the others, where there is room."""
+        distinct = list(dict.fromkeys(wanted))
+        for automaton in distinct:
+            num_states, num_classes = automaton.following.shape
+            if automaton in self._places or num_classes > _MOST_CLASSES:
+                continue
+            found = self._room(num_states)
+            if found is None:
+                self._places = {kept: place for kept, place in self._places.items() if kept in distinct}
+                found = self._room(num_states)
+            if found is not None:
+                self._places[automaton] = found
+                self._write(automaton, found, buffers)
+        return {automaton: self._places[automaton] for automaton in distinct if automaton in self._places}
+
+    def _room(self, num_states: int) -> Place | None:
+        """Return the first free place of some lines."""
+        used = {place.number for place in self._places.values()}
+        number = next((number for number in range(self._automata) if number not in used), None)
+        line = 0
+        for automaton, place in sorted(self._places.items(), key=lambda item: item[1].line):
+            if line + num_states <= place.line:
+                break
+            line = place.line + len(automaton.following)
+        return None if number is None or line + num_states > self._lines else Place(number, line)
+
+    @staticmethod
+    def _write(automaton: TokenAutomaton, place: Place, buffers: StepBuffers) -> None:
+        following = np.where(automaton.following < 0, -1, automaton.following + place.line).astype(np.int32)
+        ends = (ACCEPTS * automaton.accepts + COMPLETES * automaton.completes).astype(np.int32)
+        buffers.write("automaton_classes", place.number, automaton.classes[None])
+        buffers.write("automaton_next", place.line, following)
+        buffers.write("automaton_masks", place.line, automaton.masks)
+        buffers.write("automaton_ends", place.line, ends)
+
+
 class Rings(NamedTuple):
-    """Where the tokens and log-probabilities of finished steps wait for the host, in its memory.
+    """Ring buffers in host memory for the tokens and log-probabilities of finished steps.
 
     A GPU writes what a step has to tell straight into it: the kernel that has a row's token stores it here, and no copy
     follows. Only steps with drafts read their tokens back.
@@ -66,7 +135,7 @@ class DecodeStep(Step):
     `queries` are tokens that a row feeds in a step at most, for kinds of this step that feed more than one.
     """
 
-    holds_forms = True
+    takes_constraints = True
 
     def __init__(self, setting: StepSetting, *, queries: int = 1) -> None:
         config, model = setting.config, setting.model

@@ -1,4 +1,4 @@
-"""What a step is, what it is told of a row, and what it tells: the contract of the Runner and whatever it captures."""
+"""The interface between the runner and a step: what a step is given for each row, and what it returns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from graphdecode.buckets import StepShape
+from graphdecode.buckets import BucketLadder, StepShape
 from graphdecode.buffers import Batch, StepBuffers
 from graphdecode.cache import LayerCache
 from graphdecode.config import BucketConfig
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
-from graphdecode.engine.shapes import mixed_shapes
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.graphs import Loop
@@ -33,6 +32,38 @@ from graphdecode.kernels.sampling.sampling_slots import (
     sampling_slots,
 )
 from graphdecode.models import Chunks, MixingModel, Model
+
+# tokens of a pass that has a graph; a CPU's graph keeps what is between its operators, and more tokens are worth less
+_PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}
+# of a mixed step, those of rows and of chunks together, and rows of it: among so many tokens some of padding weigh
+# little. A CPU multiplies 16 or 32 rows at once, a GPU waits for weights up to some hundred
+MIXED_TOKENS = {"cuda": (64, 128, 256, 512), "cpu": (16, 32, 64)}
+_MIXED_ROWS = {"cuda": (8, 64), "cpu": (1, 8, 32)}
+CACHED_BYTES = 8 * 2**20  # of weights that a CPU has in the caches of its cores: to read them once more takes no time
+
+
+def pays(model: Model) -> bool:
+    """Whether a model has weights that take time to be read once more, so that steps had better take prompts along."""
+    return model.device.type != "cpu" or model.weight_bytes > CACHED_BYTES
+
+
+def prompt_shapes(device_type: str, max_tokens: int) -> list[StepShape]:
+    """Return the passes of prompts by themselves; a larger one takes longer to run than to launch."""
+    sizes = {min(tokens, max_tokens) for tokens in _PROMPT_TOKENS[device_type]}
+    return [StepShape(0, 1, tokens) for tokens in sorted(sizes)]
+
+
+def mixed_shapes(device_type: str, max_tokens: int, ladder: BucketLadder) -> list[StepShape]:
+    """Return the steps that take chunks of prompts along, for some of a ladder's buckets."""
+    most = ladder.max_batch_size
+    buckets = {ladder.bucket_for(min(rows, most)) for rows in (*_MIXED_ROWS[device_type], most)}
+    return [
+        StepShape(bucket, 1, min(tokens - bucket, max_tokens))
+        for tokens in MIXED_TOKENS[device_type]
+        for bucket in buckets
+        if 2 * bucket <= tokens
+    ]
+
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
@@ -59,7 +90,7 @@ NO_CHOICE = {  # the row ends here, and why
 
 @dataclass(frozen=True)
 class RowSampling(_Asked):
-    """How a row's tokens are chosen, and what ends it: the values of its `SamplingSlots`, whose names the fields have.
+    """Sampling parameters of a row, and what ends it: the values of its `SamplingSlots`, whose names the fields have.
 
     Without a token mask all tokens are allowed; with `num_logprobs=-1` not even the sampled one's is reported.
     """
@@ -162,7 +193,7 @@ class StepLogprobs(NamedTuple):
 
 
 class StepDrafts(NamedTuple):
-    """What became of a step's drafts, row by row."""
+    """Verified and accepted drafts of a step, row by row."""
 
     verified: list[int]  # drafts that were fed
     # how many of them were what was sampled; of a step that feeds one token a row, 1 where a draft was known that would
@@ -173,7 +204,7 @@ class StepDrafts(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """What one step gave its rows, in row order: tokens, ENDED_BEFORE, or one of NO_CHOICE.
+    """Output of one step, in row order: tokens, ENDED_BEFORE, or one of NO_CHOICE.
 
     A step that feeds several tokens of a row gives as many of these; `drafts` is with the first.
     """
@@ -185,7 +216,7 @@ class StepTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSetting:
-    """What a step is built on; nothing in it changes while the step lives."""
+    """The model, caches and sizes that a step is built on; nothing in it changes while the step lives."""
 
     model: Model  # the decoder
     caches: list[LayerCache]  # keys and values of each layer
@@ -218,7 +249,7 @@ class StepSetting:
 
     @property
     def sampling_capacity(self) -> SamplingCapacity:
-        """How much one row may ask of sampling."""
+        """The limits of one row's sampling parameters."""
         return SamplingCapacity(*(getattr(self.config, name) for name in SamplingCapacity._fields))
 
     @property
@@ -239,7 +270,7 @@ def ring_length(config: BucketConfig) -> int:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a step that feeds drafts tells of it."""
+    """Properties of a step that feeds drafts."""
 
     is_fixed: bool  # whether every launch verifies all drafts that there are, whatever that costs
     # given the number of staged rows, returns each row's drafts for the next step and how many tokens speak for them;
@@ -254,22 +285,15 @@ class Step(ABC):
 
     Its shapes are captured, each over the buffers narrowed to its rows. The Runner tells it which rows there are, asks
     it for the tokens, and launches its graphs.
-
-    Attributes:
-        buffers: every tensor that it reads or writes.
-        constants: what it only reads, beside the model's weights.
-        loop: how several of them are one launch; None where a launch is one step.
-        drafting: how it feeds several tokens of a row; None where it does not.
-        holds_forms: whether its rows can be held to forms; it runs in halves then, of which the second alone reads the
-            token masks.
-        guided_rows: the staged rows that follow their automata on the device; the host need not stage their masks.
     """
 
-    buffers: StepBuffers
-    constants: Sequence[Tensor] = ()
-    loop: Loop | None = None
-    drafting: Drafting | None = None
-    holds_forms: bool = False
+    buffers: StepBuffers  # every tensor that it reads or writes
+    constants: Sequence[Tensor] = ()  # what it only reads, beside the model's weights
+    loop: Loop | None = None  # how several of them are one launch; None where a launch is one step
+    drafting: Drafting | None = None  # how it feeds several tokens of a row; None where it does not
+    # whether its rows can have constraints; it runs in halves then, of which the second alone reads the token masks
+    takes_constraints: bool = False
+    # the staged rows that follow their automata on the device; the host need not stage their masks
     guided_rows: Collection[int] = ()
 
     @abstractmethod
@@ -291,13 +315,13 @@ class Step(ABC):
         """Write everything that the device has to know of these rows; for when the membership changed."""
 
     def begin(self, num_rows: int) -> None:  # noqa: B027 (only where the device has to do something with them)
-        """Do on the device what follows the staging of rows; `stage` ends with it."""
+        """Run on the device what follows the staging of rows; `stage` ends with it."""
 
     @abstractmethod
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the rows' pages alone; for when the rows are the same but own more pages."""
 
-    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:  # noqa: B027 (only where forms are held)
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:  # noqa: B027 (only where there are constraints)
         """Write the token masks of some of the staged rows, by row."""
 
     @abstractmethod
@@ -323,7 +347,7 @@ STEPS: dict[str, StepMaker] = {}
 
 
 def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
-    """Let engines run another kind of step.
+    """Register a kind of step.
 
     Args:
         name: that settings ask for it by.

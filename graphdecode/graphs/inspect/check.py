@@ -30,23 +30,14 @@ _Call = tuple[str, Any, _Place]
 
 @dataclass(frozen=True)
 class Finding:
-    """One hazard of a step.
+    """One hazard of a step."""
 
-    Attributes:
-        kind: a key of `HAZARDS`.
-        operator: the operator to blame.
-        file: of the step's line.
-        line: its number.
-        why: what a graph would get wrong.
-        remedy: what to do instead.
-    """
-
-    kind: str
-    operator: str
-    file: str | None
-    line: int | None
-    why: str
-    remedy: str
+    kind: str  # a key of `HAZARDS`
+    operator: str  # the operator to blame
+    file: str | None  # of the step's line
+    line: int | None  # its number
+    why: str  # what a graph would get wrong
+    remedy: str  # what to do instead
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: " if self.file else ""

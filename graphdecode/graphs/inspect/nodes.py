@@ -1,4 +1,4 @@
-"""What a captured CUDA graph holds, as the driver tells it, and whose device memory its addresses lie in."""
+"""The nodes of a captured CUDA graph, as the driver lists them, and the owners of the addresses in them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_mapped(address: int) -> bool:
 
 
 class AddressMap:
-    """Who owns device memory at one moment: slots and constants, the pool, somebody else's live allocation, or nobody.
+    """The owners of device memory at one moment: slots and constants, the pool, another live allocation, or nobody.
 
     The segments are those of `torch.cuda.memory_snapshot()`; `is_mapped` says whether the driver knows an address that
     lies in none of them.

@@ -77,10 +77,6 @@ class TorchDispatchMode(TorchsMode):
 class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step.
 
-    Args:
-        owners: of what the step may touch.
-        refuse: what to do with a hazard; a checker collects them, a capture raises.
-
     Attributes:
         made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
             free when the step needs it no more.
@@ -139,7 +135,7 @@ class StepObserver(TorchDispatchMode):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Let what runs inside pass unseen: the inside of an operator, and this observer's own reading."""
+        """Suspend the observer: inside an operator, and for its own reading."""
         self.depth += 1
         try:
             yield
@@ -147,10 +143,10 @@ class StepObserver(TorchDispatchMode):
             self.depth -= 1
 
     def made_new(self, key: int, tensor: Tensor) -> None:
-        """Take note of a storage that the step made; a recorder keeps it alive."""
+        """Record a storage that the step made; a recorder keeps it alive."""
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Take note of an operator that was run; a recorder keeps it."""
+        """Record an operator that was run; a recorder keeps it."""
 
     def _check_operator(self, func: Any, args: tuple, kwargs: dict) -> None:
         name = func._schema.name
@@ -262,7 +258,7 @@ class WatchedBatch(Batch):
 
 @contextmanager
 def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_methods: bool = True) -> Iterator[Batch]:
-    """Let an observer watch the step that runs over the batch that this gives, and refuse what it did unseen.
+    """Watch the step that runs over the batch that this yields, and refuse what it did unseen.
 
     `step` is blamed for what no operator of its thread did. With `guards_methods` some of torch's modules take another
     path (they ask whether anybody overrides torch functions), so that what is to be bit for bit what an eager step does

@@ -1,4 +1,4 @@
-"""Who owns the memory that a step touches: slots and adopted tensors, and constants, all by name."""
+"""Owners of the memory that a step touches: slots, adopted tensors and constants by name."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ class Owners:
         return MemoryMap(dict(_named_tensors(self._given, "constants")))
 
     def freeze(self) -> None:
-        """Let the modules among the constants refuse, from now on, to load other weights."""
+        """Make the modules among the constants refuse, from now on, to load other weights."""
         self.thaw()
         modules = {module for given in self._given if isinstance(given, torch.nn.Module) for module in given.modules()}
         self._hooks = [module.register_load_state_dict_pre_hook(_refuse_to_load) for module in modules]
 
     def thaw(self) -> None:
-        """Let them load again."""
+        """Allow them to load again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

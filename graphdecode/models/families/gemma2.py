@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Layer
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, layer_windows, number
-from graphdecode.models.families.llama import Llama
-from graphdecode.models.layers import SandwichLayer
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, layer_windows, number
+from graphdecode.models.families.llama import Llama, attention_biases, sandwich_layer
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
@@ -38,8 +37,7 @@ class Gemma2(Llama):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return that attention's products may have biases."""
-        attention = flag(settings, "attention_bias", False)
-        return {"qkv_bias": attention, "o_bias": attention}
+        return attention_biases(settings)
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: that of the first, the third and so on."""
@@ -66,12 +64,4 @@ class Gemma2(Llama):
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
         """Return one layer, its weights read."""
-        at, eps = f"layers.{index}.", config.rms_norm_eps
-        return SandwichLayer(
-            before_attention=weights.norm(f"{at}input_norm", eps),
-            attention=self.attention(config, weights, index),
-            after_attention=weights.norm(f"{at}after_attention", eps),
-            before_mlp=weights.norm(f"{at}post_norm", eps),
-            mlp=self.feed_forward(config, weights, index),
-            after_mlp=weights.norm(f"{at}after_mlp", eps),
-        )
+        return sandwich_layer(self, config, weights, index)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from graphdecode.linear.expert_form import Gate
-from graphdecode.models.blocks import Attention
+from graphdecode.linear.experts import Gate
+from graphdecode.models.blocks import Attention, Experts
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, layer_windows
-from graphdecode.models.experts import Experts
 from graphdecode.models.families.sparse import Sparse, experts_of
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -18,7 +17,7 @@ class GptOss(Sparse):
     """gpt-oss, whose experts' gates and inputs stand by turns."""
 
     architecture = "GptOssForCausalLM"
-    experts_have_turns = True
+    experts_interleaved = True
     router = "router"
     has_biases = True
     defaults: ClassVar[dict[str, Any]] = {
@@ -59,7 +58,7 @@ class GptOss(Sparse):
             raise UnsupportedModelError(f"swiglu_alpha and swiglu_limit must be numbers > 0, got {clamp!r}")
         return ExpertsConfig(
             count=count(settings, "num_local_experts"),
-            slots=count(settings, "num_experts_per_tok"),
+            top_k=count(settings, "num_experts_per_tok"),
             intermediate_size=fields["intermediate_size"],
             renormalise=True,
             layers=(True,) * fields["num_hidden_layers"],
@@ -88,7 +87,9 @@ class GptOss(Sparse):
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         """Return a layer's attention, with its sinks."""
-        return replace(super().attention(config, weights, index), sinks=weights.tensor(f"layers.{index}.sinks").float())
+        attention = super().attention(config, weights, index)
+        sinks = weights.tensor(f"layers.{index}.sinks").float()
+        return replace(attention, options=attention.options._replace(sinks=sinks))
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of a layer, with their clamped gate."""

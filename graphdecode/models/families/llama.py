@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer
+from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, PreNormLayer, SandwichLayer
 from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
-from graphdecode.models.layers import PreNormLayer
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 
 class Llama(Family):
-    """Llama 1 to 3, and all that share its shape.
-
-    Attributes:
-        defaults: what transformers takes where a config.json says nothing.
-        has_partial_rotary: whether some of a head's channels may stay as they are.
-    """
+    """Llama 1 to 3, and all that share its shape."""
 
     architecture = "LlamaForCausalLM"
+    # what transformers takes where a config.json says nothing
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "hidden_act": "silu"}
-    has_partial_rotary: ClassVar[bool] = False
+    has_partial_rotary: ClassVar[bool] = False  # whether some of a head's channels may stay as they are
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         """Take the fields of a config.json."""
@@ -34,8 +29,7 @@ class Llama(Family):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return which products have a bias."""
-        attention = flag(settings, "attention_bias", False)
-        return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": flag(settings, "mlp_bias", False)}
+        return attention_biases(settings) | {"mlp_bias": flag(settings, "mlp_bias", False)}
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return for each layer how many keys before a query's own it sees: all."""
@@ -94,16 +88,33 @@ class Llama(Family):
             k_norm=weights.optional_norm(f"{at}k_norm", eps),
             o=weights.linear(f"{at}o"),
             head_dim=config.head_dim,
-            window=config.windows[index],
             cos_sin=weights.cos_sin(config.layer_ropes[index] if config.layer_ropes else config.rope, config.head_dim),
-            sm_scale=config.sm_scale,
-            logits_soft_cap=config.attention_soft_cap,
+            options=config.attention_options(index),
         )
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
         """Return what a layer does with each token by itself."""
         at = f"layers.{index}."
         return GatedMlp(weights.linear(f"{at}gate_up"), weights.linear(f"{at}down"), config.activation)
+
+
+def attention_biases(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return whether attention's products have biases, as `attention_bias` says."""
+    attention = flag(settings, "attention_bias", False)
+    return {"qkv_bias": attention, "o_bias": attention}
+
+
+def sandwich_layer(family: Llama, config: ModelConfig, weights: Weights, index: int) -> Layer:
+    """Return a layer with a norm behind each block, and one before it where the map has a place for that."""
+    at, eps = f"layers.{index}.", config.rms_norm_eps
+    return SandwichLayer(
+        before_attention=weights.optional_norm(f"{at}input_norm", eps),
+        attention=family.attention(config, weights, index),
+        after_attention=weights.norm(f"{at}after_attention", eps),
+        before_mlp=weights.optional_norm(f"{at}post_norm", eps),
+        mlp=family.feed_forward(config, weights, index),
+        after_mlp=weights.norm(f"{at}after_mlp", eps),
+    )
 
 
 def head_run(config: ModelConfig) -> Run:

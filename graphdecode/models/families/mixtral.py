@@ -31,7 +31,7 @@ class Mixtral(Sparse, Mistral):
         """Return what the experts look like: the intermediate size is that of each."""
         return ExpertsConfig(
             count=count(settings, "num_local_experts"),
-            slots=count(settings, "num_experts_per_tok"),
+            top_k=count(settings, "num_experts_per_tok"),
             intermediate_size=fields["intermediate_size"],
             renormalise=True,
             layers=(True,) * fields["num_hidden_layers"],

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention, Layer
-from graphdecode.models.config import ModelConfig, flag
-from graphdecode.models.families.llama import Llama, head_run
-from graphdecode.models.layers import SandwichLayer
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.families.llama import Llama, attention_biases, head_run, sandwich_layer
 from graphdecode.models.split_blocks import jointly_normed
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -25,8 +24,7 @@ class Olmo2(Llama):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return that attention's products may have biases."""
-        attention = flag(settings, "attention_bias", False)
-        return {"qkv_bias": attention, "o_bias": attention}
+        return attention_biases(settings)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the places of one layer; see `Llama.layer_weights`."""
@@ -47,12 +45,4 @@ class Olmo2(Llama):
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
         """Return one layer, its weights read."""
-        at, eps = f"layers.{index}.", config.rms_norm_eps
-        return SandwichLayer(
-            before_attention=None,
-            attention=self.attention(config, weights, index),
-            after_attention=weights.norm(f"{at}after_attention", eps),
-            before_mlp=None,
-            mlp=self.feed_forward(config, weights, index),
-            after_mlp=weights.norm(f"{at}after_mlp", eps),
-        )
+        return sandwich_layer(self, config, weights, index)

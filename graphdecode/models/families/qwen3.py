@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import ModelConfig, flag
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.families.llama import attention_biases
 from graphdecode.models.families.qwen2 import Qwen2
 from graphdecode.models.weight_map import Part, WeightMap
 
@@ -17,8 +18,7 @@ class Qwen3(Qwen2):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return which products have a bias."""
-        attention = flag(settings, "attention_bias", False)
-        return {"qkv_bias": attention, "o_bias": attention}
+        return attention_biases(settings)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the places of one layer; see `Llama.layer_weights`."""

@@ -25,20 +25,20 @@ class SmolLM3(Llama):
         """Return the window of each layer: where windows are switched on, and the layer is one of those."""
         if not flag(settings, "use_sliding_window", False):
             return (-1,) * layers
-        return layer_windows(settings, [not turned for turned in _turns(settings, layers)])
+        return layer_windows(settings, [not rotated for rotated in _has_rope(settings, layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return which layers have no rotary embedding."""
-        turns = _turns(settings, fields["num_hidden_layers"])
-        return {"layer_ropes": tuple(fields["rope"] if turned else None for turned in turns)}
+        has_rope = _has_rope(settings, fields["num_hidden_layers"])
+        return {"layer_ropes": tuple(fields["rope"] if rotated else None for rotated in has_rope)}
 
 
-def _turns(settings: dict[str, Any], layers: int) -> list[bool]:
+def _has_rope(settings: dict[str, Any], layers: int) -> list[bool]:
     """Return for each layer whether it has a rotary embedding; the field's name says the opposite of what it holds."""
     given = settings.get("no_rope_layers")
     if given is None:
         every = count(settings, "no_rope_layer_interval", 4)
         return [(layer + 1) % every != 0 for layer in range(layers)]
-    if not isinstance(given, list) or len(given) < layers or any(turned not in (0, 1) for turned in given):
+    if not isinstance(given, list) or len(given) < layers or any(rotated not in (0, 1) for rotated in given):
         raise UnsupportedModelError(f"no_rope_layers must be {layers} zeros and ones, got {shown(given)}")
-    return [bool(turned) for turned in given[:layers]]
+    return [bool(rotated) for rotated in given[:layers]]

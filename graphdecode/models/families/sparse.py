@@ -1,4 +1,4 @@
-"""What the families of mixtures of experts share: their fields, their tensors' names, and the layer's sparse part."""
+"""Mixtures of experts: fields, names of tensors, and the sparse part of a layer, shared by their families."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
-from graphdecode.linear.expert_form import Gate
+from graphdecode.linear.experts import Gate
 from graphdecode.linear.weight_form import Stored
-from graphdecode.models.blocks import FeedForward, GatedMlp
+from graphdecode.models.blocks import Experts, FeedForward, GatedMlp, SparseMlp
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
-from graphdecode.models.experts import Experts, SparseMlp
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.split_blocks import SummedMlp
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
@@ -20,30 +19,22 @@ _MOST_EXPERTS = 2**17  # of all layers: several times what the largest models ha
 
 
 class Sparse(Llama):
-    """A Llama whose layers, or some of them, have experts in place of the MLP.
+    """A Llama whose layers, or some of them, have experts in place of the MLP."""
 
-    Attributes:
-        mlp: what the names of the experts' tensors, and the router's, begin with within a layer.
-        gate_up: the parts of an expert's first product, the gate first.
-        down: its second product.
-        router: what the router is called there.
-        has_biases: whether the router and the experts have some.
-        stacked_mlp: the same as `mlp` where a checkpoint has one tensor for all experts of a layer, as transformers 5
-            holds them.
-    """
-
-    mlp: ClassVar[str] = "mlp."
+    mlp: ClassVar[str] = "mlp."  # what the names of the experts' tensors, and the router's, begin with within a layer
+    # the parts of an expert's first product, the gate first
     gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
-    down: ClassVar[str] = "down_proj"
-    router: ClassVar[str] = "gate"
-    has_biases: ClassVar[bool] = False
+    down: ClassVar[str] = "down_proj"  # its second product
+    router: ClassVar[str] = "gate"  # what the router is called there
+    has_biases: ClassVar[bool] = False  # whether the router and the experts have some
+    # the same as `mlp` where a checkpoint has one tensor for all experts of a layer, as transformers 5 holds them
     stacked_mlp: ClassVar[str] = "mlp."
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of the experts."""
         experts = self.experts(settings, fields)
-        if experts.slots > experts.count:
-            raise UnsupportedModelError(f"num_experts_per_tok {experts.slots} is more than the {experts.count} experts")
+        if experts.top_k > experts.count:
+            raise UnsupportedModelError(f"num_experts_per_tok {experts.top_k} is more than the {experts.count} experts")
         all_experts = experts.count * sum(experts.layers)
         if all_experts > _MOST_EXPERTS:
             raise UnsupportedModelError(f"at most {_MOST_EXPERTS} experts are run, these layers have {all_experts}")
@@ -58,7 +49,7 @@ class Sparse(Llama):
         shared = settings.get("shared_expert_intermediate_size")
         return ExpertsConfig(
             count=count(settings, "num_local_experts", settings.get("num_experts")),
-            slots=count(settings, "num_experts_per_tok"),
+            top_k=count(settings, "num_experts_per_tok"),
             intermediate_size=count(settings, "moe_intermediate_size"),
             renormalise=flag(settings, "norm_topk_prob", False),
             shared_intermediate_size=0 if shared is None else count(settings, "shared_expert_intermediate_size"),
@@ -89,12 +80,12 @@ class Sparse(Llama):
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer whose places begin with `at`."""
-        experts, has_turns = experts_of(config), self.experts_have_turns
+        experts, interleaved = experts_of(config), self.experts_interleaved
         return Experts(
-            gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, has_turns=has_turns),
-            down=weights.experts(f"{at}experts.down", experts, is_gated=False, has_turns=has_turns),
+            gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, interleaved=interleaved),
+            down=weights.experts(f"{at}experts.down", experts, is_gated=False, interleaved=interleaved),
             count=experts.count,
-            slots=experts.slots,
+            top_k=experts.top_k,
             width=experts.intermediate_size,
             gate=Gate(config.activation),
         )

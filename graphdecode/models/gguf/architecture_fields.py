@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphdecode.models.gguf.metadata import Metadata
+from graphdecode.models.gguf.container import Metadata
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by other than their heads' channels
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.gguf import architecture_fields as more
-from graphdecode.models.gguf.container import GgufTensor
-from graphdecode.models.gguf.metadata import Metadata, stop_token_ids
+from graphdecode.models.gguf.container import GgufTensor, Metadata, TensorView, stop_token_ids
 from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
-from graphdecode.models.gguf.tensor_view import TensorView
 
 EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTATED = ("attn_q", "attn_k")

@@ -1,7 +1,8 @@
 """A GGUF file: what its header says, believed only as far as the file reaches.
 
 The header is read here and not by `gguf.GGUFReader`, which takes 2.6 s for a vocabulary of 49,152 tokens, and believes
-counts and lengths that a damaged file has. The layout is that of ggml's `docs/gguf.md`, versions 2 and 3.
+counts and lengths that a damaged file has. The layout is that of ggml's `docs/gguf.md`, versions 2 and 3. Metadata go
+by the names that the architecture puts before them; tensors are seen as transformers has them, in terms of the file's.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType
+from graphdecode.linear.weight_form import Shard
+from graphdecode.models.config import UnsupportedModelError
+from graphdecode.models.gguf.quantize import dequantize
 from graphdecode.models.source import refuse_pointer
 from graphdecode.models.weight_map import CheckpointError
 
@@ -239,3 +246,155 @@ class _Header:
 
     def _truncated(self, field: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is truncated: it ends within {field}, at byte {self._size}")
+
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
+# how a turn or a text ends where a file does not say it, as llama.cpp takes it
+_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>",
+)  # fmt: skip
+_HARMONY = {"<|return|>", "<|call|>"}  # where these end an answer, <|end|> ends a part of it
+
+
+class Metadata:
+    """The fields of one architecture.
+
+    Args:
+        fields: all of a file's.
+
+    Attributes:
+        architecture: GGUF's name of it.
+
+    Raises:
+        UnsupportedModelError: no architecture is named.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._all = fields
+        self.architecture = self.whole("general.architecture", str)
+
+    def number(self, name: str, default: float | None = None) -> Any:
+        """Return a number of the architecture, such as "embedding_length"; one for all layers where there are many.
+
+        Raises:
+            UnsupportedModelError: it is missing and has no default, is no number, or differs between layers.
+        """
+        return self.whole(f"{self.architecture}.{name}", (int, float), default)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a number that is an integer >= 1.
+
+        Raises:
+            UnsupportedModelError: it is none, or see `number`.
+        """
+        value = self.number(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 1, got {_shown(value)}")
+        return value
+
+    def has(self, name: str) -> bool:
+        """Whether the architecture has the field."""
+        return f"{self.architecture}.{name}" in self._all
+
+    def text(self, name: str, default: str) -> str:
+        """Return a text of the architecture."""
+        return self.whole(f"{self.architecture}.{name}", str, default)
+
+    def layers(self, name: str) -> list[Any]:
+        """Return what the architecture has for each layer; [] where it is one value for all, or none."""
+        value = self._all.get(f"{self.architecture}.{name}")
+        return value.tolist() if isinstance(value, np.ndarray) else []
+
+    def whole(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """Return a field by its whole name."""
+        value = self._all.get(key, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if value is None:
+            raise UnsupportedModelError(f"the field {key} is missing")
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+            kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            raise UnsupportedModelError(f"{key} must be {kinds}, got {_shown(value)}")
+        return value
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"
+
+
+def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end an answer: those that the file names, and those that are known to."""
+    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    known = {}
+    if isinstance(tokens, list) and isinstance(kinds, (list, np.ndarray)):  # else the tokenizer says what is wrong
+        known = {
+            token: index
+            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+            if token in _ENDS and kind == CONTROL
+        }
+    if known.keys() >= _HARMONY:
+        known.pop("<|end|>", None)
+    return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
+
+
+_VALUES_AT_ONCE = 1 << 19  # are undone together: what that needs beside the result is a few MB
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """Rows of a stored tensor.
+
+    Attributes:
+        stored: where they are.
+        shape: as transformers has it.
+        first_row: of the stored ones.
+        head_dim: 0, or the channels of each head whose rotary pairs (i, i + head_dim / 2) are stored as neighbours.
+        shift: added to each value.
+    """
+
+    stored: GgufTensor
+    shape: tuple[int, ...]
+    first_row: int = 0
+    head_dim: int = 0
+    shift: float = 0.0
+
+    @property
+    def block_type(self) -> str:
+        """What the values are stored as."""
+        return self.stored.block.name
+
+    def read(self, out: Tensor, shard: Shard | None) -> None:
+        """Write the values, or a part of them, into `out`, converted to its dtype, a few rows at a time."""
+        # a vector is a column of rows of one value, unless it is stored in blocks
+        leading = self.shape if len(self.shape) == 1 and self.stored.block.values == 1 else self.shape[:-1]
+        row_length = math.prod(self.shape[len(leading) :])
+        slices = () if shard is None else shard.slices(self.shape)
+        rows = np.arange(math.prod(leading)).reshape(leading)[slices[: len(leading)]].ravel()
+        columns = slices[len(leading)] if len(slices) > len(leading) else slice(None)
+        target, step = out.view(len(rows), -1), max(1, _VALUES_AT_ONCE // row_length)
+        for begin in range(0, len(rows), step):
+            values = self._read_rows(self._stored_rows(rows[begin : begin + step]), row_length)[:, columns]
+            target[begin : begin + step].copy_(values.add(self.shift) if self.shift else values)
+
+    @property
+    def blocks(self) -> Tensor:
+        """Return the rows of a matrix as they are stored, uint8 [rows, bytes of a row]."""
+        rows, row_length = self.shape
+        order = self._stored_rows(np.arange(rows))
+        stored = self.stored.read(self.first_row * row_length, rows * row_length).reshape(rows, -1)
+        return torch.from_numpy(stored[order - self.first_row] if self.head_dim else stored)
+
+    def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
+        if self.head_dim:
+            head, row = np.divmod(rows, self.head_dim)
+            half, pair = np.divmod(row, self.head_dim // 2)
+            rows = head * self.head_dim + 2 * pair + half
+        return self.first_row + rows
+
+    def _read_rows(self, rows: np.ndarray, row_length: int) -> Tensor:
+        """Return stored rows, by their numbers, which lie close together."""
+        low, count = int(rows.min()), int(rows.max() - rows.min()) + 1
+        found = dequantize(self.stored.read(low * row_length, count * row_length).reshape(count, -1), self.stored.block)
+        return found if count == len(rows) and (np.diff(rows) == 1).all() else found[rows - low]

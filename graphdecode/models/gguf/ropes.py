@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.gguf.container import GgufTensor
-from graphdecode.models.gguf.metadata import Metadata
+from graphdecode.models.gguf.container import GgufTensor, Metadata
 from graphdecode.models.gguf.quantize import dequantize
 from graphdecode.models.rope import RopeConfig, inverse_frequencies
 

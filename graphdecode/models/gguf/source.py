@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,9 +16,8 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
-from graphdecode.models.gguf.container import GgufFile, GgufTensor
+from graphdecode.models.gguf.container import GgufFile, GgufTensor, TensorView
 from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.gguf.tensor_view import TensorView
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -34,6 +33,8 @@ class Gguf:
         ModelSourceError: there is no such file.
         CheckpointError: it is damaged, or a shard is missing.
     """
+
+    keeps_blocks: Literal[True] = True  # as `KeepsBlocks` of `models/load.py` asks
 
     def __init__(self, model: str | Path) -> None:
         self._file = resolve_model_path(model)

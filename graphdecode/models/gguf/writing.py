@@ -194,7 +194,7 @@ def _fields_of(key: str, config: ModelConfig) -> dict[str, Any]:
     if config.experts is not None:
         of_architecture |= {
             "expert_count": config.experts.count,
-            "expert_used_count": config.experts.slots,
+            "expert_used_count": config.experts.top_k,
             "expert_feed_forward_length": config.experts.intermediate_size,
         }
         if config.experts.shared_intermediate_size:

@@ -1,4 +1,4 @@
-"""compressed-tensors: what llm-compressor writes.
+"""compressed-tensors: what llm-compressor writes, read, and written for weights in groups, as safetensors.
 
 Of a module NAME there are `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
 `NAME.weight_shape`: int32, low bits first, with integers that are moved into what is not negative. Zero points, where
@@ -8,17 +8,21 @@ ignore list have a plain weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from graphdecode.errors import shown
 from graphdecode.linear.groups import Code, Groups, unpacked
-from graphdecode.linear.weight_form import Stored
+from graphdecode.linear.weight_form import Stored, TensorSource
 from graphdecode.models.fields import UnsupportedModelError
+from graphdecode.models.quantised.on_load import QuantisedGroups, plain_weight
 from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, is_one_of, reordered, require
 from graphdecode.models.weight_map import CheckpointError
 
@@ -95,7 +99,9 @@ class CompressedTensors:
             held = settings.get(other)
             if held and not (isinstance(held, dict) and held.get("format") == "dense"):
                 raise UnsupportedModelError(f"quantization_config: {other} is not supported")
-        _check_ignored(settings.get("ignore"))
+        ignored = settings.get("ignore")  # which they are, the tensors say
+        if ignored is not None and not (isinstance(ignored, list) and all(isinstance(name, str) for name in ignored)):
+            raise UnsupportedModelError(f"quantization_config: ignore must be a list of names, got {shown(ignored)}")
         _check_cache(settings.get("kv_cache_scheme"))
         groups = settings.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
@@ -159,8 +165,10 @@ def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
     is_one_of(group, "format", _FORMATS, overall if overall in _FORMATS else "dense")
     kind = is_one_of(weights, "type", ("int", "float"), "int")
     bits = is_one_of(weights, "num_bits", (4, 8), 8)
-    strategy = is_one_of(weights, "strategy", ("tensor", "channel", "group", "block"), _implied(weights))
-    size = weights.get("group_size") if strategy == "group" else -1
+    size = weights.get("group_size")
+    implied = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = is_one_of(weights, "strategy", ("tensor", "channel", "group", "block"), implied)
+    size = size if strategy == "group" else -1
     if kind == "float" and bits == 4 and (strategy, size) != ("group", 32):
         raise UnsupportedModelError(
             "quantization_config: floats of 4 bits are supported in groups of 32 alone (mxfp4-pack-quantized)"
@@ -177,12 +185,6 @@ def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
     return _Scheme(code, bits, size, is_symmetric=is_symmetric)
 
 
-def _check_ignored(ignored: Any) -> None:
-    """Refuse a list of modules that is none; which they are, the tensors say."""
-    if ignored is not None and not (isinstance(ignored, list) and all(isinstance(name, str) for name in ignored)):
-        raise UnsupportedModelError(f"quantization_config: ignore must be a list of names, got {shown(ignored)}")
-
-
 def _check_cache(scheme: Any) -> None:
     """Refuse scales of a cache of another kind than an fp8 one, with a number for each layer or each of its heads."""
     if scheme is None:
@@ -192,11 +194,6 @@ def _check_cache(scheme: Any) -> None:
     known = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
     for name, values in known.items():
         is_one_of(scheme, name, values, values[0], of="kv_cache_scheme")
-
-
-def _implied(weights: Mapping[str, Any]) -> str:
-    size = weights.get("group_size")
-    return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
 def _is_size(value: Any) -> bool:
@@ -234,3 +231,94 @@ def _check_zeros(module: str, tensors: Mapping[str, Stored], shape: tuple[int, i
         require(tensors, name, (-(-rows * scheme.bits // 32), groups), ("I32",))
     else:
         require(tensors, name, (rows, groups), ("I8",))
+
+
+_SHARD_BYTES = 1 << 30  # of a file, and what is held in memory while one is made
+_METADATA = {"format": "pt"}  # without which transformers does not read a file
+_INDEX = "model.safetensors.index.json"
+
+
+def quantization_config(source: QuantisedGroups) -> dict[str, Any]:
+    """Return what a config.json says of a source's weights: all linear layers but the output layer's and routers."""
+    scheme, is_float = source.scheme, source.scheme.code == "e4m3"
+    routers = [part.name for place, found in source.weight_map.items() if place.endswith(".router") for part in found]
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "float" if is_float else "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "channel" if scheme.group_size is None else "group",
+        "group_size": scheme.group_size,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if is_float else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *(name.removesuffix(".weight") for name in routers)],
+        "kv_cache_scheme": None,
+    }
+
+
+def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> None:
+    """Write a source's tensors into a folder, in several files and with an index where they are large.
+
+    Args:
+        source: of the tensors.
+        folder: that is there.
+        names: of the tensors, in the order in which they are read; whoever counts them knows how far it is.
+    """
+    held: dict[str, Tensor] = {}
+    written: dict[str, int] = {}  # tensor -> its file
+    total = count = 0
+    for name in names:
+        for part, tensor in _stored(source, name):
+            held[part] = tensor.contiguous()
+            total += tensor.nbytes
+            written[part] = count
+        if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
+            _save(held, folder / f"{count}")
+            count += 1
+    if held:
+        _save(held, folder / f"{count}")
+        count += 1
+    _name_files(folder, count, written, total)
+
+
+def _save(held: dict[str, Tensor], path: Path) -> None:
+    save_file(held, path, metadata=_METADATA)
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors leaves files that nobody else may read
+    held.clear()
+
+
+def _name_files(folder: Path, count: int, written: dict[str, int], total: int) -> None:
+    if count == 1:
+        (folder / "0").rename(folder / "model.safetensors")
+        return
+    files = [f"model-{place + 1:05}-of-{count:05}.safetensors" for place in range(count)]
+    for place, file in enumerate(files):
+        (folder / f"{place}").rename(folder / file)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: files[place] for name, place in written.items()}}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file that stand for one tensor of the model."""
+    groups = source.read_few_bits(name) if isinstance(source, QuantisedGroups) else None
+    if not isinstance(groups, Groups):
+        yield name, plain_weight(source, name)
+        return
+    module = name.removesuffix(".weight")
+    yield f"{module}.weight_scale", groups.scales
+    if groups.code == "e4m3":
+        yield name, groups.codes
+    else:
+        yield f"{module}.weight_packed", _words(groups)
+        yield f"{module}.weight_shape", torch.tensor(groups.shape)
+
+
+def _words(groups: Groups) -> Tensor:
+    """Return integers as int32, the first in the lowest bits; rows are filled up to whole ones."""
+    missing = -groups.codes.shape[1] % 4
+    return torch.nn.functional.pad(groups.codes, (0, missing)).view(torch.int32)

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from graphdecode.errors import shown
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.weight_form import Stored
@@ -30,11 +28,7 @@ class _Weight(PackedTensor):
         """Return it as it is stored."""
         codes, scales = (read(name, ()) for name in self.tensors)
         rows, columns = self.block
-        return Groups("e4m3", 8, codes, _matrix(scales), None, columns, rows)
-
-
-def _matrix(scales: Tensor) -> Tensor:
-    return scales if scales.ndim == 2 else scales.reshape(-1, 1)
+        return Groups("e4m3", 8, codes, scales if scales.ndim == 2 else scales.reshape(-1, 1), None, columns, rows)
 
 
 class Float8:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from graphdecode.linear.groups import TABLES, Groups
 from graphdecode.linear.weight_form import Stored
@@ -94,13 +93,9 @@ def _state(name: str, tensors: Mapping[str, Stored], read: Read) -> dict[str, An
     if stored.dtype != "U8" or len(stored.shape) != 1 or stored.shape[0] > _MOST_STATE_BYTES:
         raise CheckpointError(f"{name}{_STATE} is {stored.dtype} {list(stored.shape)} and should be a few bytes")
     try:
-        state = json.loads(bytes(_listed(read(name + _STATE, ()))))
+        state = json.loads(bytes(int(value) for value in read(name + _STATE, ())))
     except ValueError as error:
         raise CheckpointError(f"{name}{_STATE} is no JSON: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{name}{_STATE} is no JSON object")
     return state
-
-
-def _listed(values: Tensor) -> list[int]:
-    return [int(value) for value in values]

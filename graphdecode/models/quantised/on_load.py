@@ -1,13 +1,17 @@
-"""A source of plain weights that gives them in few bits: each is rounded when it is read.
+"""A source of plain weights that gives them in few bits: each is rounded when it is read, as `quantize=` names it.
 
-The forms that keep a checkpoint's codes keep these, and a file of them is written by reading; there is one rounding.
+The forms that keep a checkpoint's codes keep these, and a file of them is written by reading; there is one rounding. A
+checkpoint with one tensor for all experts of a layer is read as if each expert had tensors of its own.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +19,207 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.few_bits import FewBits, part_of
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
-from graphdecode.linear.groups import GROUP_TYPES, Groups
+from graphdecode.linear.groups import GROUP_TYPES, Code, Groups, packed
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
 from graphdecode.models.gguf.quantize import dequantize, quantised_blocks
-from graphdecode.models.quantised.experts_apart import ExpertsApart
-from graphdecode.models.quantised.rounding import GROUP_SCHEMES, GroupScheme, rounded
 from graphdecode.models.weight_map import Part, WeightMap, parts
+
+
+class _Piece(NamedTuple):
+    """Where a stack has one expert's tensor.
+
+    Attributes:
+        stack: the name of the stack, with the experts along its first dimension.
+        expert: which of so many.
+        experts: how many there are.
+        place: of so many products of an expert whose outputs are in the stack.
+        places: how many these are.
+        shape: of the piece.
+    """
+
+    stack: str
+    expert: int
+    experts: int
+    place: int
+    places: int
+    shape: tuple[int, ...]
+
+
+class ExpertsApart:
+    """A source of plain weights, with all experts of its stacks by themselves.
+
+    Args:
+        source: of plain weights, some of them in stacks.
+        stacked: where the model's tensors are, as the source has them.
+        apart: the same with those of each expert by themselves.
+        has_turns: how stacks lie; see `ExpertNames`.
+    """
+
+    def __init__(self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, has_turns: bool) -> None:
+        self._source = source
+        self._has_turns = has_turns
+        self._pieces: dict[str, _Piece] = {}
+        self._named: dict[str, str] = {}  # what has another name in such a model alone
+        for place, ours in apart.items():
+            theirs = stacked[place]
+            if len(theirs) < len(ours):
+                self._pieces |= _pieces(theirs[0], ours)
+            else:
+                self._named |= {part.name: their.name for part, their in zip(ours, theirs, strict=True)}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """All that there are, by name."""
+        there = self._source.tensors
+        used = {piece.stack for piece in self._pieces.values()} | set(self._named.values())
+        found = {name: stored for name, stored in there.items() if name not in used}
+        found |= {name: there[theirs] for name, theirs in self._named.items() if theirs in there}
+        return found | {name: Stored(piece.shape, there[piece.stack].dtype) for name, piece in self._pieces.items()}
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Write one tensor, or a part of it, into `out`."""
+        piece = self._pieces.get(name)
+        if piece is None:
+            self._source.read(self._named.get(name, name), out, shard)
+            return
+        own = self._own(piece, out)
+        out.copy_(own if shard is None else own[shard.slices(piece.shape)])
+
+    def _own(self, piece: _Piece, out: Tensor) -> Tensor:
+        """Return an expert's tensor; nothing of other experts is read."""
+        expert = Shard(piece.expert, piece.experts, 0)
+        if not self._has_turns:
+            own = torch.empty((1, *piece.shape), dtype=out.dtype, device=out.device)
+            self._source.read(piece.stack, own, Shard(piece.place, piece.places, 1, within=expert))
+            return own[0]
+        shape = self._source.tensors[piece.stack].shape[1:]
+        all_of = torch.empty((1, *shape), dtype=out.dtype, device=out.device)
+        self._source.read(piece.stack, all_of, expert)
+        by_output = all_of[0].T if len(shape) > 1 else all_of[0]
+        return by_output[piece.place :: piece.places]
+
+
+def _pieces(stack: Part, parts: tuple[Part, ...]) -> dict[str, _Piece]:
+    """Return where each of the experts' tensors is; those of one expert follow one another."""
+    experts = stack.shape[0]
+    places = len(parts) // experts
+    return {
+        part.name: _Piece(stack.name, index // places, experts, index % places, places, part.shape)
+        for index, part in enumerate(parts)
+    }
+
+
+_VALUES_AT_ONCE = 1 << 22  # are rounded together, in fp32
+_GROUP_SIZES = (128, 64, 32)  # that are tried, the first that divides all columns
+_FLOAT8_MOST = 448.0
+# a group's largest value over its scale: with the smaller ones nothing is cut off, with the larger ones most is finer
+_LARGEST_CODES = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0, 11.0)
+
+
+@dataclass(frozen=True)
+class GroupScheme:
+    """Codes of a kind, with a scale for each group of a row or for each row.
+
+    Attributes:
+        name: what it is asked for by.
+        code: what codes are.
+        bits: of a code.
+        is_grouped: whether a row has several groups where nobody says how large they are.
+        group_size: columns that share a scale; None: all of a row.
+    """
+
+    name: str
+    code: Code
+    bits: int
+    is_grouped: bool = False
+    group_size: int | None = None
+
+    @property
+    def type_name(self) -> str:
+        """What `Stored.dtype` says of such a weight."""
+        return "FP8" if self.code == "e4m3" else f"INT{self.bits}"
+
+    def sized(self, group_size: int | None, columns: Iterable[int]) -> GroupScheme:
+        """Return the scheme with the size of its groups.
+
+        Args:
+            group_size: that is asked for; None: the largest usual one that fits, or all of a row.
+            columns: of the weights.
+
+        Raises:
+            ValueError: groups of such a size do not fit.
+        """
+        if group_size is None and not self.is_grouped:
+            return self
+        if self.code != "integer":
+            raise ArgumentError(f"quantize={self.name!r} has a scale for each row: leave the group size out")
+        divisor = math.gcd(*columns)
+        fitting = [size for size in _GROUP_SIZES if divisor % size == 0]
+        size = group_size if group_size is not None else fitting[0] if fitting else 0
+        if size < 16 or size % 16 or divisor % size:
+            asked = "" if group_size is None else f"of {group_size} "
+            can = f"; those of {', '.join(map(str, fitting))} are" if fitting else ""
+            raise ArgumentError(
+                f"groups {asked}cannot be had with quantize={self.name!r}: they must be a multiple of 16, and divide "
+                f"all weights' columns, and so {divisor}{can}"
+            )
+        return replace(self, group_size=size)
+
+
+GROUP_SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        GroupScheme("int8", "integer", 8),
+        GroupScheme("int4", "integer", 4, is_grouped=True),
+        GroupScheme("fp8", "e4m3", 8),
+    )
+}
+
+
+def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
+    """Return a weight in groups: to the nearest codes, with scales for which the squared error is small.
+
+    Args:
+        weight: [out_features, in_features], float32, bfloat16 or float16; scales have its dtype.
+        scheme: says into what; its group size divides the columns.
+    """
+    rows, columns = weight.shape
+    size = scheme.group_size or columns
+    scales = torch.empty(rows, columns // size, dtype=weight.dtype)
+    kind = torch.float8_e4m3fn if scheme.code == "e4m3" else torch.uint8
+    codes = torch.empty(rows, columns * scheme.bits // 8, dtype=kind)
+    step = max(1, _VALUES_AT_ONCE // columns)
+    for begin in range(0, rows, step):
+        some = slice(begin, begin + step)
+        groups = weight[some].float().unflatten(1, (-1, size))
+        scales[some] = _scales(groups, scheme, weight.dtype)
+        found = groups / scales[some].float()[..., None]
+        if scheme.code == "e4m3":
+            codes[some] = found.clamp_(-_FLOAT8_MOST, _FLOAT8_MOST).flatten(1).to(kind)
+            continue
+        half = 2 ** (scheme.bits - 1)
+        integers = (found.round_().clamp_(-half, half - 1) + half).flatten(1).to(torch.uint8)
+        codes[some] = packed(integers) if scheme.bits == 4 else integers
+    return Groups(scheme.code, scheme.bits, codes, scales, None, size)
+
+
+def _scales(groups: Tensor, scheme: GroupScheme, dtype: torch.dtype) -> Tensor:
+    """Return the scales of groups [rows, groups, columns], none of them 0."""
+    largest = groups.abs().amax(-1)
+    least = torch.finfo(dtype).tiny
+    if scheme.bits == 8:
+        return (largest / (_FLOAT8_MOST if scheme.code == "e4m3" else 127.0)).to(dtype).clamp_(min=least)
+    best, best_error = torch.empty_like(largest, dtype=dtype), torch.full_like(largest, torch.inf)
+    for code in _LARGEST_CODES:
+        scales = (largest / code).to(dtype).clamp_(min=least)
+        wide = scales.float()[..., None]
+        error = ((groups / wide).round_().clamp_(-8, 7) * wide - groups).square_().sum(-1)
+        best = torch.where(error < best_error, scales, best)
+        best_error = torch.minimum(best_error, error)
+    return best
+
 
 _BLOCK_SCHEMES = {  # by name: of a product's weights and of the output layer's; where 256 does not divide the columns
     "q8_0": (("Q8_0", "Q8_0"), ("Q8_0", "Q8_0")),
@@ -156,7 +353,7 @@ def quantised_on_load(
     if kinds & (GROUP_TYPES | BLOCK_OF.keys()):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
-        source = ExpertsApart(source, stored, weight_map, has_turns=family.experts_have_turns)
+        source = ExpertsApart(source, stored, weight_map, has_turns=family.experts_interleaved)
     if name in GROUP_SCHEMES:
         return QuantisedGroups(source, weight_map, name, group_size)
     if group_size is not None:

@@ -1,7 +1,6 @@
 """Causal decoders that have no family here: transformers' own modules over our cache, attention and graphs."""
 
-from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
 from graphdecode.models.transformers_backend.folder import AdoptedFolder
-from graphdecode.models.transformers_backend.module_decoder import ModuleDecoder
+from graphdecode.models.transformers_backend.module_decoder import AdoptedConfig, ModuleDecoder
 
 __all__ = ["AdoptedConfig", "AdoptedFolder", "ModuleDecoder"]

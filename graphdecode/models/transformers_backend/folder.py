@@ -20,19 +20,21 @@ from graphdecode.linear.forms import linear_of
 from graphdecode.linear.weight_form import FormOptions, TensorSource, WeightForm
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
 from graphdecode.models.family import known_families
-from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
-from graphdecode.models.transformers_backend.interface import NAME, answer, keep_quantiles, register
-from graphdecode.models.transformers_backend.module_decoder import ModuleDecoder
+from graphdecode.models.transformers_backend.module_decoder import (
+    NAME,
+    AdoptedConfig,
+    ModuleDecoder,
+    answer,
+    keep_quantiles,
+    register,
+)
 from graphdecode.models.weight_map import CheckpointError
+
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # of transformers' kinds, those that keep keys and values alone
 
 
 class FormLinear(nn.Module):
-    """A linear layer whose weight has one of our forms.
-
-    Args:
-        form: of the weight.
-        in_floats: whether products are float32: sums as they are.
-    """
+    """A linear layer whose weight has one of our forms."""
 
     def __init__(self, form: WeightForm, *, in_floats: bool = False) -> None:
         super().__init__()
@@ -62,10 +64,6 @@ def weight_of(module: nn.Module) -> Tensor | None:
 def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightForm]]:
     """Put forms in the place of all plain linear layers; each weight is dropped as soon as its form is made.
 
-    Args:
-        model: changed in place; its output layer gives float32.
-        options: of the forms.
-
     Returns:
         Name within its layer, such as `q_proj`, and form of each.
     """
@@ -82,9 +80,6 @@ def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightF
         forms.append((name, linear_of(weight.contiguous(), bias, replace(options, in_floats=in_floats))))
         setattr(model.get_submodule(above), name, FormLinear(forms[-1][1], in_floats=in_floats))
     return forms
-
-
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # of transformers' kinds, those that keep keys and values alone
 
 
 class _Calls:
@@ -109,12 +104,7 @@ class _Calls:
 
 
 class AdoptedFolder:
-    """A model that transformers runs and has no family here.
-
-    Args:
-        folder: holds config.json and safetensors.
-        trust_remote_code: run the Python code that comes with it, where it has some.
-    """
+    """A model that transformers runs and has no family here."""
 
     def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
         self._folder = folder
@@ -123,7 +113,7 @@ class AdoptedFolder:
 
     @cached_property
     def config(self) -> AdoptedConfig:
-        """What the model looks like; made from its module without any weights.
+        """The configuration of the model, from its module without any weights.
 
         Raises:
             UnsupportedModelError: transformers has no such causal decoder, or one that cannot run over a paged cache.
@@ -309,7 +299,7 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _progress(shown: bool) -> Iterator[None]:
-    """Let transformers show its bars, or keep them to itself."""
+    """Show or hide the progress bars of transformers."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

@@ -1,9 +1,16 @@
-"""A causal decoder of transformers as one of our models: its own module, over our cache and our attention."""
+"""A causal decoder of transformers as one of our models: its own module, over our cache and our attention.
+
+The module's attention is the function that transformers finds in its `AttentionInterface`. There is no mask function:
+for an attention that has none registered, transformers makes no mask at all, and ours needs none, for what a token
+sees follows from the cache, its position and the window.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +23,126 @@ from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import Attend, Tokens
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
-from graphdecode.models.transformers_backend.interface import answer
+from graphdecode.models.model import Chunks
+
+NAME = "graphdecode"  # of the function, in transformers' registry
+_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds who answers it
+_POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are turned by them already
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptedConfig:
+    """Sizes of a model that transformers runs; see `ModelShape`."""
+
+    architecture: str
+    vocab_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    few_bits: bool = field(default=False, init=False)
+    num_parameters: int  # numbers in all its tensors, each counted once
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """No more than that layers may see all keys: what else they see their module says while it runs."""
+        return (-1,)
+
+    def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
+        """Refuse a layer whose attention the cache has no place for; values of fewer channels than keys are padded.
+
+        Raises:
+            UnsupportedModelError: they do not fit.
+        """
+        dim, own = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
+        if (heads, kv_heads) != own or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
+            raise UnsupportedModelError(
+                f"a layer of {self.architecture} has {heads} query and {kv_heads} key heads, of {q_dim}, {k_dim} "
+                f"(keys) and {v_dim} (values) channels; the cache has {own[0]} and {own[1]} heads of {dim} channels"
+            )
+
+
+class Attends(Protocol):
+    """The object that answers the calls of a model's attention modules."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Return the attention of some tokens, [t, heads, head_dim].
+
+        Args:
+            layer: its number, from 0.
+            q: [t, heads, head_dim], any strides.
+            k: [t, kv_heads, head_dim].
+            v: [t, kv_heads, head_dim].
+            options: of the layer.
+        """
+
+
+def register() -> None:
+    """Put the function into transformers' registry; doing it again changes nothing."""
+    from transformers import AttentionInterface  # it takes a second, and a native model needs none of it
+
+    AttentionInterface.register(NAME, _attention)
+
+
+def answer(model: nn.Module, who: Attends) -> None:
+    """Hand the calls of a model's attention modules to `who` from now on."""
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            setattr(module, _PLACE, who)
+
+
+def keep_quantiles(model: nn.Module) -> None:
+    """Keep a constant of Gemma 3n's sparse layers that transformers makes from a host number at every step."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_gaussian_topk") and module.activation_sparsity > 0.0:
+            share = torch.tensor(module.activation_sparsity, dtype=torch.float32)
+            quantile = torch.distributions.Normal(0.0, 1.0).icdf(share).to(next(module.parameters()).device)
+            module.register_buffer("graphdecode_quantile", quantile, persistent=False)
+            module._gaussian_topk = partial(_above_quantile, quantile)
+
+
+def _above_quantile(quantile: Tensor, inputs: Tensor) -> Tensor:
+    """Return by how much inputs are above a quantile of theirs, as if they were normally distributed, or 0."""
+    spread = inputs.std(-1, keepdim=True, unbiased=False) * quantile.to(inputs.dtype)
+    return nn.functional.relu(inputs - (inputs.mean(-1, keepdim=True) + spread))
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks for it: one row of t tokens, which are those of all our rows.
+
+    Queries are [1, heads, t, head_dim], keys and values [1, kv_heads, t, head_dim], sinks (`s_aux`) [heads]; a window
+    counts the token's own key. Returned are [1, t, heads, head_dim], and no weights.
+
+    Raises:
+        UnsupportedModelError: it asks for another kind of attention.
+    """
+    tensors = [name for name, given in others.items() if isinstance(given, Tensor) and name not in _POSITIONS]
+    if attention_mask is not None or is_causal is False or tensors:
+        asked = ", ".join(["a mask of its own"] * (attention_mask is not None) + tensors) or "no causal order"
+        raise UnsupportedModelError(f"{type(module).__name__} asks attention for {asked}, which this runtime has not")
+    who: Attends | None = getattr(module, _PLACE, None)
+    if who is None:
+        raise UnsupportedModelError(f"{type(module).__name__} asks for attention, but does not say for which layer")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window = -1 if sliding_window is None else sliding_window - 1
+    options = AttentionOptions(scaling, window, softcap or 0.0, None if s_aux is None else s_aux.float())
+    return who.attend(module.layer_idx, q, k, v, options)[None], None
 
 
 class _Pass(NamedTuple):
@@ -30,13 +155,7 @@ class _Pass(NamedTuple):
 
 
 class ModuleDecoder:
-    """A causal decoder that transformers wrote; see `Model`.
-
-    Args:
-        config: its sizes.
-        module: with attention that asks us (`interface`), on its device, in evaluation mode.
-        forms: name and form of the products that were replaced.
-    """
+    """A causal decoder that transformers wrote; see `Model`."""
 
     def __init__(self, config: AdoptedConfig, module: nn.Module, forms: list[tuple[str, WeightForm]]) -> None:
         self.config = config
@@ -99,29 +218,21 @@ class ModuleDecoder:
         return self._logits(_Pass(tokens, caches, attend))
 
     def prefill(
-        self,
-        token_ids: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        live: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        page_table: Tensor,
-        caches: list[LayerCache],
-        attention: TokenByTokenAttention | None = None,
+        self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None
     ) -> _Pass:
         """Append the keys and values of many tokens; see `Model.prefill`."""
+        tokens = Tokens(*chunks[:4], chunks.page_table)
 
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, cache, rows, positions, live, page_table, options)
-                return
-            extend_over(cache, out, q, cu_seqlens_q, cu_seqlens_kv, page_table, options)
+                attention.run(out, q, cache, *tokens[1:], options)
+            else:
+                extend_over(cache, out, q, *chunks[4:], options)
 
-        tokens = _Pass(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
+        passed = _Pass(tokens, caches, attend)
         with torch.no_grad():  # what comes after the layers is for logits
-            self._run(self.module.base_model, tokens)
-        return tokens
+            self._run(self.module.base_model, passed)
+        return passed
 
     def logits(self, passed: _Pass, begin: int, end: int) -> Tensor:
         """Feed some tokens of a prefill once more, now for their logits; see `Model.logits`."""

@@ -1,4 +1,4 @@
-"""Replicas on Ray: a Ray of one's own or a cluster that runs, what is deployed on it, and its end."""
+"""Deployment of replicas on Ray, local or on a cluster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
-from graphdecode.config.replicas import DOWNSCALING_FACTOR, target_requests
+from graphdecode.config.server import DOWNSCALING_FACTOR, target_requests
 from graphdecode.errors import ArgumentError
-from graphdecode.server.replicas.front import Front, make_front
-from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress
+from graphdecode.server.batch import ATTEMPTS, BatchRequest
+from graphdecode.server.http import HttpError
+from graphdecode.server.replicas.front import Front, LostError, make_front
+from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress, PrefixRouter, Route, losses
 from graphdecode.server.replicas.replica import Replica
-from graphdecode.server.replicas.router import PrefixRouter
+from graphdecode.server.replicas.routing import prompt_blocks
 from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 
@@ -42,15 +44,8 @@ class Cluster:
 
     Args:
         make_service: returns the service of one, which is yet to be started.
-        config: of their engines.
-        limits: of their servers.
-        replicas: how many, and where.
         way: how requests reach them: through Ray's proxies, over HTTP past them, or by calls of this process alone.
         application: its name in Ray, where another one of that name is replaced.
-
-    Attributes:
-        limits: as given.
-        front: before them in this process, where the way is direct.
     """
 
     def __init__(
@@ -68,8 +63,8 @@ class Cluster:
         self._way = way
         self._application = application
         self._deployed_at: float | None = None  # by the clock of the cluster; None: it was not
-        self.limits = limits
-        self.front: Front | None = None
+        self.limits = limits  # as given
+        self.front: Front | None = None  # before them in this process, where the way is direct
 
     @property
     def draining(self) -> bool:
@@ -128,7 +123,7 @@ class Cluster:
             raise ArgumentError(f"the replicas cannot be started: {error}") from error
 
     def _check_proxy(self) -> None:
-        """See that the proxies listen where they should: those of a cluster stay where an earlier command had them."""
+        """Check the address of the proxies: those of a cluster keep the address of an earlier command."""
         host, port = self.limits.host, self.limits.port
         asking = http.client.HTTPConnection(host, port, timeout=_PROXY_SECONDS)
         try:
@@ -188,9 +183,6 @@ class Cluster:
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Serve behind Ray's proxies until SIGTERM or Ctrl-C; running answers are finished first, or until another one.
 
-        Args:
-            on_ready: is called when clients can come.
-
         Raises:
             ArgumentError: as `start`.
         """
@@ -211,15 +203,11 @@ class Cluster:
         return app
 
     def handle(self) -> DeploymentHandle:
-        """Return what calls the replicas, once they were started."""
+        """Return the handle of the replicas, once they were started."""
         return serve.get_deployment_handle("replica", self._application)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the replicas, and the Ray that was begun here; in a cluster, what another command made of them stays.
-
-        Args:
-            at_once: do not let them finish what is under way.
-        """
+        """End the replicas, and a Ray that was started here; what another command deployed in a cluster stays."""
         if not ray.is_initialized():
             return
         joined = self._replicas.ray_address is not None
@@ -244,11 +232,7 @@ def join_ray(replicas: ReplicaConfig) -> None:
 
 
 def check_room(resources: dict[str, float], count: int) -> None:
-    """Refuse replicas that would wait for devices for ever.
-
-    Args:
-        resources: of one.
-        count: of them.
+    """Refuse more replicas than there are devices for.
 
     Raises:
         ArgumentError: there are too few.
@@ -259,3 +243,38 @@ def check_room(resources: dict[str, float], count: int) -> None:
             raise ArgumentError(
                 f"{count} replicas of {needed:g} {name} each need {needed * count:g}, Ray has {there.get(name, 0):g}"
             )
+
+
+class ReplicaAnswers:
+    """Answers the requests of a batch with replicas, as `EngineAnswers` does with one engine.
+
+    They are calls of Ray Serve, and not of Ray Data: a call gives one answer, whose line is written as soon as it is
+    there, and finds the replica that has its prefix; Data does a block again as a whole.
+
+    Args:
+        cluster: of the replicas; `start` starts it.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._handle: Any = None
+
+    async def start(self) -> None:
+        """Start the replicas."""
+        await self._cluster.start()
+        self._handle = self._cluster.handle()
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the replicas; see `Cluster.close`."""
+        self._cluster.close(at_once=at_once)
+
+    async def answer(self, request: BatchRequest) -> tuple[int, dict[str, Any]]:
+        """Return status and body of the response to a request; one whose replica ended is asked of another one."""
+        route = Route(prompt_blocks(request.body))
+        for _ in range(ATTEMPTS):
+            try:
+                with losses():
+                    return await self._handle.whole.remote(request, route=route)  # type: ignore[no-any-return]
+            except LostError as lost:
+                log.warning("%r: %s", request.custom_id, lost)
+        return 503, HttpError(503, f"{ATTEMPTS} replicas ended while they answered it").body

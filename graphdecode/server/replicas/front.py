@@ -1,4 +1,4 @@
-"""What stands before the replicas: hands each request to one of them, and to another one where the first is gone."""
+"""The front of the replicas: forwards each request to one of them, and to another where the first is gone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,11 +16,30 @@ from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
-from graphdecode.server import sse
-from graphdecode.server.body import Bodies, disconnected
-from graphdecode.server.http_errors import SAYING, HttpError
-from graphdecode.server.replicas.channel import REPLICA_HEADER, Channel, LostError
+from graphdecode.errors import GraphdecodeError
+from graphdecode.server.http import SAYING, SSE_DONE, Bodies, HttpError, sse_event, while_there
 from graphdecode.server.replicas.routing import prompt_blocks
+
+REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: who answered
+_MOST_ROUTED_BYTES = 1 << 20  # a larger body is not looked into: all others would wait for it
+_ATTEMPTS = 3  # at a request that no replica has begun to answer; what ends an engine shall not end all of them
+_TRY_ELSEWHERE = (429, 503)
+_LOST = "the replica ended before the answer was complete"
+log = logging.getLogger(__name__)
+
+
+class LostError(GraphdecodeError, RuntimeError):
+    """The replica that was to answer is gone."""
+
+
+class _Channel(Protocol):
+    """Transport of requests to replicas: `RayChannel`, or `HttpChannel`."""
+
+    def messages(
+        self, scope: Scope, body: bytes, blocks: Sequence[int], avoid: Sequence[str]
+    ) -> AsyncGenerator[Message, None]: ...
+
+    async def metrics(self) -> dict[str, str]: ...
 
 
 def merged(texts: Mapping[str, str]) -> str:
@@ -40,32 +59,14 @@ def merged(texts: Mapping[str, str]) -> str:
                 if line not in families[introduced]:
                     families[introduced].append(line)
             elif line:
-                families[introduced].append(_labelled(line, replica))
+                name, _, rest = line.partition("{")  # ours all have a label, so that there is a brace
+                families[introduced].append(f'{name}{{replica="{replica}",{rest}')
     lines = [line for introduced, others in families.items() for line in (introduced, *others)]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _labelled(sample: str, replica: str) -> str:
-    """Return a sample with one label more; ours all have one, so that there is a brace."""
-    name, _, rest = sample.partition("{")
-    return f'{name}{{replica="{replica}",{rest}'
-
-
-_MOST_ROUTED_BYTES = 1 << 20  # a larger body is not looked into: all others would wait for it
-_ATTEMPTS = 3  # at a request that no replica has begun to answer; what ends an engine shall not end all of them
-_TRY_ELSEWHERE = (429, 503)
-_LOST = "the replica ended before the answer was complete"
-
-log = logging.getLogger(__name__)
-
-
-def make_front(channel: Channel, limits: ServerConfig) -> tuple[Starlette, Front]:
-    """Return the application before some replicas, and the part of it that hands on.
-
-    Args:
-        channel: to the replicas.
-        limits: theirs, which hold here too.
-    """
+def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Front]:
+    """Return the application in front of the replicas, and the part of it that forwards."""
     front = Front(channel, limits)
 
     async def metrics(_: Request) -> Response:
@@ -76,47 +77,29 @@ def make_front(channel: Channel, limits: ServerConfig) -> tuple[Starlette, Front
 
 
 class Front:
-    """Hands requests on, whatever they are: what they mean is the replicas' affair.
+    """Forwards requests without looking at what they mean.
 
     A request that no replica has begun to answer is tried again elsewhere. Where an answer had begun, it ends: a
     stream with an event that tells of an error, anything else by closing the connection.
-
-    Args:
-        channel: to the replicas.
-        limits: theirs.
-
-    Attributes:
-        draining: nothing new is taken on.
-        num_open: requests under way.
     """
 
-    def __init__(self, channel: Channel, limits: ServerConfig) -> None:
+    def __init__(self, channel: _Channel, limits: ServerConfig) -> None:
         self._channel = channel
         self._limits = limits
         self._bodies = Bodies(limits)
-        self.draining = False
-        self.num_open = 0
+        self.draining = False  # nothing new is taken on
+        self.num_open = 0  # requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, until the client goes away."""
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "1"})
         async with self._bodies.read(Request(scope, receive)) as body:
-            await self._answered(scope, body, receive, send)
-
-    async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        self.num_open += 1
-        work = asyncio.ensure_future(self._answer(scope, body, receive, send))
-        gone = asyncio.ensure_future(disconnected(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self.num_open -= 1
-            for task in (work, gone):
-                task.cancel()
-            results = await asyncio.gather(work, gone, return_exceptions=True)
-        if isinstance(results[0], Exception):
-            raise results[0]
+            self.num_open += 1
+            try:
+                await while_there(receive, self._answer(scope, body, receive, send))
+            finally:
+                self.num_open -= 1
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         blocks, avoid = _blocks_of(body), list[str]()
@@ -152,11 +135,11 @@ class Front:
                 raise ConnectionAbortedError(str(lost)) from lost  # cuts the connection: nothing else can be said
             log.warning("an answer under way: %s", lost)
             failed = HttpError(503, _LOST, code="replica_lost")
-            await send({"type": "http.response.body", "body": sse.event(failed.body) + sse.DONE})
+            await send({"type": "http.response.body", "body": sse_event(failed.body) + SSE_DONE})
 
 
 def _tells_of_another(begin: Message, first: Message) -> bool:
-    """Whether another replica may answer: this one is full, or its engine ended before anything came of it."""
+    """Whether another replica should be tried: this one is full, or its engine restarted."""
     if _header(begin, b"content-type").startswith("text/event-stream"):
         return first["body"].startswith(b'data: {"error":') and b'"code":"restarting"' in first["body"]
     return begin["status"] in _TRY_ELSEWHERE

@@ -1,24 +1,25 @@
-"""From a front to the replicas: over Ray, or over HTTP past it."""
+"""Fronts and replicas on Ray: routing, and the transport of requests and answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import aiohttp
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
 from starlette.types import Message, Scope
 
 from graphdecode.config import ServerConfig
-from graphdecode.server.replicas.channel import LostError
-from graphdecode.server.replicas.front import make_front
-from graphdecode.server.replicas.router import Route
+from graphdecode.server.replicas.front import LostError, make_front
+from graphdecode.server.replicas.routing import OwnRequests, RoutedPrefixes, choose
 
 LEASE_HEADER = "x-graphdecode-lease"  # of a request over HTTP: the lease that it was let in by
 _SENT = ("type", "http_version", "method", "scheme", "path", "query_string", "root_path", "headers", "client", "server")
@@ -27,12 +28,75 @@ _NOT_TOLD = (b"transfer-encoding", b"connection", b"date")  # of a response; the
 _METRICS_SECONDS = 10.0
 
 
-class RayChannel:
-    """Requests and answers go as calls of Ray, some events of a stream in one message.
+class Route(NamedTuple):
+    """Routing hints of a request."""
 
-    Args:
-        handle: of the replicas.
+    blocks: Sequence[int] = ()  # of its prompt; see `prompt_blocks`
+    avoid: Sequence[str] = ()  # names of replicas that could not serve it
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a request to the replica that `choose` names, by the requests under way at each.
+
+    Replicas that say that their engine does not serve, and those that a request avoids, come last.
     """
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Take the settings: Ray's constructor has no room for them.
+
+        Args:
+            kwargs: `slack`, see `choose`, and `policy`, as `routing` of [replicas].
+        """
+        self.slack: int = kwargs["slack"]
+        self.policy: str = kwargs["policy"]
+        self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
+        self.own: OwnRequests[ReplicaID] = OwnRequests()
+        self.draw = random.Random()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the replicas that there are now."""
+        super().update_replicas(replicas)
+        self.prefixes.keep_only([each.replica_id for each in replicas])
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replica for a request, and behind it the others: Ray takes the first that has room."""
+        route = pending_request.kwargs.get("route", Route()) if pending_request is not None else Route()
+        fit = [
+            each
+            for each in candidate_replicas
+            if each.routing_stats.get("serves", True) and each.replica_id.unique_id not in route.avoid
+        ]
+        told = self.replica_queue_len_cache
+        names = [each.replica_id for each in fit or candidate_replicas]
+        loads = {name: self.own.load(name, told.get(name)) for name in names}
+        if self.policy == "random":
+            chosen = self.draw.choice(list(loads))
+        else:
+            chosen = choose(loads, self.prefixes.matched(route.blocks), self.slack, self.draw)
+        if pending_request is not None:
+            self.own.chosen(pending_request.future, chosen)
+            pending_request.future.add_done_callback(self.own.settled)
+        others = [each for each in candidate_replicas if each.replica_id != chosen]
+        return [[each for each in candidate_replicas if each.replica_id == chosen], others]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Record which replica has the prompt."""
+        self.prefixes.add(replica_id, pending_request.kwargs.get("route", Route()).blocks)
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Count a request that is sent."""
+        super().on_send_request(replica_id)
+        self.own.sent(replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Count a request that ended."""
+        self.own.ended(replica_id)
+
+
+class RayChannel:
+    """Requests and answers are calls of Ray, with several events of a stream in one message."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -41,7 +105,17 @@ class RayChannel:
     async def messages(
         self, scope: Scope, body: bytes, blocks: Sequence[int], avoid: Sequence[str]
     ) -> AsyncGenerator[Message, None]:
-        """See `Channel`."""
+        """Yield a replica's response as ASGI has it; the first message tells status and headers.
+
+        Args:
+            scope: of the request, as ASGI has it.
+            body: of the request.
+            blocks: of its prompt; see `prompt_blocks`.
+            avoid: replicas that could not serve it.
+
+        Raises:
+            LostError: the replica is gone.
+        """
         sent = {name: scope[name] for name in _SENT if name in scope}
         answer = self._streaming.answer.remote(sent, body, route=Route(blocks, avoid))
         try:
@@ -53,7 +127,7 @@ class RayChannel:
             answer.cancel()
 
     async def metrics(self) -> dict[str, str]:
-        """See `Channel`."""
+        """Return what each replica tells Prometheus, by its name."""
         with losses():
             answers = self._handle.broadcast("metrics")
             texts = await answers.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
@@ -61,12 +135,9 @@ class RayChannel:
 
 
 class HttpChannel(RayChannel):
-    """Ray chooses the replica, counts the request and sees to the replica's life; the answer itself comes over HTTP.
+    """Ray chooses the replica and counts the request; the answer itself comes over HTTP.
 
     A request costs two messages of Ray, however long its answer is.
-
-    Args:
-        handle: of the replicas.
     """
 
     def __init__(self, handle: DeploymentHandle) -> None:
@@ -76,7 +147,7 @@ class HttpChannel(RayChannel):
     async def messages(
         self, scope: Scope, body: bytes, blocks: Sequence[int], avoid: Sequence[str]
     ) -> AsyncGenerator[Message, None]:
-        """See `Channel`."""
+        """See `RayChannel.messages`."""
         lease = uuid4().hex
         letting = self._streaming.lease.remote(lease, route=Route(blocks, avoid))
         try:
@@ -85,7 +156,11 @@ class HttpChannel(RayChannel):
                 headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]
                            if key not in _NOT_SENT]  # fmt: skip
                 path = scope["path"] + ("?" + query.decode("latin-1") if (query := scope["query_string"]) else "")
-                sending = self._open_session().request(
+                if self._session is None:
+                    timeout = aiohttp.ClientTimeout(total=None)
+                    connector = aiohttp.TCPConnector(limit=0)
+                    self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+                sending = self._session.request(
                     scope["method"], address + path, data=body, headers=[*headers, (LEASE_HEADER, lease)],
                     allow_redirects=False,
                 )  # fmt: skip
@@ -95,23 +170,9 @@ class HttpChannel(RayChannel):
         finally:
             letting.cancel()
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None),
-                auto_decompress=False,
-            )
-        return self._session
-
 
 class Ingress:
-    """The front as Ray's proxies call it.
-
-    Args:
-        replicas: that it stands before.
-        limits: theirs.
-    """
+    """The front as Ray's proxies call it."""
 
     def __init__(self, replicas: DeploymentHandle, limits: ServerConfig) -> None:
         self._replicas = replicas
@@ -139,7 +200,7 @@ async def _told(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, Non
 
 @contextlib.contextmanager
 def losses() -> Iterator[None]:
-    """Say of all that tells of a replica's end that it is lost."""
+    """Raise all errors that mean that a replica ended as `LostError`."""
     try:
         yield
     except (RayError, RayServeException, aiohttp.ClientError, StopAsyncIteration, TimeoutError) as error:

@@ -13,11 +13,9 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.server.app import make_app
-from graphdecode.server.batch import EngineAnswers
-from graphdecode.server.batch_lines import BatchRequest
-from graphdecode.server.replicas.channel import REPLICA_HEADER
-from graphdecode.server.replicas.ray_channel import LEASE_HEADER
-from graphdecode.server.replicas.router import Route
+from graphdecode.server.batch import BatchRequest, EngineAnswers
+from graphdecode.server.replicas.front import REPLICA_HEADER
+from graphdecode.server.replicas.ray_channel import LEASE_HEADER, Route
 from graphdecode.server.run import bind, make_server
 from graphdecode.server.service import Service
 
@@ -29,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Replica:
-    """What a front calls; the application is the server's own, and so are its endpoints.
+    """Ray actor of one engine; the application and its endpoints are the server's own.
 
     Args:
         make_service: returns the service, which is yet to be started.
@@ -44,23 +42,16 @@ class Replica:
         self._leases: dict[str, _Lease] = {}
         self._served_at = time.monotonic()
         await self.service.start()
-        self._address = await self._listen() if listens else ""
-
-    async def _listen(self) -> str:
-        node = ray.util.get_node_ip_address()
-        bound = bind(node, 0)
-        server = make_server(self._leased, self.service.limits)
-        self._serving = asyncio.create_task(server.serve(sockets=[bound]))
-        return f"http://{node}:{bound.getsockname()[1]}"
+        self._address = ""
+        if listens:
+            node = ray.util.get_node_ip_address()
+            bound = bind(node, 0)
+            server = make_server(self._leased, self.service.limits)
+            self._serving = asyncio.create_task(server.serve(sockets=[bound]))
+            self._address = f"http://{node}:{bound.getsockname()[1]}"
 
     async def answer(self, scope: Scope, body: bytes, *, route: Route) -> AsyncGenerator[list[Message], None]:
-        """Yield the response to a request, as many of its messages at a time as there are.
-
-        Args:
-            scope: of the request, as ASGI has it.
-            body: of the request.
-            route: for the router.
-        """
+        """Yield the response to a request, as many of its messages at a time as there are."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         sent: list[Message] = [{"type": "http.request", "body": body}]
 
@@ -91,21 +82,11 @@ class Replica:
             await asyncio.wait((working,))
 
     async def whole(self, request: BatchRequest, *, route: Route) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of the response to a request of a batch.
-
-        Args:
-            request: of a batch.
-            route: for the router.
-        """
+        """Return the status and the body of the response to a request of a batch."""
         return await self._answers.answer(request)
 
     async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
-        """Yield where a request can be sent over HTTP, and end when it was answered.
-
-        Args:
-            number: that the request will bring.
-            route: for the router.
-        """
+        """Yield the address for a request over HTTP, and end when it was answered."""
         lease = self._leases[number] = _Lease()
         try:
             yield self._address

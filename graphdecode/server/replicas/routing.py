@@ -1,4 +1,4 @@
-"""Who gets a request: the least loaded first, and of those the one that has the beginning of its prompt.
+"""Routing of requests: the least loaded replica, preferring one that has the prompt's prefix.
 
 Nothing here knows Ray: `tools/bench cluster` runs the same code at a thousand replicas.
 """
@@ -20,11 +20,7 @@ KEPT_BLOCKS = 1 << 16  # remembered of one replica: 2 million characters, in the
 
 
 class RoutedPrefixes(Generic[R]):
-    """Which replica was sent which beginnings of prompts; each forgets the oldest, as its cache does.
-
-    Args:
-        kept_blocks: of each replica.
-    """
+    """Prefixes of prompts that each replica was sent; the oldest are evicted, as in its cache."""
 
     def __init__(self, kept_blocks: int = KEPT_BLOCKS) -> None:
         self._kept_blocks = kept_blocks
@@ -48,7 +44,7 @@ class RoutedPrefixes(Generic[R]):
         return depths
 
     def add(self, replica: R, blocks: Sequence[int]) -> None:
-        """Take note that a replica computes a prompt."""
+        """Record that a replica computes a prompt."""
         kept = self._blocks.setdefault(replica, OrderedDict())
         for block in reversed(blocks):  # so that the end of a prompt is forgotten before its beginning
             kept[block] = None
@@ -71,7 +67,7 @@ class RoutedPrefixes(Generic[R]):
 
 
 class OwnRequests(Generic[R]):
-    """The requests that a front has under way at each replica.
+    """The requests of this front in flight at each replica.
 
     What a replica has in all, those of other fronts included, it says with each request that it takes. Ray forgets that
     behind ten seconds without news, which long answers are, and answers that overtake each other put it back.
@@ -86,7 +82,6 @@ class OwnRequests(Generic[R]):
 
         Args:
             request: any name of it; it was not `settled` yet.
-            replica: that it shall go to.
         """
         self.settled(request)
         self._chosen[request] = replica
@@ -108,10 +103,9 @@ class OwnRequests(Generic[R]):
             del self._counts[replica]
 
     def load(self, replica: R, told: int | None) -> int:
-        """Return the requests under way at a replica, as far as is known.
+        """Return the requests in flight at a replica, as far as is known.
 
         Args:
-            replica: any.
             told: what it has in all; None: there is no news.
         """
         return max(told or 0, self._counts[replica])
@@ -124,7 +118,6 @@ def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: r
         loads: requests under way, by replica; at least one replica.
         matched: of its prompt's blocks, how many a replica has; one that is missing has none.
         slack: requests by which a replica may be ahead of the least loaded one.
-        draw: decides between equals.
     """
     limit = min(loads.values()) + slack
     best = max((matched.get(each, 0), -load) for each, load in loads.items() if load <= limit)
@@ -132,13 +125,10 @@ def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: r
 
 
 def prompt_blocks(body: Any) -> list[int]:
-    """Return the blocks of what a request's prompt begins with; each stands for all characters up to its end.
+    """Return hashes of the prefix blocks of a request's prompt; each covers all characters up to its end.
 
     Two requests have their first blocks in common where their prompts begin alike, for all that can be told without
     a tokenizer and a chat template. What is no request has none: it is refused where it is served.
-
-    Args:
-        body: of a request, as JSON was read.
     """
     text = _beginning(body) if isinstance(body, dict) else ""
     blocks, digest = [], b""

@@ -18,10 +18,22 @@ from graphdecode.kernels.attention.attention_plan import (
     plan_size,
     work_items,
 )
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
-from .decode_problem import DecodeProblem, check_metadata
-from .limits import FP8_DTYPES, OUT_DTYPES, Q_DTYPE_LEFT_OUT, check_backend, check_options, exact_queries, scale_of
+from .decode_problem import (
+    FP8_DTYPES,
+    OUT_DTYPES,
+    Q_DTYPE_LEFT_OUT,
+    DecodeOptions,
+    DecodeProblem,
+    check_backend,
+    check_metadata,
+    check_window,
+    exact_queries,
+    planned_dtypes,
+    scale_of,
+)
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -189,22 +201,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Raises:
             ValueError: an argument does not fit; nothing has changed then.
         """
-        problem = DecodeProblem.of(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            pos_encoding_mode,
-            window_left,
-            logits_soft_cap,
-            q_data_type,
-            kv_data_type,
-            data_type,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            q_len_per_req,
+        logits = DecodeOptions.of(
+            head_dim, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
+        dtypes = planned_dtypes(q_data_type, kv_data_type, data_type)
+        problem = DecodeProblem(num_qo_heads, num_kv_heads, page_size, q_len_per_req, *dtypes, logits)
         if q_len_per_req > 1 and not self._use_tensor_cores:
             raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as there")
         rows = check_metadata(indptr, indices, last_page_len)
@@ -236,7 +237,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
             q_len=q_len_per_req,
         )
         self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
-        self._take_metadata(metadata)
+        if self._max_rows is None:
+            self._indptr, self._indices, self._last_page_len = metadata
+        else:
+            for buffer, tensor in zip((self._indptr, self._indices, self._last_page_len), metadata, strict=True):
+                if buffer is not None:
+                    buffer[: tensor.shape[0]].copy_(tensor)
         self._problem, self._rows, self._max_items = problem, rows, max_items
 
     def _divide(self, problem: DecodeProblem, rows: int, tokens: int, floats_of_item: int) -> tuple[int, int, int]:
@@ -271,14 +277,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if counters.shape[0] < rows * queries_of_row:
             counters = torch.zeros(rows * queries_of_row, dtype=torch.int32, device=self._device)
         return kv_lens, plan, counters
-
-    def _take_metadata(self, metadata: list[Tensor]) -> None:
-        if self._max_rows is None:
-            self._indptr, self._indices, self._last_page_len = metadata
-            return
-        for buffer, tensor in zip((self._indptr, self._indices, self._last_page_len), metadata, strict=True):
-            if buffer is not None:
-                buffer[: tensor.shape[0]].copy_(tensor)
 
     def run(
         self,
@@ -321,7 +319,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise RuntimeError("call plan() before run()")
         k_cache, v_cache = paged_caches(paged_kv_cache, self._layout)
         problem.check_tensors(q, k_cache, self._device)
-        self._check_rows(q.shape[0], problem.q_len)
+        q_len = problem.q_len
+        rows, rest = divmod(q.shape[0], q_len)
+        most = self._rows if self._max_rows is None else self._max_rows
+        if rest or not self._rows <= rows <= most:
+            wanted = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
+            raise ValueError(
+                f"q must have q_len_per_req={problem.q_len} queries for each of {wanted} rows, got {len(q)}"
+            )
         out_shape, lse_shape = (*q.shape[:2], v_cache.shape[-1]), tuple(q.shape[:2])
         if out is None:
             out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
@@ -332,8 +337,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         _check_result("lse", lse, lse_shape, (torch.float32,))
         queries = exact_queries(q)
         result = out if out.dtype == queries.dtype else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
-        window = problem.window_left if window_left is None else window_left
-        check_options(window, problem.soft_cap, problem.rope_scale, problem.rope_theta)
+        logits = problem.logits
+        window = logits.window_left if window_left is None else window_left
+        check_window(window)
         decode_attention(
             result,
             lse,
@@ -348,13 +354,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
             self._counters,
             q_len=problem.q_len,
             max_items=self._max_items,
-            sm_scale=problem.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale),
+            options=AttentionOptions(
+                logits.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale), window, logits.soft_cap
+            ),
             v_scale=scale_of(v_scale=v_scale),
-            window_left=window,
-            soft_cap=problem.soft_cap,
-            position_mode=problem.position_mode,
-            rope_scale=problem.rope_scale,
-            rope_theta=problem.rope_theta,
+            position_mode=logits.position_mode,
+            rope_scale=logits.rope_scale,
+            rope_theta=logits.rope_theta,
         )
         if result is not out:
             out.copy_(result)
@@ -378,13 +384,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         scales = (q_scale, k_scale, v_scale)
         result = self.run(q, paged_kv_cache, *scales, True, out=out, lse=lse, window_left=window_left)
         return result[0], result[1]
-
-    def _check_rows(self, queries: int, q_len: int) -> None:
-        rows, rest = divmod(queries, q_len)
-        most = self._rows if self._max_rows is None else self._max_rows
-        if rest or not self._rows <= rows <= most:
-            wanted = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
-            raise ValueError(f"q must have q_len_per_req={q_len} queries for each of {wanted} rows, got {queries}")
 
     def _partials(self, problem: DecodeProblem, value_dim: int) -> tuple[Tensor, Tensor]:
         """Return the workspace as partial outputs and log-sum-exps; a CPU makes none."""

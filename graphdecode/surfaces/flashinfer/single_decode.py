@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,10 @@ from graphdecode.attention.layouts import check_layout
 from graphdecode.attention.paged_decode import decode_workspace, wave_items_for
 from graphdecode.cache import require_numbers, require_tensors
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
-from .limits import DTYPES, check_head_dim, check_heads, check_options, dtype_of, exact_queries
+from .decode_problem import DTYPES, DecodeOptions, check_heads, dtype_of, exact_queries, scale_of
 
 
 def single_decode_with_kv_cache(
@@ -41,16 +40,7 @@ def single_decode_with_kv_cache(
             fp32, fp8 e4m3 or e5m2.
         v: the same, with head_dim_v.
         kv_layout: `NHD` or `HND`.
-        pos_encoding_mode: `NONE`, `ROPE_LLAMA` or `ALIBI`.
-        use_tensor_cores: a hint.
-        q_scale: multiplies the logits; None: 1.
-        k_scale: multiplies the logits; None: 1.
-        v_scale: multiplies the output; None: 1.
-        window_left: keys before the last one that are seen; -1: all.
-        logits_soft_cap: caps the logits; None or 0: not.
-        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
-        rope_scale: divides the rotation angles; None: 1.
-        rope_theta: base of the rotation frequencies; None: 10000.
+        others: see `BatchDecodeWithPagedKVCacheWrapper.plan` and `run`.
         return_lse: whether to return the log-sum-exps.
 
     Returns:
@@ -63,7 +53,7 @@ def single_decode_with_kv_cache(
     check_layout(kv_layout)
     require_tensors(q=q)
     require_tensors(q.device, k=k, v=v)
-    require_numbers(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sm_scale=sm_scale)
+    require_numbers(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if q.dim() != 2 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(f"q must have 2 dimensions, k and v 3, got {q.dim()}, {k.dim()} and {v.dim()}")
     if kv_layout == "HND":
@@ -73,11 +63,9 @@ def single_decode_with_kv_cache(
     if k.shape[:2] != v.shape[:2] or k.shape[-1] != head_dim:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} (NHD) do not fit q {list(q.shape)}")
     check_heads(heads, kv_heads)
-    check_head_dim(head_dim, pos_encoding_mode)
-    soft_cap = logits_soft_cap or 0.0
-    scale = 1.0 if rope_scale is None else rope_scale
-    theta = 1e4 if rope_theta is None else rope_theta
-    check_options(window_left, soft_cap, scale, theta)
+    logits = DecodeOptions.of(
+        head_dim, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+    )
     dtype_of("q's dtype", q.dtype, DTYPES)
     dtype_of("k's dtype", k.dtype, DTYPES)
     if v.dtype != k.dtype:
@@ -114,15 +102,13 @@ def single_decode_with_kv_cache(
         plan,
         *decode_workspace(device, 1, items, heads, v.shape[-1]),
         max_items=items,
-        sm_scale=(1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale)
-        * (1.0 if q_scale is None else q_scale)
-        * (1.0 if k_scale is None else k_scale),
-        v_scale=1.0 if v_scale is None else v_scale,
-        window_left=window_left,
-        soft_cap=soft_cap,
+        options=AttentionOptions(
+            logits.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale), window_left, logits.soft_cap
+        ),
+        v_scale=scale_of(v_scale=v_scale),
         position_mode=pos_encoding_mode,
-        rope_scale=scale,
-        rope_theta=theta,
+        rope_scale=logits.rope_scale,
+        rope_theta=logits.rope_theta,
     )
     out = out[0].to(dtype)
     return (out, lse[0]) if lse is not None else out

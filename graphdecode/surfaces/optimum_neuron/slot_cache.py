@@ -16,6 +16,9 @@ from graphdecode.cache import require_positive, require_tensors, untouched_zeros
 from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.slot_cache import slot_scatter, slot_shift
 
+_TILE = 128
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
 
 def kv_heads_per_rank(num_attention_heads: int, num_key_value_heads: int, tp_degree: int) -> int:
     """Return the key/value heads of one of `tp_degree` ranks.
@@ -36,10 +39,6 @@ def kv_heads_per_rank(num_attention_heads: int, num_key_value_heads: int, tp_deg
     if num_key_value_heads % tp_degree == 0:
         return num_key_value_heads // tp_degree
     return 1 if tp_degree % num_key_value_heads == 0 else padded_heads
-
-
-_TILE = 128
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class SlotKVCacheManager:

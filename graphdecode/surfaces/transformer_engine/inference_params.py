@@ -12,10 +12,8 @@ from torch import Tensor
 from graphdecode.cache import require_hashable, require_positive
 from graphdecode.kernels.surfaces.page_gather import page_gather
 
+from .cache_managers import QKV_FORMATS, NonPagedKVCacheManager, PagedKVCacheManager
 from .metadata import StepMetadata
-from .nonpaged import NonPagedKVCacheManager
-from .paged import PagedKVCacheManager
-from .staged_manager import QKV_FORMATS
 
 OUTPUT_FORMATS = {"bshd": "bshd", "sbhd": "sbhd_2bshd", "thd": "thd_2bshd"}
 

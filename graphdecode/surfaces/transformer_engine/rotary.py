@@ -95,11 +95,11 @@ def apply_rotary_pos_emb(
     angles = freqs[:, 0].float()[positions]  # [..., 1, d2]
     rotated, kept = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
     if interleaved:
-        turned = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
+        rotated_half = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
     else:
         low, high = rotated.chunk(2, -1)
-        turned = torch.cat((-high, low), -1)
-    return torch.cat(((rotated * angles.cos() + turned * angles.sin()).to(t.dtype), kept), -1)
+        rotated_half = torch.cat((-high, low), -1)
+    return torch.cat(((rotated * angles.cos() + rotated_half * angles.sin()).to(t.dtype), kept), -1)
 
 
 def _positions(t: Tensor, form: str, starts: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

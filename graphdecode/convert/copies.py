@@ -1,0 +1,212 @@
+"""Quantized and expanded copies of models, which appear at once or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from graphdecode.convert.plain_gguf import PlainGguf
+from graphdecode.errors import ArgumentError
+from graphdecode.linear.weight_form import Stored
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.family import family_of
+from graphdecode.models.fields import read_json
+from graphdecode.models.gguf.files import shards_of
+from graphdecode.models.gguf.source import Gguf
+from graphdecode.models.gguf.writing import GgufModel
+from graphdecode.models.load import Source, check_model, open_source
+from graphdecode.models.quantised.compressed_tensors import quantization_config, write_weights
+from graphdecode.models.quantised.methods import CONFIGURATIONS
+from graphdecode.models.quantised.on_load import FORMS_OF, QuantisedBlocks, QuantisedGroups, quantised_on_load
+from graphdecode.models.weight_map import parts
+from graphdecode.text.gguf_tokenizer import vocabulary_fields
+from graphdecode.text.tokenizer import load_tokenizer
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+_CONFIG = "config.json"
+FORMATS = ("safetensors", "gguf")
+
+
+def quantised_copy(
+    model: str | Path,
+    out: Path,
+    quantize: str,
+    *,
+    group_size: int | None = None,
+    file_format: str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Path:
+    """Write a model with quantized weights; nothing is left of it where that fails or is interrupted.
+
+    Args:
+        model: a checkpoint folder or a repository id, of plain weights, or a GGUF file, whose blocks are expanded and
+            rounded anew; see `resolve_model_path`.
+        out: the folder to make, or the `.gguf` file.
+        quantize: `"int4"`, `"int8"` or `"fp8"`, for compressed-tensors' form of safetensors; `"q8_0"` or `"q4_k"`, for
+            GGUF.
+        group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
+        file_format: one of FORMATS; None: the one that `quantize` is for.
+        overwrite: replace what is at `out`.
+        progress: show a bar on standard error.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ArgumentError: the model, the path or an option cannot be used; nothing was written.
+    """
+    fitting = _format_of(quantize, file_format)
+    source: Source | PlainGguf = open_source(model)
+    if isinstance(source, Gguf):
+        source = PlainGguf(model)
+        path = source.path
+    elif isinstance(source, Checkpoint):
+        path = source.folder
+    else:
+        raise ArgumentError(
+            f"model {str(model)!r} is neither a checkpoint folder of safetensors nor a GGUF file, and is not copied"
+        )
+    _check_out(out, path, fitting, overwrite)
+    check_model(path, model_impl="native")
+    config = source.config()
+    rounded = quantised_on_load(source, config, quantize, group_size)
+    names = [part.name for part in parts(rounded.weight_map)]
+    _check_room(out.absolute().parent, sum(_bytes_of(rounded.tensors[name]) for name in names))
+    if isinstance(rounded, QuantisedBlocks):
+        file = GgufModel(rounded, config)
+        vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
+        with _at_once(out) as partial:
+            file.write(partial, vocabulary, counted(file.names, progress))
+    else:
+        tokenizer = source.tokenizer() if isinstance(source, PlainGguf) else None
+        with _at_once(out) as partial:
+            partial.mkdir()
+            write_weights(rounded, partial, counted(names, progress))
+            if isinstance(source, PlainGguf):
+                source.write_rest(partial, tokenizer, {"quantization_config": quantization_config(rounded)})
+            else:
+                _write_rest(source, rounded, partial)
+    return out
+
+
+def converted_copy(
+    model: str | Path, out: Path, *, dtype: str = "auto", overwrite: bool = False, progress: bool = False
+) -> Path:
+    """Write a GGUF model as safetensors with config.json, tokenizer and chat template.
+
+    Args:
+        model: a `.gguf` file, or what leads to one; see `resolve_model_path`.
+        out: the folder to make.
+        dtype: of the weights; "auto": bfloat16 for blocks of few bits, else the file's own.
+        overwrite: replace the checkpoint folder that is at `out`.
+        progress: show a bar on standard error.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ArgumentError: the model, the path or an option cannot be used; nothing was written.
+    """
+    source = PlainGguf(model, dtype)
+    _check_out(out, source.path, "safetensors", overwrite)
+    check_model(source.path, model_impl="native")
+    config = source.config()
+    names = [part.name for part in parts(family_of(config.architecture).weights(config))]
+    _check_room(out.absolute().parent, sum(_bytes_of(source.tensors[name]) for name in names))
+    tokenizer = source.tokenizer()
+    with _at_once(out) as partial:
+        partial.mkdir()
+        write_weights(source, partial, counted(names, progress, "converting"))
+        source.write_rest(partial, tokenizer)
+    return out
+
+
+def _write_rest(source: Checkpoint, rounded: QuantisedGroups, folder: Path) -> None:
+    """Write all other files of a checkpoint, and its config.json with the new quantization."""
+    for file in source.folder.iterdir():
+        if file.is_file() and file.name != _CONFIG and not any(file.match(pattern) for pattern in _WEIGHTS):
+            shutil.copyfile(file, folder / file.name)
+    settings: dict[str, Any] = read_json(source.folder / _CONFIG)
+    settings = {name: value for name, value in settings.items() if name not in CONFIGURATIONS}
+    settings["quantization_config"] = quantization_config(rounded)
+    (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _format_of(quantize: str, file_format: str | None) -> str:
+    if quantize not in FORMS_OF:
+        raise ArgumentError(f"quantize must be {', '.join(FORMS_OF)}, got {quantize!r}")
+    fitting = "safetensors" if FORMS_OF[quantize] is None else "gguf"
+    if file_format not in (None, fitting):
+        known = ", ".join(name for name, form in FORMS_OF.items() if (form is None) == (file_format == "safetensors"))
+        if file_format not in FORMATS:
+            raise ArgumentError(f"the format must be one of {', '.join(FORMATS)}, got {file_format!r}")
+        raise ArgumentError(f"{quantize} is not written as {file_format}; what is so are {known}")
+    return fitting
+
+
+def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> None:
+    """Refuse a place where a copy cannot be made.
+
+    Raises:
+        ArgumentError: it is taken, or there is no folder for it; the message says what to do.
+    """
+    if (out.suffix == ".gguf") != (file_format == "gguf"):
+        kind = "a name that ends in .gguf" if file_format == "gguf" else "a folder, and no .gguf file"
+        raise ArgumentError(f"{out}: what is written in the format {file_format} needs {kind}")
+    if out.name in ("", ".."):
+        raise ArgumentError(f"the copy needs a name of its own, got {str(out)!r}")
+    if not out.absolute().parent.is_dir():
+        raise ArgumentError(f"{out.absolute().parent} is no folder, so {out.name} cannot be made in it")
+    if not out.exists():
+        return
+    files = [model.parent / name for name in shards_of(model.name)]
+    if any(file.resolve().is_relative_to(out.resolve()) for file in files):
+        raise ArgumentError(f"{out} holds the model itself, which is read while the copy is written")
+    if not overwrite:
+        raise ArgumentError(f"{out} is there already; --overwrite (overwrite=True) replaces it, or give another name")
+    if file_format == "safetensors" and not (out / _CONFIG).is_file():
+        raise ArgumentError(f"{out} is no checkpoint folder, and is not replaced")
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Refuse a copy for which a folder's disk has no room."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise ArgumentError(f"{folder} has {free / 2**20:.0f} MiB left, and the copy needs {size / 2**20:.0f}")
+
+
+def _bytes_of(stored: Stored) -> int:
+    """Return about how many bytes a tensor takes."""
+    wide = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
+    return int(math.prod(stored.shape) * wide.get(stored.dtype, 2.0))
+
+
+@contextmanager
+def _at_once(out: Path) -> Iterator[Path]:
+    """Yield a path beside `out` that replaces it in the end, or is removed on errors."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    try:
+        made = scratch / out.name
+        yield made
+        if out.exists():
+            os.replace(out, scratch / "before")
+        os.replace(made, out)
+    finally:
+        if (scratch / "before").exists() and not out.exists():
+            os.replace(scratch / "before", out)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def counted(names: list[str], progress: bool, doing: str = "quantising") -> Iterator[str]:
+    """Go through names, with a bar on standard error if one is wanted."""
+    return iter(tqdm(names, desc=doing, unit="tensor", disable=None, leave=False) if progress else names)

@@ -1,0 +1,163 @@
+"""HTTP plumbing: request bodies, errors in OpenAI's format, server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
+
+from graphdecode.config import ServerConfig
+from graphdecode.engine.request import ContextLengthError
+from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
+
+RESTARTING, REFUSED = "restarting", "refused"  # codes of answers that were given up, beside those of `Event`
+_STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}  # the latter are the asker's affair
+_NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
+LARGE_BYTES = 32 << 10  # larger bodies are read in a child, for here all others would wait
+AT_A_TIME = 8  # as many of the largest bodies may be here before they are read
+T = TypeVar("T")
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+class HttpError(GraphdecodeError):
+    """An error response."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes it again."""
+        again = partial(HttpError, param=self.param, code=self.code, headers=self.headers)
+        return again, (self.status, str(self))
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body in OpenAI's format."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
+    """Return an error of this package as an `HttpError`.
+
+    Args:
+        error: of an argument, or of an answer that was given up.
+        fields: names that a request can have; the one that the message begins with is to blame.
+    """
+    if isinstance(error, ArgumentError):
+        found = _NAMED.match(str(error))
+        param = found[1] if found and found[1] in fields else None
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return HttpError(400, str(error), param=param, code=code)
+    if isinstance(error, AnswerError) and error.code in _STATUS:
+        headers = {"Retry-After": "5"} if error.code == RESTARTING else None
+        return HttpError(_STATUS[error.code], str(error), code=error.code, headers=headers)
+    return HttpError(500, str(error))
+
+
+async def _say(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = HttpError(error.status_code, error.detail, headers=dict(error.headers or {}))
+    elif not isinstance(error, GraphdecodeError):
+        error = HttpError(500, "an internal error; the server's log says more")
+    said = error if isinstance(error, HttpError) else as_http_error(error, frozenset())
+    return JSONResponse(said.body, said.status, said.headers)
+
+
+# how an application answers what its endpoints raise
+SAYING: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+    (HttpError, GraphdecodeError, HTTPException, Exception), _say
+)
+
+
+class Bodies:
+    """Reads bodies, and bounds the memory of those not processed yet."""
+
+    def __init__(self, limits: ServerConfig) -> None:
+        self._limits = limits
+        self._held = 0  # bytes of large ones
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """Yield the whole body of a request; its memory counts until the context is left.
+
+        Raises:
+            HttpError: it is too large, did not come, or others take the room that it needs.
+        """
+        limits, data, counted = self._limits, bytearray(), 0
+        most = AT_A_TIME * limits.max_body_bytes
+        try:
+            try:
+                async with asyncio.timeout(limits.idle_timeout_s or None):
+                    async for piece in request.stream():
+                        data += piece
+                        if len(data) > limits.max_body_bytes:
+                            raise HttpError(413, f"the body is larger than {limits.max_body_bytes} bytes")
+                        if len(data) > LARGE_BYTES:
+                            self._held += len(data) - counted
+                            counted = len(data)
+                        if self._held > most and counted:
+                            headers = {"Connection": "close", "Retry-After": "1"}
+                            taken = f"large bodies take more than {most} bytes already"
+                            raise HttpError(429, taken, code="bodies", headers=headers)
+            except TimeoutError:
+                raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
+            except ClientDisconnect:
+                raise HttpError(499, "the client went away") from None
+            yield bytes(data)
+        finally:
+            self._held -= counted
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of some work; None: the client, whose body was read, left, and the work was cancelled."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def as_json(data: Any) -> bytes:
+    """Return JSON as bytes."""
+    return _dumps(data).encode("utf-8", "replace")
+
+
+def sse_event(data: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + as_json(data) + b"\n\n"

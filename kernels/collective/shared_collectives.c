@@ -1,0 +1,170 @@
+/* How ranks on one machine meet on a board of shared memory, and what they compute there; see shared_collectives.py.
+ *
+ * A rank that waits spins for a while, then offers its core at every look, then sleeps between looks: ranks may be more
+ * than cores. Where the one that it waits for was on the same core, which the system does for a while now and then,
+ * it offers that at once: to spin first would cost a fifth of a millisecond a meeting. It gives up when somebody has said
+ * that a rank is gone, or when a rank does not come within the limit; what was to be computed is left as it is then, every
+ * later meeting ends at once, and the host, which looks at the board behind each step, says who was late. Time in which
+ * this process itself did not run does not count.
+ */
+#include "native.h"
+
+#ifndef GRAPHDECODE_MEETING
+#define GRAPHDECODE_MEETING
+#include <time.h>
+
+
+#define MEETING_SPINS 4000
+#define MEETING_YIELDS 20000
+#define MEETING_SPINS_ON_CORE 16 /* before it offers a core that both are on */
+#define MEETING_LONGEST_LOOK_NS 50000000 /* between two looks: the rest of it was somebody else's */
+
+typedef struct {
+    _Atomic int64_t *words;
+    char *data;
+    int64_t rank, count, place_bytes;
+    int64_t meeting; /* the number of the last one that this rank came to */
+} board_view;
+
+static inline board_view board_of(int64_t *words, int64_t size, int64_t rank, int64_t count) {
+    int64_t place = (size - BOARD_HEADER) / (2 * count) / BOARD_LINE * BOARD_LINE * 8;
+    _Atomic int64_t *board = (_Atomic int64_t *)words;
+    int64_t meeting = atomic_load(&board[BOARD_LINE * (1 + rank) + BOARD_ARRIVED]);
+    return (board_view){board, (char *)(words + BOARD_HEADER), rank, count, place, meeting};
+}
+
+/* 1 + the core that this rank is on; 0 where that cannot be known. */
+static inline int64_t own_core(void) {
+#ifdef __linux__
+    extern int sched_getcpu(void); /* which headers declare for some programs alone */
+    return 1 + sched_getcpu();
+#else
+    return 0;
+#endif
+}
+
+static inline char *place_at(const board_view *board, int64_t rank, int64_t meeting) {
+    return board->data + (meeting % 2 * board->count + rank) * board->place_bytes;
+}
+
+static inline int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Tell who is late, unless somebody was late before. */
+static inline void tell_late(const board_view *board, int64_t rank) {
+    int64_t none = 0;
+    atomic_compare_exchange_strong(&board->words[BOARD_LATE], &none, rank + 1);
+}
+
+/* Wait until a rank has come to a meeting; whether it has. */
+static int await_rank(const board_view *board, int64_t rank, int64_t meeting) {
+    _Atomic int64_t *arrived = &board->words[BOARD_LINE * (1 + rank) + BOARD_ARRIVED];
+    _Atomic int64_t *core = &board->words[BOARD_LINE * (1 + rank) + BOARD_CORE];
+    int64_t waited = 0, last = 0;
+    for (int64_t looks = 0; atomic_load_explicit(arrived, memory_order_acquire) < meeting; looks++) {
+        if (atomic_load_explicit(&board->words[BOARD_LATE], memory_order_relaxed)) return 0;
+        if (looks < MEETING_SPINS) {
+            pause_core();
+            if (looks % MEETING_SPINS_ON_CORE == MEETING_SPINS_ON_CORE - 1) {
+                int64_t own = own_core();
+                if (own && own == atomic_load_explicit(core, memory_order_relaxed)) sched_yield();
+            }
+            continue;
+        }
+        if (looks < MEETING_YIELDS) sched_yield();
+        else nanosleep(&(struct timespec){0, 50000}, 0);
+        int64_t now = now_ns();
+        int64_t look = last ? now - last : 0;
+        waited += look < MEETING_LONGEST_LOOK_NS ? look : MEETING_LONGEST_LOOK_NS;
+        last = now;
+        if (waited > board->words[BOARD_LIMIT_MS] * 1000000) {
+            tell_late(board, rank);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Come to the next meeting with data in this rank's place for it, and wait for all others; whether they came, and with
+ * the same in mind: `brought` is what is computed, and how much. */
+static int meet(board_view *board, int64_t brought) {
+    _Atomic int64_t *own = &board->words[BOARD_LINE * (1 + board->rank)];
+    int64_t meeting = ++board->meeting;
+    /* the board of the meeting before is not written before all have read it, so that neither is this word */
+    atomic_store_explicit(&own[BOARD_BROUGHT + meeting % 2], brought, memory_order_relaxed);
+    atomic_store_explicit(&own[BOARD_CORE], own_core(), memory_order_relaxed);
+    atomic_store_explicit(&own[BOARD_ARRIVED], meeting, memory_order_release);
+    for (int64_t rank = 0; rank < board->count; rank++) {
+        if (rank == board->rank) continue;
+        if (!await_rank(board, rank, meeting)) return 0;
+        _Atomic int64_t *line = &board->words[BOARD_LINE * (1 + rank)];
+        if (atomic_load_explicit(&line[BOARD_BROUGHT + meeting % 2], memory_order_relaxed) != brought) {
+            tell_late(board, BOARD_MOST_RANKS + rank);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static inline int is_over(const board_view *board) { return board->words[BOARD_LATE] != 0; }
+#endif
+
+typedef struct {
+    const board_view *board;
+    element *x;
+} NAME(reduce_job);
+
+static void NAME(reduce_run)(const void *job, int64_t begin, int64_t end) {
+    const NAME(reduce_job) *j = job;
+    const board_view *board = j->board;
+    int64_t i = begin;
+    for (; i + LANES <= end; i += LANES) {
+        vec sum = load((const element *)place_at(board, 0, board->meeting) + i);
+        for (int64_t rank = 1; rank < board->count; rank++)
+            sum += load((const element *)place_at(board, rank, board->meeting) + i);
+        store(j->x + i, sum);
+    }
+    for (; i < end; i++) {
+        float sum = widen(((const element *)place_at(board, 0, board->meeting))[i]);
+        for (int64_t rank = 1; rank < board->count; rank++)
+            sum += widen(((const element *)place_at(board, rank, board->meeting))[i]);
+        j->x[i] = narrow(sum);
+    }
+}
+
+KERNEL(shared_all_reduce) {
+    board_view board = board_of(a->board.data, a->board.size[0], a->rank, a->ranks);
+    int64_t total = a->x.size[0] * a->x.size[1], most = board.place_bytes / (int64_t)sizeof(element);
+    for (int64_t begin = 0; begin < total && !is_over(&board); begin += most) {
+        int64_t count = least_of(most, total - begin);
+        element *x = (element *)a->x.data + begin;
+        memcpy(place_at(&board, board.rank, board.meeting + 1), x, count * sizeof(element));
+        if (!meet(&board, 2 * count)) return;
+        NAME(reduce_job) job = {&board, x};
+        parallel(threads, NAME(reduce_run), &job, count, PARALLEL_WORK);
+    }
+}
+
+KERNEL(shared_all_gather) {
+    (void)threads;
+    board_view board = board_of(a->board.data, a->board.size[0], a->rank, a->ranks);
+    int64_t rows = a->out.size[0], columns = a->out.size[1], own = a->part.size[1];
+    int64_t widest = (columns + board.count - 1) / board.count;
+    int64_t most = board.place_bytes / (widest * (int64_t)sizeof(element));
+    for (int64_t begin = 0; begin < rows && !is_over(&board); begin += most) {
+        int64_t count = least_of(most, rows - begin);
+        memcpy(place_at(&board, board.rank, board.meeting + 1), (const element *)a->part.data + begin * own,
+               count * own * sizeof(element));
+        if (!meet(&board, 2 * count * columns + 1)) return;
+        for (int64_t rank = 0; rank < board.count; rank++) {
+            const element *place = (const element *)place_at(&board, rank, board.meeting);
+            int64_t first = columns * rank / board.count, width = columns * (rank + 1) / board.count - first;
+            for (int64_t row = 0; row < count; row++)
+                memcpy((element *)a->out.data + (begin + row) * columns + first, place + row * width,
+                       width * sizeof(element));
+        }
+    }
+}

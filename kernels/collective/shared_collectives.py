@@ -1,0 +1,132 @@
+"""Sums and rows over the ranks of one machine, which meet on a board: a piece of memory that they share.
+
+One rank writes, all others read. The board begins with lines of the processor's cache: the first for all ranks, then
+one for each rank, which that rank alone writes. Behind them each rank has two places for data, which it uses by turns:
+whoever writes the one again has seen that all others came to the meeting in between, and so have read it.
+"""
+
+import time
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..native.registration import Int64, Written, operator
+
+LINE = 8  # words of 8 bytes
+MOST_RANKS = 64
+LATE = 0  # word of the first line: 1 + the rank that did not come, or is gone; MOST_RANKS more: came for something else
+LIMIT_MS = 1  # word of the first line: how long the ranks wait for one another
+ARRIVED = 0  # word of a rank's line: meetings that it came to
+BROUGHT = 1  # words of a rank's line: what it came with by turns, so that ranks which do different things find out
+CORE = 3  # word of a rank's line: 1 + the core that it was on when it last came; 0: it does not say
+HEADER = LINE * (1 + MOST_RANKS)  # words before the data
+
+WORDS = {"BOARD_LINE": LINE, "BOARD_LATE": LATE, "BOARD_LIMIT_MS": LIMIT_MS, "BOARD_HEADER": HEADER}
+WORDS |= {"BOARD_ARRIVED": ARRIVED, "BOARD_BROUGHT": BROUGHT, "BOARD_MOST_RANKS": MOST_RANKS, "BOARD_CORE": CORE}
+
+
+def board_words(ranks: int, place_bytes: int) -> int:
+    """Return the size of a board whose places hold so many bytes each, in words of 8 bytes."""
+    return HEADER + 2 * ranks * -(-place_bytes // (8 * LINE)) * LINE
+
+
+def place_bytes_of(board: Tensor, ranks: int) -> int:
+    """Return how many bytes a place of a board holds."""
+    return (board.numel() - HEADER) // (2 * ranks) // LINE * LINE * 8
+
+
+def place_of(board: Tensor, ranks: int, rank: int, meeting: int, dtype: torch.dtype) -> Tensor:
+    """Return where a rank puts its data for a meeting, as numbers of a dtype."""
+    words = place_bytes_of(board, ranks) // 8
+    begin = HEADER + (meeting % 2 * ranks + rank) * words
+    return board[begin : begin + words].view(dtype)
+
+
+_LOOK_SECONDS = 5e-5
+
+
+def meet(board: Tensor, rank: int, ranks: int, brought: int, data: Tensor) -> int | None:
+    """Put data on the board, and wait until all ranks have; return the meeting's number, None where one is missing.
+
+    It is the oracle of `shared_collectives.c`, and serves dtypes that no kernel in C takes.
+
+    Args:
+        board: the shared memory.
+        rank: of the caller.
+        ranks: how many there are.
+        brought: what is computed, and how much; the same on all ranks.
+        data: contiguous.
+    """
+    words = board[:HEADER].numpy()
+    lines = words.reshape(-1, LINE)
+    meeting = int(lines[1 + rank, ARRIVED]) + 1
+    if words[LATE]:
+        return None
+    place_of(board, ranks, rank, meeting, data.dtype)[: data.numel()].copy_(data.reshape(-1))
+    lines[1 + rank, BROUGHT + meeting % 2] = brought
+    lines[1 + rank, ARRIVED] = meeting
+    waited = 0.0
+    for other in range(ranks):
+        while lines[1 + other, ARRIVED] < meeting:
+            time.sleep(_LOOK_SECONDS)
+            waited += _LOOK_SECONDS
+            if not words[LATE] and waited * 1000 > words[LIMIT_MS]:
+                words[LATE] = other + 1
+            if words[LATE]:
+                return None
+        if lines[1 + other, BROUGHT + meeting % 2] != brought:
+            words[LATE] = MOST_RANKS + other + 1
+            return None
+    return meeting
+
+
+@operator(is_compiled=True, constants=WORDS)
+def shared_all_reduce(x: Written[Tensor], board: Written[Int64], rank: int, ranks: int) -> None:
+    """Replace `x` by its sum over all ranks, with the same bits on each: they are added in the order of the ranks.
+
+    Each rank writes its numbers once and reads those of all. Where a rank is gone or late, `x` is left as it is, and
+    the board says so.
+
+    Args:
+        x: [rows, columns], contiguous, on a CPU.
+        board: int64, the shared memory.
+        rank: of the caller.
+        ranks: how many there are.
+    """
+    flat, most = x.view(-1), place_bytes_of(board, ranks) // x.element_size()
+    for piece in flat.split(most):
+        count = piece.numel()
+        meeting = meet(board, rank, ranks, 2 * count, piece)
+        if meeting is None:
+            return
+        places = [place_of(board, ranks, each, meeting, x.dtype)[:count].float() for each in range(ranks)]
+        total = places[0]
+        for place in places[1:]:
+            total = total + place
+        piece.copy_(total)
+
+
+@operator(is_compiled=True, constants=WORDS)
+def shared_all_gather(out: Written[Tensor], part: Tensor, board: Written[Int64], rank: int, ranks: int) -> None:
+    """Write the columns of all ranks into `out`; rank r has those from `columns * r // ranks` on.
+
+    Where a rank is gone or late, `out` is left as it is, and the board says so.
+
+    Args:
+        out: [rows, columns], contiguous, on a CPU.
+        part: [rows, the caller's columns], contiguous.
+        board: int64, the shared memory; a place of it holds the widest row of a rank at least.
+        rank: of the caller.
+        ranks: how many there are.
+    """
+    columns = out.shape[1]
+    bounds = [columns * each // ranks for each in range(ranks + 1)]
+    most = place_bytes_of(board, ranks) // (-(-columns // ranks) * out.element_size())
+    for whole, own in zip(out.split(most), part.split(most), strict=True):
+        meeting = meet(board, rank, ranks, 2 * len(own) * columns + 1, own)
+        if meeting is None:
+            return
+        for each, (begin, end) in enumerate(pairwise(bounds)):
+            place = place_of(board, ranks, each, meeting, out.dtype)[: len(own) * (end - begin)]
+            whole[:, begin:end].copy_(place.view(len(own), end - begin))

@@ -1,0 +1,410 @@
+"""The end of a step: sample the next tokens, make their log-probabilities, advance the rows, and follow their automata.
+
+On a GPU it is two launches: each block of a row says what it has of its logits, and then programs choose the rows'
+tokens, those of rows that draw one from the weights of their candidates, whose sums by blocks are known; the program
+that has a row's token takes the row along. On a CPU it is the operations one after another.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..model.advance import AdvanceState, advance, advance_row, end_step, row_before
+from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.registration import Int32, Int64, Written, operator
+from .candidates import candidate_window, sketch_bin, take_blocks
+from .follow_automata import AutomatonRows, Guides, follow_automata, follow_row
+from .logit_processing import processed_logits
+from .logprobs import row_logprobs, store_block_sums
+from .philox import uniform_bits_of
+from .sample import sample
+from .sampler_memory import SamplerForm, SamplerMemory, SamplerSizes
+from .sampling_slots import CONSTANTS, LogprobOutputs, SamplingSlots
+from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, threshold_key
+
+
+# One program reads one block of one row and finds its largest logit, after bias, penalties and what is forbidden: that
+# is all a greedy row needs. For rows that draw it also writes the logits over the temperature, in fp32, their sketch
+# (see `candidates`) and the sum of their exponentials; for rows with log-probabilities the sum of exponentials of the
+# model's own logits. A NaN counts as +inf, so that the maximum tells of it. It leaves the counters of the next launch
+# at 0, which nobody else uses while it runs.
+@triton.jit
+def _block_max_kernel(
+    memory,
+    logits,
+    live_rows,
+    slots,
+    state,
+    sizes,
+    FORM: tl.constexpr,
+    K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        wait_and_trigger()
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    if block == 0:
+        tl.store(memory.counters + 2 * row, 0)
+        tl.store(memory.counters + 2 * row + 1, 0)
+        if row == 0:
+            tl.store(memory.counters + 2 * tl.num_programs(0), 0)
+            tl.store(memory.counters + 2 * tl.num_programs(0) + 1, 0)
+    live = tl.load(live_rows)
+    flags = tl.load(slots.sampling_flags + row)
+    position = tl.load(state.pre_step_seqlens + row) + 1
+    warmth = tl.load(slots.temperature + row)
+    if row < live:
+        columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
+        inside = columns < sizes.vocab
+        wide_row = row.to(tl.int64)
+        place = row * tl.num_programs(1) + block
+        values = tl.load(logits + wide_row * sizes.logits_stride + columns, mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
+        if (flags & K.FLAG_LOGPROBS) != 0:
+            store_block_sums(memory.own_max, memory.own_sum, place, values)
+        values = processed_logits(
+            values, columns, inside, row, flags, position, slots, state, sizes.counts_stride, FORM, K
+        )
+        values = tl.where(values != values, float("inf"), values)
+        largest = tl.max(values, axis=0)
+        tl.store(memory.block_max + place, largest)
+        tl.store(memory.block_id + place, tl.min(tl.where(values == largest, columns, 2147483647), axis=0))
+        if (flags & K.FLAG_SAMPLE) != 0:
+            values = tl.div_rn(values, warmth)
+            tl.store(memory.scaled + wide_row * sizes.scaled_stride + columns, values, mask=inside)
+            distances = tl.where(values > float("-inf"), tl.div_rn(largest, warmth) - values, 32.0)
+            tl.store(
+                memory.block_sum + place, tl.sum(tl.where(values > float("-inf"), tl.exp(-distances), 0.0), axis=0)
+            )
+            counts = tl.histogram(sketch_bin(distances), FORM.BINS)
+            tl.store(memory.sketch + place.to(tl.int64) * FORM.BINS + tl.arange(0, FORM.BINS), counts)
+
+
+@triton.jit
+def draw_token(
+    sums,
+    scaled,
+    candidate_ids,
+    count,
+    vocab,
+    largest,
+    least,
+    most,
+    k,
+    share,
+    lowest_weight,
+    bits,
+    FORM: tl.constexpr,
+):
+    """The token of one row, whose blocks are all added up and whose `count` candidates are listed.
+
+    The thresholds are searched among the candidates. Should these be more than the list holds, or a bound have been
+    wrong, all logits are the list.
+    """
+    PADDED: tl.constexpr = FORM.BLOCKS_PADDED
+    blocks = tl.arange(0, PADDED)
+    is_block = blocks < FORM.BLOCKS
+    by_count = (k > 0) & (k < vocab)
+    by_weight = share < 1.0
+    lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
+    any_weight = tl.full([], 1, dtype=tl.int64)
+    list_begin = FORM.BLOCKS * FORM.BLOCK
+    listed = count
+    is_listed = True
+    if by_count | by_weight:
+        above = tl.sum(tl.load(sums + FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        between = tl.sum(tl.load(sums + 2 * FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        total = tl.sum(tl.load(sums + 3 * FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
+        needed = tl.where(by_count, k.to(tl.int64), needed)
+        between = tl.where(by_count, count.to(tl.int64), between)
+        has_all = least <= largest - 25.0  # what is not listed has no weight
+        is_listed = (count <= FORM.CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
+        if is_listed:
+            needed -= above
+        else:
+            tl.store(sums + blocks, tl.zeros([PADDED], dtype=tl.int64), mask=is_block)
+            list_begin = 0
+            listed = vocab
+            between = needed
+            least = tl.full([], float("-inf"), dtype=tl.float32)
+            most = largest
+        line = scaled + list_begin
+        if needed <= between:
+            lowest_key = threshold_key(
+                line, listed, largest, ordered_key(least), ordered_key(most), needed, by_count, FORM.LIST_BLOCK
+            )
+        if by_count & by_weight:
+            total = kept_total(line, listed, largest, lowest_key, any_weight, FORM.LIST_BLOCK)
+            needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
+            lowest_key = threshold_key(
+                line, listed, largest, lowest_key, ordered_key(largest), needed, False, FORM.LIST_BLOCK
+            )
+        for block in range(tl.cdiv(listed, FORM.LIST_BLOCK)):
+            places = block * FORM.LIST_BLOCK + tl.arange(0, FORM.LIST_BLOCK)
+            weights = kept_weights(line, places, listed, largest, lowest_key, lowest_weight)
+            is_candidate = places < tl.where(is_listed, listed, 0)
+            ids = tl.load(candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
+            ids = tl.where(is_listed, ids, places)
+            tl.atomic_add(sums + ids // FORM.BLOCK, weights, mask=weights > 0, sem="relaxed")
+        tl.debug_barrier()  # all have added before one of them reads
+    kept = tl.load(sums + blocks, mask=is_block, other=0, cache_modifier=".cg")
+    reached = tl.cumsum(kept, axis=0)
+    target = fraction_of_total(tl.sum(kept, axis=0), bits)
+    block = tl.minimum(tl.min(tl.where(reached > target, blocks, FORM.BLOCKS), axis=0), FORM.BLOCKS - 1)
+    before = tl.sum(tl.where(blocks < block, kept, 0), axis=0)
+    first = block * FORM.BLOCK
+    parts = tl.arange(0, FORM.PARTS)
+    columns = first + parts[:, None] * (FORM.BLOCK // FORM.PARTS) + tl.arange(0, FORM.BLOCK // FORM.PARTS)[None, :]
+    kept = tl.sum(kept_weights(scaled, columns, vocab, largest, lowest_key, lowest_weight), axis=1)
+    part = tl.min(tl.where(before + tl.cumsum(kept, axis=0) > target, parts, FORM.PARTS - 1), axis=0)
+    before += tl.sum(tl.where(parts < part, kept, 0), axis=0)
+    ids = first + part * (FORM.BLOCK // FORM.PARTS) + tl.arange(0, FORM.BLOCK // FORM.PARTS)
+    weights = kept_weights(scaled, ids, vocab, largest, lowest_key, lowest_weight)
+    return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, ids, 2147483647), axis=0)
+
+
+PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
+
+
+class Wish(NamedTuple):
+    """What a row asks of a draw, and where it stands."""
+
+    temperature: Any
+    k: Any
+    share: Any
+    minimum: Any
+    seed: Any
+    position: Any
+
+
+@triton.jit
+def count_row(counter, goes_on):
+    """Count a row that is done in int32 [2], at a multiple of 8 bytes; return how many are, and how many go on."""
+    mine = 1 + (goes_on.to(tl.int64) << 32)
+    counts = tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), mine, sem="acq_rel") + mine
+    return counts.to(tl.int32), (counts >> 32).to(tl.int32)
+
+
+@triton.jit
+def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
+    """Add up a program's blocks of a row, and return whether it was the last to do so, and then the row's token."""
+    wide_row = row.to(tl.int64)
+    line = memory.scaled + wide_row * sizes.scaled_stride
+    row_sums = memory.sums + wide_row * (4 * FORM.BLOCKS)
+    ids = memory.candidate_ids + wide_row * FORM.CAPACITY
+    lowest_weight = tl.maximum((wish.minimum * 68719476736.0).to(tl.int64), 1)
+    lowest_weight = tl.where(wish.minimum > 0.0, lowest_weight, 1)
+    by_count = (wish.k > 0) & (wish.k < sizes.vocab)
+    is_filtered = by_count | (wish.share < 1.0)
+    least = tl.full([], float("inf"), dtype=tl.float32)
+    most = tl.full([], float("-inf"), dtype=tl.float32)
+    if is_filtered:
+        least, most = candidate_window(
+            memory.sketch + wide_row * (FORM.BLOCKS * FORM.BINS),
+            memory.block_max + row * FORM.BLOCKS,
+            memory.block_sum + row * FORM.BLOCKS,
+            wish.temperature,
+            top,
+            wish.k,
+            wish.share,
+            by_count,
+            FORM,
+        )
+        if by_count & (wish.share < 1.0):
+            most = top  # top-p weighs all that top-k keeps
+    take_blocks(
+        row_sums,
+        line + FORM.BLOCKS * FORM.BLOCK,
+        ids,
+        memory.counters + 2 * row + 1,
+        line,
+        sizes.vocab,
+        top,
+        least,
+        most,
+        lowest_weight,
+        is_filtered,
+        by_count,
+        FORM,
+    )
+    tl.debug_barrier()  # all threads have written before one of them says so
+    is_last = tl.atomic_add(memory.counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
+    token = tl.full([], 0, dtype=tl.int32)
+    if is_last:
+        token = draw_token(
+            row_sums,
+            line,
+            ids,
+            tl.load(memory.counters + 2 * row + 1, cache_modifier=".cg"),
+            sizes.vocab,
+            top,
+            least,
+            most,
+            wish.k,
+            wish.share,
+            lowest_weight,
+            uniform_bits_of(wish.seed, wish.position),
+            FORM,
+        )
+        token = tl.minimum(token, sizes.vocab - 1)
+    return is_last, token
+
+
+# Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
+# last one to arrive looks at the candidates, and then at one block for the token. Of a row that does not draw the first
+# one reduces the blocks' maxima. Whoever has the token makes the row's log-probabilities, advances the row and takes it
+# into its automaton; the last row's ends the step. Nothing depends on who was last. What a row asks for and where it
+# stands was written before the launch before this one, and is read before the wait.
+@triton.jit
+def _choose_kernel(
+    memory,
+    sampled,
+    logits,
+    live_rows,
+    slots,
+    state,
+    outputs,
+    guides,
+    sizes,
+    FORM: tl.constexpr,
+    K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    rows = tl.num_programs(0)
+    is_live = row < tl.load(live_rows)
+    flags = tl.where(is_live, tl.load(slots.sampling_flags + row), 0)
+    warmth = tl.load(slots.temperature + row)
+    k = tl.load(slots.top_k + row)
+    share = tl.load(slots.top_p + row)
+    minimum = tl.load(slots.min_p + row)
+    seed = tl.load(slots.seed + row)
+    before = row_before(row, slots, state, FORM)
+    automaton_state = -1
+    automaton = 0
+    if FORM.FOLLOW:
+        automaton_state = tl.load(guides.automaton_state + row)
+        automaton = tl.load(guides.automaton + row)
+    if PDL:
+        wait_and_trigger()
+    is_last = tl.program_id(1) == 0
+    token = tl.full([], K.DEAD_TOKEN, dtype=tl.int32)
+    draws = is_live & ((flags & K.FLAG_SAMPLE) != 0)
+    if draws | (is_live & is_last):
+        blocks = tl.arange(0, FORM.BLOCKS_PADDED)
+        is_block = blocks < FORM.BLOCKS
+        maxima = tl.load(memory.block_max + row * FORM.BLOCKS + blocks, mask=is_block, other=float("-inf"))
+        ids = tl.load(memory.block_id + row * FORM.BLOCKS + blocks, mask=is_block, other=2147483647)
+        largest = tl.max(maxima, axis=0)
+        code = tl.where(largest == float("inf"), K.WITHOUT_NUMBERS, 0)
+        code = tl.where(largest == float("-inf"), K.WITHOUT_FINITE, code)
+        warmth = tl.where(draws, warmth, 1.0)
+        top = tl.div_rn(largest, warmth)
+        code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), K.TOO_COLD, code)
+        token = code.to(tl.int32)
+        if draws & (code == 0):
+            wish = Wish(warmth, k, share, minimum, seed, before.position)
+            is_last, token = _drawn_token(row, wish, top, memory, sizes, FORM)
+        elif code == 0:
+            token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
+            token = tl.minimum(token, sizes.vocab - 1)
+    if is_last:
+        tl.store(sampled + row, token.to(tl.int64))
+        if (flags & K.FLAG_LOGPROBS) != 0:
+            line = logits + row.to(tl.int64) * sizes.logits_stride
+            row_logprobs(outputs, memory.own_max, memory.own_sum, line, row, token, before.wanted, sizes.vocab, FORM)
+            tl.debug_barrier()  # all of it is there before it is copied
+        goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, FORM, K)
+        if FORM.FOLLOW:  # noqa: SIM102 - decided at compile time
+            if goes_on & (automaton_state >= 0):
+                goes_on = follow_row(
+                    row, token, automaton_state, automaton, before.stops, guides, state.finished, sizes.vocab, FORM, K
+                )
+        done, going_on = count_row(memory.counters + 2 * rows, goes_on)
+        if done == rows:
+            end_step(before.step, going_on, rows, state, sizes, FORM)
+
+
+BLOCK = 4096  # ids of the vocabulary that a program takes at once
+CAPACITY = 16384  # candidates of a row that are listed
+
+
+def sample_and_advance_triton(
+    state: AdvanceState,
+    sampled: Tensor,
+    outputs: LogprobOutputs,
+    logits: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+    guides: Guides | None = None,
+    block: int = BLOCK,
+    capacity: int = CAPACITY,
+) -> None:
+    """Launch the kernels, `block` ids of the vocabulary per program; see `sample_and_advance`."""
+    form = SamplerForm.of(logits.shape[1], state, outputs, slots, guides, block, capacity)
+    memory = SamplerMemory.allocate(logits.shape[0], form, logits.device)
+    sizes = SamplerSizes.of(logits, memory.scaled, state)
+    rows, options = logits.shape[0], {"K": CONSTANTS, "num_warps": 16, **early_start_options(logits.device)}
+    given = (logits, live_rows, slots, state)
+    _block_max_kernel[(rows, form.BLOCKS)](memory, *given, sizes, FORM=form, **options)
+    _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), form.BLOCKS))](
+        memory, sampled, *given, outputs, guides, sizes, FORM=form, **options
+    )
+
+
+def _parts(
+    state: AdvanceState,
+    sampled: Tensor,
+    outputs: LogprobOutputs,
+    logits: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+    guides: Guides | None,
+) -> list[tuple[str, tuple[Any, ...]]]:
+    books = (state.token_counts, state.recent_tokens)
+    asked = (slots.sampling_flags, slots.num_logprobs)
+    followed = []
+    if guides is not None:
+        rows = (guides.automaton_state, slots.token_mask, state.finished, state.running)
+        given = (*rows, sampled, live_rows, guides.automaton, slots.stop_ids, *guides.tables)
+        followed = [("follow_automata", given)]
+    return [
+        ("sample", (sampled, logits, state.pre_step_seqlens, live_rows, *slots, *books)),
+        ("token_logprobs", (*outputs, logits, sampled, live_rows, *asked)),
+        ("advance", (*state, sampled, live_rows, *slots, *outputs)),
+        *followed,
+    ]
+
+
+@operator(triton_version=sample_and_advance_triton, parts=_parts)
+def sample_and_advance(
+    state: Written[AdvanceState],
+    sampled: Written[Int64],
+    outputs: Written[LogprobOutputs],
+    logits: Tensor,
+    live_rows: Int32,
+    slots: SamplingSlots,
+    guides: Guides | None = None,
+) -> None:
+    """Give each live row its next token, and make it ready for the step after; see `sample` and `advance`.
+
+    Args:
+        state: what is changed; the positions, counts and recent tokens that sampling looks at are in it too. Its rings
+            may be pinned memory of the host, which is written as the device's own.
+        sampled: int64 [b]; dead rows get token 1, rows without a choice a code below -1.
+        outputs: log-probabilities of the rows that want them, see `token_logprobs`.
+        logits: [b, vocab], any float dtype, rows contiguous.
+        live_rows: int32 [1]; nothing of the rows from there on is read.
+        slots: what each row asks for.
+        guides: what the rows that follow an automaton are taken into, see `follow_automata`; `next_mask` is the slots'
+            `token_mask`. None: no row follows one.
+    """
+    books = (state.token_counts, state.recent_tokens)
+    sample(sampled, logits, state.pre_step_seqlens, live_rows, slots, *books, outputs)
+    advance(state, sampled, live_rows, slots, outputs)
+    if guides is not None:
+        rows = AutomatonRows(guides.automaton_state, slots.token_mask, state.finished, state.running)
+        follow_automata(rows, sampled, live_rows, guides.automaton, slots.stop_ids, guides.tables)
