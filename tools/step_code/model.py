@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from step_code.figures import Figures
-from step_code.launches import Gpu, Launch, RecordedStep
+from step_code.launches import Gpu, Launch, RecordedStep, spread
 
 _WARP = 32
 _WARPS = 64  # that a multiprocessor holds at a time
@@ -135,10 +136,10 @@ def _behind_memory_us(launch: Launch, gpu: Gpu, costs: Costs) -> float:
     A multiprocessor takes in what its programs read no faster than its port lets it; and where the columns are split,
     each program writes its sums, and the last one of a block takes in those of all.
     """
-    given = launch.arguments
+    given = _by_field(launch)
     if "splits" not in given:
         return 0.0
-    rows = given["ROWS"] if "ROWS" in given else min(given["rows"], given["BLOCK_M"])
+    rows = min(given.get("rows", given["BLOCK_M"]), given["BLOCK_M"])
     taken = (given["BLOCK_N"] + rows) * given["part"] * given["weight"].element_size()
     taken *= -(-math.prod(launch.grid) // gpu.processors)
     intake, memory_s = costs.intake * costs.clock_hz, given["weight"].nbytes / costs.read_bandwidth
@@ -157,9 +158,14 @@ def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
     return (figures.early_bytes * warps + _prefetched_bytes(launch)) * at_once
 
 
+def _by_field(launch: Launch) -> dict[str, Any]:
+    """Return a product's arguments, those of records by the names of their fields."""
+    return {name.rpartition(".")[2]: value for name, value in spread(launch.arguments).items()}
+
+
 def _prefetched_bytes(launch: Launch) -> int:
     """Return the bytes that a program has put into the L2 cache; their number stands in no instruction."""
-    given = launch.arguments
+    given = _by_field(launch)
     if not given.get("PREFETCH"):
         return 0
     return int(given["BLOCK_N"] * min(given["part"], given["ahead"]) * given["weight"].element_size())
