@@ -269,14 +269,15 @@ def resolve_dtype(
 
 def _is_fast_on_cpu(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:  # which compiled kernels alone are fast at, where an instruction widens it
-        return native.library() is not None and instructions().name != "portable"
+        return native.library(dtype) is not None and instructions().name != "portable"
     return dtype == torch.bfloat16 and _cpu_has_bf16()
 
 
 def _cpu_has_bf16() -> bool:
     """Whether the chosen instructions multiply bf16; oneDNN also calls it supported where AVX-512 only imitates it."""
-    if native.library() is not None:
-        return instructions().has_bf16
+    has = instructions().has_bf16
+    if native.library(torch.bfloat16 if has else None) is not None:
+        return has
     if platform.machine() in ("x86_64", "AMD64"):
         asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     else:
@@ -370,6 +371,8 @@ def load_model(
 
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
         chosen = resolve_dtype(dtype, config.dtype, device, few_bits=config.few_bits)
+        if device.type == "cpu":
+            native.library(chosen)  # before any is asked for that all share: they are compiled side by side
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
         options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
         has_experts = isinstance(config, ModelConfig) and config.experts is not None

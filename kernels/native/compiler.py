@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -69,36 +70,34 @@ class Compiler(NamedTuple):
             told = f"the C compiler {words[0]!r} cannot be run ({error})"
             raise NotCompiled(f"{told}: install it, or name one in CC") from error
 
-    def compile(self, texts: list[str], options: list[str], made: Path) -> None:
-        """Compile source texts, one on a core, and link them into the library `made`, with no file but in its folder.
+    def compile(self, texts: Mapping[Path, str], options: list[str]) -> None:
+        """Make libraries of source texts, one on a core, with no file but in their folders.
 
         Raises:
             NotCompiled: the compiler refuses one, or takes too long.
             OSError: there is no room in that folder.
         """
-        sources = [made.with_suffix(f".{place}.c") for place in range(len(texts))]
-        objects = [str(source.with_suffix(".o")) for source in sources]
         end, cores = time.monotonic() + COMPILE_SECONDS, len(os.sched_getaffinity(0))
         running: deque[subprocess.Popen[str]] = deque()
         try:
-            for source, text, to in zip(sources, texts, objects, strict=True):
+            for made, text in texts.items():
+                source = made.with_suffix(".c")
                 source.write_text(text, encoding="utf-8")
                 if len(running) == cores:
                     self._finish(running.popleft(), end)
-                running.append(self._started([*options, "-c", "-x", "c", "-", "-o", to], made.parent, source))
+                running.append(self._started([*options, "-shared", "-x", "c", "-", "-lm", "-o", str(made)], source))
             while running:
                 self._finish(running.popleft(), end)
-            self._finish(self._started(["-shared", *objects, "-lm", "-o", str(made)], made.parent), end)
         finally:
             for process in running:
                 _stop(process)
 
-    def _started(self, arguments: list[str], folder: Path, source: Path | None = None) -> subprocess.Popen[str]:
-        environment = {**_environment(), "TMPDIR": str(folder)}
-        with open(source or os.devnull, "rb") as given:
+    def _started(self, arguments: list[str], source: Path) -> subprocess.Popen[str]:
+        with source.open("rb") as given:
             return subprocess.Popen(
                 [*self.command, *arguments], stdin=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                encoding="utf-8", errors="replace", start_new_session=True, env=environment,
+                encoding="utf-8", errors="replace", start_new_session=True,
+                env={**_environment(), "TMPDIR": str(source.parent)},
             )  # fmt: skip
 
     def _finish(self, process: subprocess.Popen[str], end: float) -> None:

@@ -5,7 +5,8 @@ them. The kernels of `*.c` read at the machine's bandwidth, and a recorded step 
 Python in between. They share their work among threads of their own (`native_threads.h`), as many as torch has.
 
 The source text that they are compiled from is what they are given, made from the operations' signatures, and the
-sources themselves, once for each element type, each of which may be an object of its own.
+sources themselves. Each element type has a library of its own, made when it is first asked for; that of float32 has
+what all share.
 
 Where there is no C compiler, `library()` is None and `why_not()` says why; torch's operators do the work then, which is
 said once on standard error. The environment variable GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said.
@@ -43,7 +44,6 @@ _END = (
     "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
     "    for (int i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
 )
-_KINDS = ("F32", "BF16", "F16")  # of elements, as the sources call them
 _RECORDS: dict[str, str] = {}  # these are filled while the operations' files are imported, and then read
 _STRUCTS: dict[str, str] = {}
 _CONSTANTS: dict[str, int] = {}
@@ -67,13 +67,8 @@ def include_flags() -> list[str]:
     return [f"-I{FOLDER}", f"-I{FOLDER.parent}"]
 
 
-def object_texts() -> list[str]:
-    """Return the same as `unit_text` in parts, which are compiled each for itself and linked."""
-    return [unit_text((kind,)) for kind in _KINDS]
-
-
-def unit_text(kinds: tuple[str, ...] = _KINDS) -> str:
-    """Return the source text of the kernels for some element types, but for what it includes."""
+def source_text(kind: str) -> str:
+    """Return the source text of the kernels for an element type, but for what it includes."""
     sources = sorted(FOLDER.parent.glob("*/*.c"))
     for source in sources:
         importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
@@ -82,30 +77,33 @@ def unit_text(kinds: tuple[str, ...] = _KINDS) -> str:
     constants = ", ".join(f"{name} = {value}" for name, value in sorted((_CONSTANTS | codes).items()))
     structs = "".join(made[name] for made in (_RECORDS, _STRUCTS) for name in sorted(made))
     includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
-    is_first = _KINDS[0] in kinds
-    threads = "" if is_first else "#define THREADS_ELSEWHERE\n"
-    given = f'{threads}enum {{ {constants} }};\n#include "native.h"\n{structs}'
-    once_each = "".join(f"#define ELEMENT_{kind}\n{includes}#undef ELEMENT_{kind}\n" for kind in kinds)
-    return f"{given}{once_each}{_END if is_first else ''}"
+    shared = "" if kind == _FIRST else "#define SHARED_ELSEWHERE\n"
+    given = f'#define ELEMENT_{kind.upper()}\n{shared}enum {{ {constants} }};\n#include "native.h"\n{structs}'
+    return f"{given}{includes}{_END if kind == _FIRST else ''}"
 
 
 LANES = 16  # values that the kernels take at once
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_FIRST = ELEMENTS[torch.float32]  # whose library has what all share
+_SHARED = ("parallel", "choose_token")
 SWITCH = "GRAPHDECODE_NATIVE"
 _SILENT_SECONDS = 1
 _WAIT_SECONDS = COMPILE_SECONDS + 10  # for another process that compiles the same
 _SWITCHED_OFF: ContextVar[bool] = ContextVar("switched_off", default=False)
-_LOADING = threading.Lock()
+_LOADING = threading.Lock()  # two threads must not compile at the same time
 _LOG = logging.getLogger("graphdecode")
 
 
 class _Loaded(NamedTuple):
-    """The library and where it came from, or why there is none."""
+    """The library of an element type and where it came from, or why there is none."""
 
     library: ctypes.CDLL | None
     file: Path | None
     compiler: Compiler | None
     reason: str | None
+
+
+_LOADED: dict[str, _Loaded] = {}  # filled once for each element type
 
 
 @contextmanager
@@ -122,16 +120,19 @@ def fits(*tensors: Tensor | None) -> bool:
     """Whether the kernels can take these: one element type that they know, in host memory; None counts as fitting."""
     given = [tensor for tensor in tensors if tensor is not None]
     dtype = given[0].dtype
-    return dtype in ELEMENTS and all(t.dtype == dtype and t.is_cpu for t in given) and library() is not None
+    return dtype in ELEMENTS and all(t.dtype == dtype and t.is_cpu for t in given) and library(dtype) is not None
 
 
-def library() -> ctypes.CDLL | None:
+def library(element: torch.dtype | None = None) -> ctypes.CDLL | None:
     """Return the compiled kernels, made at the first call; None if they cannot be had here, or are switched off.
+
+    Args:
+        element: what they compute in; None for those that are the same for all, and compiled with float32's.
 
     Raises:
         MissingInstructions: GRAPHDECODE_ISA names instructions that this processor does not have.
     """
-    return None if _SWITCHED_OFF.get() else _load().library
+    return None if _SWITCHED_OFF.get() else _load(element).library
 
 
 def why_not() -> str | None:
@@ -157,12 +158,12 @@ def kernel(name: str, element: torch.dtype | None) -> Any:
 
     Args:
         name: of its operation.
-        element: what it computes in; None for a kernel that is the same for all, and compiled with the first.
+        element: see `library`.
 
     Raises:
         RuntimeError: there are no compiled kernels here.
     """
-    return _function(f"{name}_{ELEMENTS[element or torch.float32]}")
+    return _function(f"{name}_{ELEMENTS[element or torch.float32]}", element)
 
 
 @functools.cache
@@ -171,8 +172,8 @@ def run_all() -> Any:
     return _function("run_all")
 
 
-def _function(name: str) -> Any:
-    loaded = _load()
+def _function(name: str, element: torch.dtype | None = None) -> Any:
+    loaded = _load(element)
     if loaded.library is None:
         raise RuntimeError(f"there are no compiled kernels here: {loaded.reason}")
     function = getattr(loaded.library, name)
@@ -180,37 +181,42 @@ def _function(name: str) -> Any:
     return function
 
 
-def _load() -> _Loaded:
-    if _load_once.cache_info().currsize == 0:
-        with _LOADING:  # two threads must not compile at the same time
-            return _load_once()
-    return _load_once()
+def _load(element: torch.dtype | None = None) -> _Loaded:
+    kind = ELEMENTS[element or torch.float32]
+    if kind not in _LOADED:
+        with _LOADING:
+            if kind not in _LOADED:
+                _LOADED.update(_made_or_not([each for each in dict.fromkeys((_FIRST, kind)) if each not in _LOADED]))
+    return _LOADED[kind]
 
 
-@functools.cache
-def _load_once() -> _Loaded:
+def _made_or_not(kinds: list[str]) -> dict[str, _Loaded]:
+    """Return the libraries of some element types, or why there are none, for any that is not loaded yet."""
     if os.environ.get(SWITCH) == "0":
-        return _Loaded(None, None, None, f"{SWITCH} is 0")
-    try:
-        return _compiled()
-    except (NotCompiled, OSError) as error:
-        _LOG.warning(
-            "graphdecode: no compiled kernels, torch's operators do the work, many times slower: %s "
-            "(%s=0 says nothing)", " ".join(str(error).split()), SWITCH,
-        )  # fmt: skip
-        return _Loaded(None, None, None, str(error))
+        reason = f"{SWITCH} is 0"
+    else:
+        try:
+            return _compiled(kinds)
+        except (NotCompiled, OSError) as error:
+            reason = str(error)
+            _LOG.warning(
+                "graphdecode: no compiled kernels, torch's operators do the work, many times slower: %s "
+                "(%s=0 says nothing)", " ".join(reason.split()), SWITCH,
+            )  # fmt: skip
+    return {kind: _Loaded(None, None, None, reason) for kind in ELEMENTS.values() if kind not in _LOADED}
 
 
-def _compiled() -> _Loaded:
-    """Load the library, compiled if no earlier process has done it."""
+def _compiled(kinds: list[str]) -> dict[str, _Loaded]:
+    """Load libraries, compiled side by side if no earlier process has done it."""
     compiler = Compiler.found()
-    texts, options = object_texts(), include_flags()
-    key = hashlib.sha256(
-        "\n".join([*texts, *compiler.command, *options, compiler.processor, compiler.version]).encode()
-    )
+    texts, options = {kind: source_text(kind) for kind in kinds}, include_flags()
+    key = hashlib.sha256("\n".join([*compiler.command, *options, compiler.processor, compiler.version]).encode())
     for file in sorted(FOLDER.parent.glob("*/*.[ch]")):
         key.update(file.read_bytes())
-    name = f"{key.hexdigest()[:24]}.so"
+    named = {
+        kind: f"{hashlib.sha256(key.digest() + text.encode()).hexdigest()[:24]}-{kind}.so"
+        for kind, text in texts.items()
+    }
     problems: list[str] = []
     temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
     for place in (lambda: cache_folder() / "native", lambda: temporary):
@@ -218,38 +224,45 @@ def _compiled() -> _Loaded:
         try:
             path = place()
             with closing(PrivateFolder(path)) as folder:
-                descriptor = folder.opened(name)
-                if descriptor is None:
-                    descriptor = _made(folder, name, compiler, texts, options)
-            try:  # by its descriptor: what was checked is what is loaded
-                loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-            finally:
-                os.close(descriptor)
+                _make_missing(folder, {named[kind]: text for kind, text in texts.items()}, compiler, options)
+                loaded = {kind: _opened(folder, name) for kind, name in named.items()}
         except OSError as error:  # it cannot be written, or nothing in it may be executed
             problems.append(f"{path}: {error}")
             continue
         if problems:
             _LOG.warning("graphdecode: compiled kernels are kept in %s (%s; %s names a better folder)", path,
                          "; ".join(problems), FOLDER_VARIABLE)  # fmt: skip
-        return _Loaded(loaded, Path(path) / name, compiler, None)
+        first = loaded[_FIRST] if _FIRST in loaded else _LOADED[_FIRST].library
+        for kind, library in loaded.items():
+            for name in _SHARED if kind != _FIRST else ():
+                getattr(library, f"share_{name}")(ctypes.cast(getattr(first, name), ctypes.c_void_p))
+        return {kind: _Loaded(loaded[kind], Path(path) / named[kind], compiler, None) for kind in kinds}
     raise OSError(
         f"no folder for compiled kernels can be written ({'; '.join(problems)}); {FOLDER_VARIABLE} names another"
     )
 
 
-def _made(folder: PrivateFolder, name: str, compiler: Compiler, texts: list[str], options: list[str]) -> int:
-    """Compile the library into a folder, unless another process is doing it, and return its descriptor."""
-    with folder.locked(_WAIT_SECONDS):
-        found = folder.opened(name)
-        if found is not None:
-            return found
-        with folder.scratch() as scratch, _announced():
-            compiler.compile(texts, options, scratch / name)
-            folder.put(scratch / name, name)
-        found = folder.opened(name)
-    if found is None:
+def _opened(folder: PrivateFolder, name: str) -> ctypes.CDLL:
+    """Load a library by its descriptor: what was checked is what is loaded.
+
+    It stays open, for the loader takes what has the path of an earlier library for the same one.
+    """
+    descriptor = folder.opened(name)
+    if descriptor is None:
         raise OSError("what was written cannot be read back")
-    return found
+    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+
+
+def _make_missing(folder: PrivateFolder, texts: dict[str, str], compiler: Compiler, options: list[str]) -> None:
+    """Compile the libraries that a folder lacks into it, unless another process is doing it."""
+    if all(folder.holds(name) for name in texts):
+        return
+    with folder.locked(_WAIT_SECONDS):
+        missing = {name: text for name, text in texts.items() if not folder.holds(name)}
+        with folder.scratch() as scratch, _announced():
+            compiler.compile({scratch / name: text for name, text in missing.items()}, options)
+            for name in missing:
+                folder.put(scratch / name, name)
 
 
 @contextmanager

@@ -23,8 +23,6 @@
 #define CHUNK_BITS 11 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
 _Static_assert(MOST_THREADS * PARTS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 
-#define HIDDEN __attribute__((visibility("hidden"))) /* of several objects of one library, one has the threads */
-
 typedef void (*body)(const void *job, int64_t begin, int64_t end);
 
 /* Each thread's workspaces; see scratch() and lasting(). */
@@ -32,12 +30,12 @@ struct workspace {
     void *at;
     size_t size;
 };
-extern HIDDEN _Thread_local struct workspace own_memory[2];
-extern HIDDEN pthread_key_t memory_keys[2]; /* free them when the thread ends */
+static _Thread_local struct workspace own_memory[2];
+static pthread_key_t memory_keys[2]; /* free them when the thread ends */
 
-/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. While another
- * thread's job is shared, this thread does its own alone. */
-HIDDEN void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least);
+__attribute__((constructor)) static void make_keys(void) {
+    for (int i = 0; i < 2; i++) pthread_key_create(&memory_keys[i], free);
+}
 
 static inline void pause_core(void) {
 #if defined(__x86_64__)
@@ -47,10 +45,13 @@ static inline void pause_core(void) {
 #endif
 }
 
-#ifndef THREADS_ELSEWHERE
-_Thread_local struct workspace own_memory[2];
-pthread_key_t memory_keys[2];
+/* Of the libraries in a process, one for each element type, float32's has what all share; the others are given it. */
+#define SHARED(function) void share_##function(void *given) { function = given; }
 
+#ifdef SHARED_ELSEWHERE
+static void (*parallel)(int64_t threads, body run, const void *job, int64_t items, int64_t least);
+SHARED(parallel)
+#else
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -124,6 +125,8 @@ static void start_threads(int64_t threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
+/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. While another
+ * thread's job is shared, this thread does its own alone. */
 void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
     int64_t even = (items + threads * PARTS - 1) / (threads * PARTS), part = even > least ? even : least;
     if (threads < 2 || items <= part || atomic_flag_test_and_set(&pool.busy)) {
@@ -161,9 +164,6 @@ static void after_fork(void) { /* the child has none of the threads, and locks a
     pool.started = 0;
 }
 
-__attribute__((constructor)) static void at_load(void) {
-    for (int i = 0; i < 2; i++) pthread_key_create(&memory_keys[i], free);
-    pthread_atfork(0, 0, after_fork);
-}
+__attribute__((constructor)) static void survive_forks(void) { pthread_atfork(0, 0, after_fork); }
 #endif
 #endif

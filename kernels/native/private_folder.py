@@ -86,6 +86,13 @@ class PrivateFolder:
         os.close(descriptor)
         return None
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a file that is as it was put."""
+        descriptor = self.opened(name)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is not None
+
     def put(self, made: Path, name: str) -> None:
         """Move a finished file in, on disk before it has its name."""
         made.chmod(0o700)

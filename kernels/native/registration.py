@@ -392,10 +392,12 @@ def _writes_only(*_arguments: Any) -> None:
 
 
 def _native(signature: Signature, serves: Callable[..., bool] | None, *arguments: Any) -> NativeCall | None:
-    if library.library() is None or (serves is not None and not serves(*arguments)):
+    if serves is not None and not serves(*arguments):
         return None
     packed = signature.packed(arguments)
     if packed is None or (signature.has_element and packed[1] not in library.ELEMENTS):
+        return None
+    if library.library(packed[1]) is None:
         return None
     return NativeCall(library.kernel(signature.name, packed[1]), packed[0], arguments)
 

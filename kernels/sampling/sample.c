@@ -266,8 +266,10 @@ static int64_t NAME(argmax)(const element *x, int64_t count) {
     return found;
 }
 
-HIDDEN int64_t choose_token(const sample_args *a, int64_t row, struct line *line);
-#ifdef ELEMENT_F32 /* a processed line is in floats, whatever the logits were */
+#ifdef SHARED_ELSEWHERE /* a processed line is in floats, whatever the logits were */
+static int64_t (*choose_token)(const sample_args *a, int64_t row, struct line *line);
+SHARED(choose_token)
+#else
 int64_t choose_token(const sample_args *a, int64_t row, struct line *line) {
     process_line(a, row, line->logits);
     int64_t best = argmax_f32(line->logits, line->vocab);

@@ -17,7 +17,7 @@ from graphdecode.kernels.native import compiler as compiling
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler, NotCompiled
 from graphdecode.kernels.native.instructions import VARIABLE, instructions
-from graphdecode.kernels.native.library import include_flags, object_texts
+from graphdecode.kernels.native.library import ELEMENTS, include_flags, source_text
 from graphdecode.kernels.native.private_folder import PrivateFolder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
@@ -116,10 +116,11 @@ def test_clang_compiles_the_kernels_too(tmp_path):
 def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(tmp_path):
     strict = ("-Wall", "-Werror", "-Wno-unused-function", "-Wno-maybe-uninitialized")  # of -O1 that sees too little
     compiler = Compiler(["aarch64-linux-gnu-gcc", *strict, *PORTABLE_FLAGS, "-O1"], "", "")
-    compiler.compile(object_texts(), include_flags(), tmp_path / "kernels.so")
-    header = (tmp_path / "kernels.so").read_bytes()[:20]
-    assert header[:4] == b"\x7fELF"
-    assert int.from_bytes(header[18:20], "little") == 183  # EM_AARCH64
+    compiler.compile({tmp_path / f"{kind}.so": source_text(kind) for kind in ELEMENTS.values()}, include_flags())
+    for kind in ELEMENTS.values():
+        header = (tmp_path / f"{kind}.so").read_bytes()[:20]
+        assert header[:4] == b"\x7fELF"
+        assert int.from_bytes(header[18:20], "little") == 183  # EM_AARCH64
 
 
 def test_elsewhere_there_are_none_and_the_reason_is_said(monkeypatch):
@@ -129,14 +130,13 @@ def test_elsewhere_there_are_none_and_the_reason_is_said(monkeypatch):
 
 
 def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
-    first, *others = object_texts()
-    assert "TENSOR(const int32_t) positions;" in first
+    text = source_text("f32")
+    assert "TENSOR(const int32_t) positions;" in text
     for wrong in ("TENSOR(const int32_t) place;", "int64_t positions;"):
         with pytest.raises(NotCompiled, match="positions"):
             Compiler.found().compile(
-                [first.replace("TENSOR(const int32_t) positions;", wrong), *others],
+                {tmp_path / "kernels.so": text.replace("TENSOR(const int32_t) positions;", wrong)},
                 ["-Werror=incompatible-pointer-types", *include_flags()],
-                tmp_path / "kernels.so",
             )
 
 
@@ -159,6 +159,19 @@ def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path)
     assert run(FILE, **environment)[0][0].split() == ["None", str(made)]
     assert log.read_text().splitlines() == ["run", "run"]
     assert made.stat().st_size > 50_000
+
+
+def test_an_element_type_is_compiled_when_it_is_asked_for(tmp_path):
+    code = """
+import os, torch
+from graphdecode.kernels.native import library as native
+for dtype in (torch.float32, torch.float16):
+    assert native.library(dtype) is not None
+    folder = native._load(dtype).file.parent
+    print(*sorted(file.stem.rpartition("-")[2] for file in folder.glob("*.so")))
+"""
+    cc = script(tmp_path / "cc", QUICKLY)
+    assert run(code, CC=cc, GRAPHDECODE_CACHE_DIR=str(tmp_path / "cache"))[0] == ["f32", "f16 f32"]
 
 
 def test_where_a_folder_has_no_room_the_next_one_is_taken_and_that_is_said(tmp_path):
@@ -279,7 +292,7 @@ def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monk
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
     slow = script(tmp_path / "cc", f"sleep 300 & echo $! > {tmp_path}/child; wait")
     with folder.locked(1), folder.scratch() as scratch, pytest.raises(NotCompiled, match="stopped after 1 s"):
-        Compiler([slow], "", "").compile([""], [], scratch / "kernels.so")
+        Compiler([slow], "", "").compile({scratch / "kernels.so": ""}, [])
     child = int((tmp_path / "child").read_text())
     end = time.monotonic() + 5
     while _is_running(child) and time.monotonic() < end:
@@ -291,7 +304,7 @@ def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monk
 def test_a_killed_compiler_is_a_reason(tmp_path):
     killed = script(tmp_path / "cc", f"kill -{signal.SIGKILL.value} $$")
     with pytest.raises(NotCompiled, match="could not compile the kernels: exit code -9"):
-        Compiler([killed], "", "").compile([""], [], tmp_path / "kernels.so")
+        Compiler([killed], "", "").compile({tmp_path / "kernels.so": ""}, [])
 
 
 def test_the_description_names_file_compiler_and_threads():

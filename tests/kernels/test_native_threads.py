@@ -109,3 +109,15 @@ def test_two_threads_with_different_numbers_of_threads_compute_the_same():
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+def test_all_element_types_share_the_threads():
+    draw = torch.Generator().manual_seed(3)
+    seen = []
+    for dtype in native.ELEMENTS:
+        x, panels = torch.randn(8, 512, generator=draw).to(dtype), torch.randn(2048, 512, generator=draw).to(dtype)
+        out = torch.empty(8, 2048, dtype=dtype)
+        call = versions("native_linear").native(out, x, to_panels(panels), None, None)
+        call.function(call.packed, 4)
+        seen.append(len(os.listdir("/proc/self/task")))
+    assert len(set(seen)) == 1
