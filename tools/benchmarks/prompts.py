@@ -36,7 +36,7 @@ def dot_peaks(threads: int) -> dict[str, float]:
     """Return the operations a second of AVX-512's pairs and of AMX's tiles of bf16; 0 where there are none."""
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "dot_peak.so"
-        Compiler.found().compile([Path(__file__).with_name("dot_peak.c").read_text()], [], made)
+        Compiler.found().compile({made: Path(__file__).with_name("dot_peak.c").read_text()}, [])
         library = ctypes.CDLL(str(made))
     peaks = {}
     for name in ("pair_peak", "tile_peak"):
