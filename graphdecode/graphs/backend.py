@@ -96,7 +96,9 @@ class Backend:
                 warm_up(step, batch, self.owners, self._warmup_steps)
                 run(step, batch)  # under observation some modules take another path
             return CudaStepGraph(step, batch, shared, self.owners)
-        warm_up(step, batch, self.owners, 1 if self._has_recorded else self._warmup_steps)
+        # what a recording checks itself, its warm-up need not; the first shape is run more often, as on a GPU
+        warm_up(step, batch, self.owners, self._warmup_steps - 1 if not self._has_recorded else 0)
+        warm_up(step, batch, self.owners, 1, checks_memory=False)
         graph = RecordedStepGraph(step, batch, self.owners, self._blocks)
         self._has_recorded = True
         return graph
@@ -178,7 +180,7 @@ class Backend:
         self.owners = Owners(self._buffers[0])
 
 
-def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int) -> None:
+def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_memory: bool = True) -> None:
     """Run a step under observation: hazards get a name, and what happens only once gets done.
 
     What it makes in its first run and keeps in some Python object has no owner in the second, and is refused: a graph
@@ -187,7 +189,7 @@ def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int) -> None:
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.
     """
-    observer = StepObserver(owners)
+    observer = StepObserver(owners, checks_memory=checks_memory)
     for _ in range(num_steps):
         observer.made.clear()
         with observed(observer, batch, step=step) as watched:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from graphdecode.graphs.inspect.observer import (
     given_tensors,
     leaves,
     mapped,
-    named_arguments,
     observed,
-    reshapes_in_place,
+    schema_of,
     tensors_of,
+    values_of,
 )
 from graphdecode.graphs.inspect.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
@@ -83,6 +83,15 @@ def _over(block: Tensor, tensor: Tensor) -> Tensor:
     return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+class _Place(NamedTuple):
+    """Where a graph finds a tensor of the step."""
+
+    alias: Tensor
+    storage: int | None  # its key; None for opaque tensors, as its address
+    address: int | None
+    owner: str | None
+
+
 class Recorder(StepObserver):
     """An observer that keeps what it sees as a flat list of calls without arguments."""
 
@@ -105,39 +114,43 @@ class Recorder(StepObserver):
         The call holds aliases of slots and constants: like a graph it stays with the memory of the capture, also when a
         tensor is given other memory afterwards.
         """
-        schema = func._schema
-        if schema.name in _UNINITIALISED or reshapes_in_place(func):
+        schema = schema_of(func)
+        if schema.name in _UNINITIALISED or schema.reshapes:
             return
         with self.working():
-            args, kwargs, result = mapped(self._alias, (args, kwargs, result))
-        given = {storage_key(tensor) for tensor in tensors_of((args, kwargs))} - {None}
-        outputs = [
-            leaf if isinstance(leaf, Tensor) and storage_key(leaf) not in given else None for leaf in leaves(result)
-        ]
-        makes = any(output is not None for output in outputs)
-        if not makes and not schema.is_mutable:
-            return  # a view
-        self.nodes.append(Node(str(func), str(func), *caller(), self._arguments(func, args, kwargs, outputs)))
-        own = bind(func, *(value for _, value in named_arguments(func, args, kwargs)))
+            given = list(given_tensors(schema, args, kwargs))
+            found = tensors_of(result)
+            old = {storage_key(tensor) for _, tensor, _ in given} - {None} if found else set()
+            new = [tensor for tensor in found if storage_key(tensor) not in old]
+            if not new and not schema.is_mutable:
+                return  # a view
+            given += [("result", tensor, True) for tensor in new]
+            places = {id(tensor): self._place(tensor) for tensor in [*(tensor for _, tensor, _ in given), *found]}
+            args, kwargs = mapped(
+                lambda value: places[id(value)].alias if id(value) in places else value, (args, kwargs)
+            )
+        arguments = tuple(
+            Argument(name, place.address, place.owner, place.alias, place.storage, is_written)
+            for name, tensor, is_written in given
+            for place in (places[id(tensor)],)
+        )
+        self.nodes.append(Node(schema.overload, schema.overload, *caller(), arguments))
+        own = bind(func, *values_of(schema, args, kwargs))
         if own is not None:
             self.calls.append(own)
-        elif not makes:
+        elif not new:
             self.calls.append(functools.partial(func._op, *args, **kwargs))
         else:
+            fresh = {id(tensor) for tensor in new}
+            outputs = [places[id(leaf)].alias if id(leaf) in fresh else None for leaf in leaves(result)]
             self.calls.append(_into_outputs(func, args, kwargs, outputs))
 
-    def _alias(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or is_opaque(value):
-            return value
-        return self.memory.standing_for(storage_key(value), value)
-
-    def _arguments(self, func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> tuple[Argument, ...]:
-        found = list(given_tensors(func, args, kwargs))
-        found += [("result", output, True) for output in outputs if output is not None]
-        return tuple(
-            Argument(name, storage_address(tensor), self.owner_of(tensor), tensor, storage_key(tensor), written)
-            for name, tensor, written in found
-        )
+    def _place(self, tensor: Tensor) -> _Place:
+        if is_opaque(tensor):
+            return _Place(tensor, None, None, self.owner_of(tensor))
+        alias = self.memory.standing_for(storage_key(tensor), tensor)
+        storage = alias.untyped_storage()
+        return _Place(alias, storage._cdata, storage.data_ptr(), self.owner_of(alias))
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
@@ -180,7 +193,7 @@ class RecordedStepGraph(StepGraph):
     def __init__(self, step: Step, batch: Batch, owners: Owners, blocks: list[Tensor]) -> None:
         had = sum(block.nbytes for block in blocks)
         recorder, began = Recorder(owners, blocks), time.perf_counter()
-        with observed(recorder, batch, guards_methods=False) as watched:
+        with observed(recorder, batch, step=step, guards_methods=False) as watched:
             step(watched)
         if not recorder.calls:
             raise CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step))

@@ -18,7 +18,7 @@ import torch
 import typer
 from torch import Tensor
 
-from graphdecode.graphs.inspect.observer import TorchDispatchMode, named_arguments
+from graphdecode.graphs.inspect.observer import TorchDispatchMode, schema_of, values_of
 from graphdecode.kernels.native.library import joined
 from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.experts import ExpertForm, ExpertNames, Gate
@@ -128,7 +128,7 @@ class _Binding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        own = bind(func, *(value for _, value in named_arguments(func, args, kwargs)))
+        own = bind(func, *values_of(schema_of(func), args, kwargs))
         self.calls.append(partial(func, *args, **kwargs) if own is None else own)
         return func(*args, **kwargs)
 

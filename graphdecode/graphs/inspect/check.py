@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import StepObserver, given_tensors, mapped, observed
+from graphdecode.graphs.inspect.observer import StepObserver, given_tensors, mapped, observed, schema_of
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 from graphdecode.graphs.step_graph import Step, slots_restored
 
@@ -192,7 +192,7 @@ class _RowWatcher(StepObserver):
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Look at the slots that the operator has written."""
-        for _, tensor, is_written in given_tensors(func, args, kwargs):
+        for _, tensor, is_written in given_tensors(schema_of(func), args, kwargs):
             slot = self._buffers.slots.get((is_written and self.owner_of(tensor)) or "")
             if slot is not None:
                 live = self._buffers.tensors[slot.name]

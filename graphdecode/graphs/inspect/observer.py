@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,52 @@ _INDEX_PUT_OPERATORS = {"aten::index_put", "aten::index_put_", "aten::_index_put
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
+class Given(NamedTuple):
+    """An argument of an operator's schema."""
+
+    name: str
+    is_written: bool
+    default: Any
+
+
+class Schema(NamedTuple):
+    """What an operator's schema and tags say, read once: each look crosses into C++."""
+
+    name: str  # aten::add
+    overload: str  # aten.add.Tensor
+    arguments: tuple[Given, ...]
+    is_mutable: bool
+    is_aten: bool
+    reads_host: bool
+    brings_data: bool
+    moves: bool
+    reshapes: bool  # only gives its tensor another view of its memory (`transpose_`, `unsqueeze_`)
+    may_draw: bool
+    is_dynamic: bool  # the shape of its result depends on data
+
+
+@functools.cache
+def schema_of(func: Any) -> Schema:
+    """Return what an operator's schema says."""
+    schema, tags = func._schema, func.tags
+    return Schema(
+        schema.name,
+        str(func),
+        tuple(
+            Given(argument.name, bool(argument.alias_info and argument.alias_info.is_write), argument.default_value)
+            for argument in schema.arguments
+        ),
+        schema.is_mutable,
+        func.namespace in ("aten", "prim"),
+        schema.name in _HOST_OPERATORS,
+        schema.name in _DATA_OPERATORS,
+        schema.name in _MOVING_OPERATORS,
+        torch.Tag.inplace_view in tags,
+        torch.Tag.nondeterministic_seeded in tags,
+        torch.Tag.dynamic_output_shape in tags,
+    )
+
+
 class TorchDispatchMode(TorchsMode):
     """torch's mode that sees every operator, which keeps the compiler out of `__torch_dispatch__` without importing it.
 
@@ -77,7 +123,13 @@ class TorchDispatchMode(TorchsMode):
 class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step.
 
+    Args:
+        owners: of the memory that it may touch.
+        collect: takes each hazard; None: the first is raised.
+        checks_memory: where operators read and write, too, which takes most of the time.
+
     Attributes:
+        checks_memory: as given.
         made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
             free when the step needs it no more.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
@@ -87,11 +139,12 @@ class StepObserver(TorchDispatchMode):
         written: storages that operators have written, and how often.
     """
 
-    def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
+    def __init__(self, owners: Owners, collect: Refuse | None = None, *, checks_memory: bool = True) -> None:
         super().__init__()
         self._collect = collect
+        self.checks_memory = checks_memory
         self.made: dict[int, StorageWeakRef] = {}
-        self.literals: dict[int, Tensor] = {}
+        self.literals: dict[int | None, Tensor] = {}
         self.last_operator: str | None = None
         self.depth = 0
         self.in_setitem = False
@@ -100,6 +153,7 @@ class StepObserver(TorchDispatchMode):
         self._device_type = owners.buffers.device.type
         self._slots = owners.slots()
         self._constants = owners.constants_now()
+        self._known = (self._slots, self._constants, self.literals)
 
     def refuse(self, error: CaptureError) -> None:
         """Raise a hazard, or collect it."""
@@ -113,23 +167,25 @@ class StepObserver(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        self.last_operator = str(func)
-        is_literal = self.in_setitem and func._schema.name in _DATA_OPERATORS and args[0].numel() == 1
+        schema = schema_of(func)
+        self.last_operator = schema.overload
+        is_literal = self.in_setitem and schema.brings_data and args[0].numel() == 1
         if not is_literal:
-            self._check_operator(func, args, kwargs)
-        written = self._check_inputs(func, args, kwargs)
+            self._check_operator(schema, args, kwargs)
+        written = self._check_inputs(schema, args, kwargs) if self.checks_memory else []
         with self.working():
             result = func(*args, **kwargs)
-        self._check_outputs(func, args, result, written)
+        if is_literal:
+            self.literals |= {storage_key(tensor): tensor for tensor in tensors_of(result)}
+        if not self.checks_memory:
+            return result
+        self._check_outputs(schema, args, result, written)
         for tensor in tensors_of(result):
             key = storage_key(tensor)
-            if key is None or any(key in known for known in (self._slots, self._constants, self.literals)):
+            if key is None or key in self.made or any(key in known for known in self._known):
                 continue
-            if is_literal:
-                self.literals[key] = tensor
-            elif key not in self.made:
-                self.made[key] = StorageWeakRef(tensor.untyped_storage())
-                self.made_new(key, tensor)
+            self.made[key] = StorageWeakRef(tensor.untyped_storage())
+            self.made_new(key, tensor)
         self.seen(func, args, kwargs, result)
         return result
 
@@ -148,58 +204,56 @@ class StepObserver(TorchDispatchMode):
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Record an operator that was run; a recorder keeps it."""
 
-    def _check_operator(self, func: Any, args: tuple, kwargs: dict) -> None:
-        name = func._schema.name
+    def _check_operator(self, schema: Schema, args: tuple, kwargs: dict) -> None:
         hazards = {
-            "host-read": name in _HOST_OPERATORS or _copies_to_host(name, args, kwargs),
-            "host-data": name in _DATA_OPERATORS,
-            "moved": name in _MOVING_OPERATORS or (reshapes_in_place(func) and id(args[0]) in self.slot_views),
-            "torch-rng": torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs),
-            "data-dependent-shape": self._is_dynamic(func, args),
+            "host-read": schema.reads_host or _copies_to_host(schema, args, kwargs),
+            "host-data": schema.brings_data,
+            "moved": schema.moves or (schema.reshapes and id(args[0]) in self.slot_views),
+            "torch-rng": schema.may_draw and _draws(schema, args, kwargs),
+            "data-dependent-shape": self._is_dynamic(schema, args),
         }
         for kind, is_there in hazards.items():
             if is_there:
-                self.refuse(CaptureError(kind, str(func)))
+                self.refuse(CaptureError(kind, schema.overload))
 
-    def _is_dynamic(self, func: Any, args: tuple) -> bool:
-        name = func._schema.name
-        if name in _INDEX_OPERATORS:
+    def _is_dynamic(self, schema: Schema, args: tuple) -> bool:
+        if schema.name in _INDEX_OPERATORS:
             return _has_mask(args)
-        if name in _INDEX_PUT_OPERATORS:  # one number written under a mask is a masked_fill
+        if schema.name in _INDEX_PUT_OPERATORS:  # one number written under a mask is a masked_fill
             return _has_mask(args) and storage_key(args[2]) not in self.literals
-        return torch.Tag.dynamic_output_shape in func.tags
+        return schema.is_dynamic
 
-    def _check_inputs(self, func: Any, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
+    def _check_inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
         """Check where the arguments live, and return those that are written, with their present shape and address."""
         written = []
-        for _, tensor, is_written in given_tensors(func, args, kwargs):
+        for _, tensor, is_written in given_tensors(schema, args, kwargs):
             key = storage_key(tensor)
             if is_written:
                 written.append((tensor, tensor.shape, storage_address(tensor)))
                 self.written[key] += 1
             if key is None or key in self._slots or key in self.made or key in self.literals:
                 continue
-            if func._schema.name in _DATA_OPERATORS:
+            if schema.brings_data:
                 continue  # where host data comes in, which is a hazard of its own
             if key not in self._constants:
                 detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
-                self.refuse(CaptureError("undeclared-input", str(func), detail))
+                self.refuse(CaptureError("undeclared-input", schema.overload, detail))
             elif is_written:
-                self.refuse(CaptureError("constant-written", str(func), self.owner_of(tensor) or ""))
+                self.refuse(CaptureError("constant-written", schema.overload, self.owner_of(tensor) or ""))
         return written
 
-    def _check_outputs(self, func: Any, args: tuple, result: Any, written: list) -> None:
-        reports_itself = func._schema.name in _MOVING_OPERATORS or reshapes_in_place(func)
+    def _check_outputs(self, schema: Schema, args: tuple, result: Any, written: list) -> None:
+        reports_itself = schema.moves or schema.reshapes
         for tensor, shape, address in written:
             if not reports_itself and (tensor.shape != shape or storage_address(tensor) != address):
                 owner = self.owner_of(tensor) or "its output"
                 detail = f"{owner}: {list(shape)} became {list(tensor.shape)}"
-                self.refuse(CaptureError("moved", str(func), detail))
-        if func.namespace not in ("aten", "prim") and any(isinstance(leaf, (int, float)) for leaf in leaves(result)):
-            self.refuse(CaptureError("host-read", str(func), "it returns a number"))
+                self.refuse(CaptureError("moved", schema.overload, detail))
+        if not schema.is_aten and any(isinstance(leaf, (int, float)) for leaf in leaves(result)):
+            self.refuse(CaptureError("host-read", schema.overload, "it returns a number"))
         if self._device_type != "cpu" and not tensors_of(args):
             for _ in filter(lambda made: made.device.type == "cpu", tensors_of(result)):
-                self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
+                self.refuse(CaptureError("host-data", schema.overload, "made on the CPU"))
 
 
 class LastOperator(TorchDispatchMode):
@@ -283,6 +337,8 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_m
         raise
     except Exception as error:
         raise CaptureError.of(error, observer.last_operator) from error
+    if not observer.checks_memory:
+        return
     place = None if step is None else definition_of(step)
     for name, version in versions.items():
         key = storage_key(tensors[name])
@@ -295,36 +351,32 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def named_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:
-    """Yield each argument of an operator's schema with its value, defaults included."""
-    arguments = func._schema.arguments
-    yield from zip(arguments, args, strict=False)
-    for argument in arguments[len(args) :]:
-        yield argument, kwargs.get(argument.name, argument.default_value)
+def values_of(schema: Schema, args: tuple, kwargs: dict) -> list[Any]:
+    """Return the value of each argument of an operator's schema, defaults included."""
+    rest = schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(argument.name, argument.default) for argument in rest)]
 
 
-def given_tensors(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor, bool]]:
+def given_tensors(schema: Schema, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield each tensor that an operator is given, with its argument's name and whether it is written."""
-    for argument, value in named_arguments(func, args, kwargs):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        yield from ((argument.name, tensor, is_written) for tensor in tensors_of(value))
+    for argument, value in zip(schema.arguments, values_of(schema, args, kwargs), strict=True):
+        if isinstance(value, Tensor):
+            yield argument.name, value, argument.is_written
+        elif isinstance(value, _NESTS):
+            yield from ((argument.name, tensor, argument.is_written) for tensor in tensors_of(value))
 
 
-def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+def _draws(schema: Schema, args: tuple, kwargs: dict) -> bool:
     """Return whether an operator that may draw random numbers does: attention and dropout may be told not to."""
-    values = {argument.name: value for argument, value in named_arguments(func, args, kwargs)}
+    names = (argument.name for argument in schema.arguments)
+    values = dict(zip(names, values_of(schema, args, kwargs), strict=True))
     shares = [values.get(name) for name in ("dropout_p", "dropout", "p")]
     return values.get("train") is not False and not any(isinstance(p, float) and p == 0.0 for p in shares)
 
 
-def reshapes_in_place(func: Any) -> bool:
-    """Return whether an operator only gives its tensor another view of its memory (`transpose_`, `unsqueeze_`)."""
-    return torch.Tag.inplace_view in func.tags
-
-
-def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
+def _copies_to_host(schema: Schema, args: tuple, kwargs: dict) -> bool:
     target = kwargs.get("device")
-    to_cpu = name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu"
+    to_cpu = schema.name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu"
     return to_cpu and isinstance(args[0], Tensor) and args[0].device.type != "cpu"
 
 
@@ -341,17 +393,21 @@ def _has_mask(args: tuple) -> bool:
     return any(isinstance(index, Tensor) and index.dtype in _MASK_DTYPES for index in indices)
 
 
+_NESTS = (tuple, list, dict)
+
+
 def leaves(value: Any) -> list[Any]:
     """Return what is neither tuple, list nor dict, in order."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
+    if not isinstance(value, _NESTS):
         return [value]
-    return [leaf for member in value for leaf in leaves(member)]
+    members = value.values() if isinstance(value, dict) else value
+    return [leaf for member in members for leaf in (leaves(member) if isinstance(member, _NESTS) else (member,))]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors among them."""
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -359,10 +415,9 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return the same nest with a function's results for leaves; named tuples become plain ones."""
     if isinstance(value, dict):
         return {key: mapped(function, member) for key, member in value.items()}
-    if isinstance(value, tuple):
-        return tuple(mapped(function, member) for member in value)
-    if isinstance(value, list):
-        return [mapped(function, member) for member in value]
+    if isinstance(value, (tuple, list)):
+        made = [mapped(function, member) if isinstance(member, _NESTS) else function(member) for member in value]
+        return made if isinstance(value, list) else tuple(made)
     return function(value)
 
 
