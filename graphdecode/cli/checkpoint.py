@@ -50,7 +50,7 @@ def find_checkpoint(
 def fitted(
     settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, answers: int, trained_length: int
 ) -> EngineConfig:
-    """Return the settings with their capacity reduced to what some prompts need.
+    """Return the settings with their capacity reduced to what some prompts need, and no graph that they may not need.
 
     Args:
         settings: rows, lengths and buckets at most.
@@ -58,6 +58,8 @@ def fitted(
         max_tokens: of each answer; None means that an answer may be as long as there is room.
         trained_length: tokens of a sequence that the model was trained for.
     """
+    from graphdecode.models import resolve_device
+
     buckets = settings.buckets
     rows, length = min(answers, buckets.max_batch_size), min(buckets.max_sequence_length, trained_length)
     if max_tokens is not None:
@@ -66,5 +68,7 @@ def fitted(
     if not isinstance(sizes, str):
         rows = buckets.ladder.bucket_for(rows)  # of the buckets that were chosen, the one that would run
         sizes = [size for size in buckets.ladder if size <= rows]
-    fitting = replace(buckets, max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes)
+    # a graph that is captured later finds the memory of a GPU given to the cache
+    when = "first-use" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
+    fitting = replace(buckets, max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes, capture_when=when)
     return replace(settings, buckets=fitting)

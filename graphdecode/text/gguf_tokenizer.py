@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graphdecode.models import ModelSourceError
-from graphdecode.models.gguf.container import CONTROL, NORMAL, USER_DEFINED, GgufFile
+from graphdecode.models.gguf.container import CONTROL, NORMAL, USER_DEFINED, read_header
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -91,7 +91,7 @@ def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> Any:
         ModelSourceError: there is none, it is damaged, or of a kind that is not known.
         CheckpointError: the file is damaged.
     """
-    vocabulary = _Vocabulary(path, GgufFile(path).fields, replaceable)
+    vocabulary = _Vocabulary(path, read_header(path).fields, replaceable)
     kind = vocabulary.fields.get(f"{_PREFIX}model")
     if not isinstance(kind, str):  # of numbers it may be an array, which compares like one
         raise vocabulary.fault(f"model must be str, got {kind!r:.80}")

@@ -234,11 +234,11 @@ class StepSetting:
 
     @property
     def mixed_shapes(self) -> list[StepShape]:
-        """Steps that take prompts along; none where they are not to, or cannot."""
+        """Steps that take prompts along; none where they are not to, or cannot, or one row is all that there is."""
         # with `batch_invariant` a token's bits are those of the launch that it would be in by itself
         if not self.mixes or self.batch_invariant or self.config.backend == "eager":
             return []
-        if not isinstance(self.model, MixingModel):
+        if self.config.max_batch_size == 1 or not isinstance(self.model, MixingModel):
             return []
         return mixed_shapes(self.model.device.type, self.prefill_tokens, self.config.ladder)
 

@@ -7,6 +7,7 @@ by the names that the architecture puts before them; tensors are seen as transfo
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
@@ -107,6 +108,20 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
             raise CheckpointError(f"{self.path}: general.alignment must be a power of two >= 8, got {alignment!r}")
         return alignment
+
+
+def read_header(path: Path) -> GgufFile:
+    """Return a file's metadata; what was read of one that is as it was is not read again. See `GgufFile`."""
+    try:
+        found = path.stat()
+    except OSError:
+        return GgufFile(path)  # which says why
+    return _read_once(path, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)  # shards of one model
+def _read_once(path: Path, *_version: int) -> GgufFile:
+    return GgufFile(path)
 
 
 class _Header:

@@ -16,7 +16,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
-from graphdecode.models.gguf.container import GgufFile, GgufTensor, TensorView
+from graphdecode.models.gguf.container import GgufTensor, TensorView, read_header
 from graphdecode.models.gguf.files import SUFFIX, shards_of
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import resolve_model_path
@@ -39,7 +39,7 @@ class Gguf:
     def __init__(self, model: str | Path) -> None:
         self._file = resolve_model_path(model)
         self.name = str(self._file)
-        files = [GgufFile(self._file.with_name(name)) for name in shards_of(self._file.name)]
+        files = [read_header(self._file.with_name(name)) for name in shards_of(self._file.name)]
         self._metadata = files[0].fields
         self._stored: dict[str, GgufTensor] = {}
         for file in files:
