@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from graphdecode.cli import app
 from graphdecode.cli.options import wide_console
-from graphdecode.models import describe_model, load_model, weight_bytes
+from graphdecode.models import describe_model, kept_bytes, load_model
 
 MIB = 2**20
 
@@ -64,11 +63,15 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         show(tmp_path, "", "--model", "shape:llama-3.1-8b", "--dtype", "bfloat16")
 
 
-def test_the_weights_are_those_that_loading_takes() -> None:
-    decoder = load_model(
-        "demo", device="cpu", dtype="float32"
-    )  # whose step reads all tensors: it ties its output layer
-    assert weight_bytes(describe_model("demo"), torch.float32) == pytest.approx(decoder.weight_bytes, rel=0.01)
+@pytest.mark.parametrize(
+    ("model", "dtype", "quantize"),
+    [("demo", "float32", None), ("smollm2", "float16", None), ("smollm2", "float16", "none")],
+)
+def test_the_weights_are_those_that_loading_takes(model: str, dtype: str, quantize: str | None) -> None:
+    # a step reads all tensors: the output layer is tied
+    decoder = load_model(model, device="cpu", dtype=dtype, quantize=quantize)
+    counted = kept_bytes(model, describe_model(model), decoder.dtype, decoder.device, quantize=quantize)
+    assert counted == pytest.approx(decoder.weight_bytes, rel=0.01)
 
 
 @pytest.mark.usefixtures("two_gib_free")

@@ -122,6 +122,14 @@ def test_help_of_a_setting_names_what_it_takes_and_what_stands_where_it_is_left_
 
 
 @pytest.mark.parametrize(
+    "command",
+    ["chat", "generate", "serve", "batch", "inspect", "profile", "quantize", "models", "buckets show"],
+)
+def test_what_comes_from_outside_is_loaded_by_every_command_that_reads_a_model(command: str) -> None:
+    assert "--load-module" in run_command(*command.split(), "--help").stdout
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--logit-bias", "a=1"], "--logit-bias must be a token id and a number, such as 42=-5, got 'a=1'"),

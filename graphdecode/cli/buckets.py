@@ -215,7 +215,7 @@ buckets = typer.Typer(
 
 
 @buckets.command(epilog="Example: graphdecode buckets my-buckets.toml --model shape:llama-3.1-8b")
-@overriding("device", "dtype", "kv_cache_dtype", "model_impl")
+@overriding("device", "dtype", "kv_cache_dtype", "quantize", "model_impl", "load_modules")
 def show(
     overrides: dict[str, Any],
     file: Annotated[Path | None, typer.Argument(help="A configuration file (TOML); none: the defaults.")] = None,
@@ -257,10 +257,12 @@ def _memory_table(
 ) -> Table:
     from graphdecode.engine.capacity import captured_widths, plan_capacity, resolve_cache_dtype
     from graphdecode.memory import free_bytes
-    from graphdecode.models import weight_bytes
+    from graphdecode.models import kept_bytes, num_parameters
 
     config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)
-    free, weights = free_bytes(device), weight_bytes(settings, dtype)
+    free, weights = free_bytes(device), kept_bytes(model, settings, dtype, device, quantize=engine.quantize)
+    parameters = num_parameters(settings)
+    keeps = ", most of them in few bits as they came" if weights < parameters * dtype.itemsize else ""
     widths = captured_widths(engine)
     capacity = plan_capacity(config, settings, cache_dtype, device, max(free - weights, 0), widths)
     pages, per_row = capacity.total_num_pages, capacity.pages_per_row
@@ -274,7 +276,7 @@ def _memory_table(
     table.add_column("of what")
     lines = (
         ("free now", free, f"on {device.type}"),
-        ("weights", weights, f"{weights // dtype.itemsize / 1e6:.1f} million parameters in {name}"),
+        ("weights", weights, f"{parameters / 1e6:.1f} million parameters in {name}{keeps}"),
         ("left for pages", free - weights, f"what the weights leave{limit}"),
         (
             "key-value cache",

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from graphdecode.models.source import LocalModel
 
 
+@overriding("load_modules")
 def quantize(
+    overrides: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A checkpoint folder or repository id, of plain weights, or GGUF.")],
     out: Annotated[Path, typer.Argument(help="The folder to make, or the .gguf file.")],
     to: Annotated[
@@ -40,6 +42,7 @@ def quantize(
 
     It is there at once or not at all: nothing is left of a copy that failed or was interrupted.
     """
+    settings_of(None, **overrides)
     from graphdecode.convert import quantised_copy
 
     made = quantised_copy(
@@ -47,7 +50,7 @@ def quantize(
     )
     files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    tell(f"{size / 2**20:.1f} MiB, {to}")
+    tell(f"{size / 2**20:.1f} MiB of {to} written to")
     typer.echo(made)
 
 
@@ -67,7 +70,7 @@ def convert(
 
     made = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
     size = sum(file.stat().st_size for file in made.iterdir() if file.is_file())
-    tell(f"{size / 2**20:.1f} MiB")
+    tell(f"{size / 2**20:.1f} MiB written to")
     typer.echo(made)
 
 
@@ -93,7 +96,7 @@ class ModelRecord:
 
 
 @models.callback()
-@overriding("device", "dtype")
+@overriding("device", "dtype", "load_modules")
 def show(
     overrides: dict[str, Any],
     ctx: typer.Context,
@@ -142,7 +145,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
     from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
     from graphdecode.memory import free_bytes
-    from graphdecode.models import check_model, resolve_dtype, weight_bytes
+    from graphdecode.models import check_model, kept_bytes, resolve_dtype
     from graphdecode.models.gguf.files import SUFFIX, models_in
 
     is_gguf = model.path.suffix == SUFFIX or (model.path.is_dir() and bool(models_in(model.path)))
@@ -163,7 +166,7 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         return record
     record.architecture = described.architecture
     record.dtype = str(chosen).removeprefix("torch.")
-    record.weight_bytes = weight_bytes(described, chosen)
+    record.weight_bytes = kept_bytes(model.path, described, chosen, device, quantize=settings.quantize)
     record.max_sequence_length = capacity.max_sequence_length
     record.cache_bytes = capacity.page_bytes * (capacity.total_num_pages + 1)  # one page is for padding
     record.fits = record.weight_bytes + record.cache_bytes <= free

@@ -7,11 +7,12 @@ from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import (
     check_model,
     describe_model,
+    kept_bytes,
     load_model,
+    num_parameters,
     register_source,
     resolve_device,
     resolve_dtype,
-    weight_bytes,
 )
 from graphdecode.models.model import Chunks, MixingModel, Model, ModelShape
 from graphdecode.models.source import ModelSourceError, resolve_model_path
@@ -32,11 +33,12 @@ __all__ = [
     "config_of",
     "describe_model",
     "generation_defaults",
+    "kept_bytes",
     "load_model",
+    "num_parameters",
     "register_family",
     "register_source",
     "resolve_device",
     "resolve_dtype",
     "resolve_model_path",
-    "weight_bytes",
 ]

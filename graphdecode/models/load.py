@@ -25,7 +25,8 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import MissingInstructions, instructions
 from graphdecode.linear.few_bits import FewBitsSource
 from graphdecode.linear.forms import check_options, has_form, keeping
-from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.gguf_blocks import BLOCK_OF
+from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.linear.tiles import KeptTiles
@@ -40,7 +41,7 @@ from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_l
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, check_split, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.weight_map import CheckpointError, check, parts
+from graphdecode.models.weight_map import CheckpointError, Part, check, parts
 from graphdecode.models.weights import Weights
 
 
@@ -316,12 +317,42 @@ def check_model(
     return config
 
 
-def weight_bytes(config: ModelConfig | AdoptedConfig, dtype: torch.dtype) -> int:
-    """Return the memory that all tensors of a model take, each of them once."""
+def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
+    """Return how many numbers all tensors of a model hold, each of them once."""
     if isinstance(config, AdoptedConfig):
-        return config.num_parameters * dtype.itemsize
-    weight_map = family_of(config.architecture).weights(config)
-    return sum(math.prod(part.shape) for part in parts(weight_map)) * dtype.itemsize
+        return config.num_parameters
+    return sum(math.prod(part.shape) for part in parts(family_of(config.architecture).weights(config)))
+
+
+def kept_bytes(
+    model: str | Path,
+    config: ModelConfig | AdoptedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantize: str | None = None,
+) -> int:
+    """Return the memory that all tensors of a model take: those that stay in few bits as stored, less groups' scales.
+
+    Args:
+        model: where `config` is from, as for `load_model`; `quantize` likewise.
+        dtype: of what does not stay in few bits.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    source = open_source(model)
+    if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
+        return num_parameters(config) * dtype.itemsize
+    keeps_blocks = _has_blocks(source, device)
+
+    def size(part: Part) -> int:
+        values, stored = math.prod(part.shape), source.tensors[part.name].dtype
+        if isinstance(source, KeepsBlocks):
+            return BLOCK_OF[stored].size(values) if keeps_blocks and stored in BLOCK_OF else values * dtype.itemsize
+        return values * (4 if stored.endswith("4") else 8) // 8 if stored in KEPT_GROUPS else values * dtype.itemsize
+
+    return sum(map(size, parts(family_of(config.architecture).weights_in(config, source.tensors))))
 
 
 def load_model(
