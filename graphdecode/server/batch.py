@@ -26,6 +26,7 @@ _SYNC_EVERY_SECONDS = 1.0
 ATTEMPTS = 3  # at a request whose answer is lost with the engine
 _LOOK_EVERY_SECONDS = 0.05  # whether the engine serves again
 log = logging.getLogger(__name__)
+_MOST_FAULTS = 10  # of a file, that are named at once
 
 
 class BatchRequest(BaseModel):
@@ -43,7 +44,8 @@ class BatchInput:
     """The requests of a file, read lazily; only their `custom_id`s stay in memory.
 
     Raises:
-        ArgumentError: the file cannot be read, a line is no request, or two have one `custom_id`; it names the lines.
+        ArgumentError: the file cannot be read, a line is no request, or two have one `custom_id`; it names the
+            lines, the first ten where there are more.
     """
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
@@ -53,25 +55,32 @@ class BatchInput:
         self._path = path
         self._max_line_bytes = max_line_bytes
         self.custom_ids: dict[str, int] = {}  # of all requests, each with its line's number from 1
-        for number, request in self._numbered():
-            first = self.custom_ids.setdefault(request.custom_id, number)
-            if first != number:
-                raise ArgumentError(
-                    f"{path} lines {first} and {number} have one custom_id: {request.custom_id[:100]!r}"
-                )
+        faults: list[str] = []
+        for number, line in self._lines():
+            try:
+                custom_id = self._request(number, line).custom_id
+                first = self.custom_ids.setdefault(custom_id, number)
+                if first != number:
+                    raise ArgumentError(f"{path} lines {first} and {number} have one custom_id: {custom_id[:100]!r}")
+            except ArgumentError as error:
+                faults.append(str(error))
+            if len(faults) == _MOST_FAULTS:
+                break
+        if faults:
+            raise ArgumentError("\n".join(faults))
         if not self.custom_ids:
             raise ArgumentError(f"{path} holds no request")
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        return (request for _, request in self._numbered())
+        return (self._request(number, line) for number, line in self._lines())
 
-    def _numbered(self) -> Iterator[tuple[int, BatchRequest]]:
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
         with self._path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(self._max_line_bytes + 1), b""), 1):
                 if len(line) > self._max_line_bytes:
                     raise ArgumentError(f"{self._path} line {number} is longer than {self._max_line_bytes} bytes")
                 if line.strip():
-                    yield number, self._request(number, line)
+                    yield number, line
 
     def _request(self, number: int, line: bytes) -> BatchRequest:
         try:

@@ -78,16 +78,15 @@ class EngineProcess:
     def serve(self) -> None:
         """Step while there is work, and wait for messages otherwise, until the other side is gone."""
         engine = self._engine
-        self._tell_vitals()
         while True:
             try:
+                self._tell_vitals()
                 for message in self._wire.receive(wait=not (engine.has_work or self._reading)):
                     self._take(message)
                 if self._reading:
                     self._add_read()
                 if engine.has_work:
                     self._send(engine.step())
-                self._tell_vitals()
             except RankError as error:  # the ranks that are left cannot go on, and another process has new ones
                 log.error("%s", error)
                 with suppress(GraphdecodeError, OSError):

@@ -187,7 +187,7 @@ def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[To
     if template is None and not tokenizer.chat_template:
         raise ArgumentError(
             "this model has no chat template: give one as chat_template (a Jinja text, or the path of a file; "
-            "--chat-template FILE at the shell), or use generate, which takes prompts as they are"
+            "--chat-template FILE at the shell), or use generate (/v1/completions), which takes prompts as they are"
         )
     try:
         return str(tokenizer.get_chat_template(template, tools))

@@ -158,6 +158,14 @@ def test_requests_of_all_kinds_have_the_answers_of_the_library_and_bad_ones_thei
     assert runs.output.read_bytes() == before, "what has its answer is done again"
 
 
+def test_where_all_requests_are_refused_the_engine_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(request("out of range", prompt="1+1=", temperature=-1))
+    result = run_command("batch", "in.jsonl", "out.jsonl", "--model", "demo", folder=tmp_path)
+    assert result.returncode == 2
+    assert "1 requests in" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_request_is_answered_once_though_the_run_is_killed_three_times(runs: Runs, seed: int) -> None:
@@ -219,6 +227,7 @@ def test_requests_under_way_are_asked_again_where_their_engine_died(runs: Runs) 
         (request("a") + "{'custom_id'\n", "line 2: Invalid JSON"),
         (request("a") + "\n" + request("b") + request("a"), "lines 1 and 4 have one custom_id: 'a'"),
         ('{"method": "POST", "url": "/v1/completions", "body": {}}\n', "line 1: custom_id: Field required"),
+        ("x\n" * 12, "line 10: Invalid JSON: expected value at line 1 column 1\n"),
         (request("a").replace("POST", "GET"), "line 1: method: Input should be 'POST'"),
         (request("a", "/v1/embeddings"), "line 1: url: Input should be '/v1/completions' or"),
         (request("a").replace("{}", "[]"), "line 1: body: Input should be"),
