@@ -222,6 +222,21 @@ def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureF
     assert "it says the same 30 times in a row" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "why"),
+    [
+        (1, "cut after 1 token: that is --max-tokens"),
+        (None, "the room of 256 tokens is used up (--max-sequence-length"),
+    ],
+)
+def test_an_answer_that_was_cut_says_by_what(
+    llm: LLM, max_tokens: int | None, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    answer(Conversation(llm, sampling_params=params, chat_template=LAST), "1+1=")
+    assert why in capsys.readouterr().err
+
+
 def test_what_repeats_itself() -> None:
     assert repeats_at_the_end([5, 6, *[1, 2, 3] * 30]) == 30
     assert repeats_at_the_end([7] * 48) == 48

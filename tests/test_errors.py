@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import run_command, spawn_command
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -135,6 +136,26 @@ def test_version_and_debug_tell_what_a_report_needs(
     told = dict(line.split(": ", 1) for line in capfd.readouterr().out.splitlines())
     assert told["graphdecode"] == graphdecode.__version__
     assert {"python", "torch", "triton", "cuda-bindings", "device", "compiled kernels", "platform"} <= set(told)
+
+
+def test_a_report_says_that_the_processor_lacks_what_the_environment_asks_for() -> None:
+    result = spawn_command("--version", "--debug", GRAPHDECODE_ISA="more")
+    assert result.returncode == 0
+    assert "error: GRAPHDECODE_ISA is 'more'" in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["chat", "--max-tokens", "0", "hi"], "--max-tokens must be None or an integer >= 1"),
+        (["chat", "--speculate", "on", "hi"], "--speculate must be one of 'off', 'ngram', 'model', got 'on'"),
+        (["serve", "--speculate=on"], "--speculate must be one of"),
+        (["generate", "--prompt", "x", "--min-p", "2"], "--min-p must be a number in [0, 1], got 2.0"),
+        (["chat", "--model", "./none", "hi"], "--model './none': there is no such folder or file"),
+    ],
+)
+def test_an_error_names_what_was_typed(arguments: list[str], shown: str) -> None:
+    assert f"error: {shown}" in run_command(*arguments).stderr
 
 
 def commands(group: object, *path: str) -> dict[tuple[str, ...], object]:

@@ -135,9 +135,9 @@ def test_what_comes_from_outside_is_loaded_by_every_command_that_reads_a_model(c
         (["--logit-bias", "a=1"], "--logit-bias must be a token id and a number, such as 42=-5, got 'a=1'"),
         (["--logit-bias", "7"], "--logit-bias must be a token id and a number"),
         (["--logprobs", "3"], "--logprobs and --prompt-logprobs are printed with --json alone"),
-        (["--min-p", "2"], "min_p must be a number in [0, 1], got 2.0"),
+        (["--min-p", "2"], "--min-p must be a number in [0, 1], got 2.0"),
         (["-n", "0"], "n must be an integer in 1..1024"),
-        (["--truncate-prompt-tokens", "0"], "truncate_prompt_tokens must be None, -1 or an integer >= 1"),
+        (["--truncate-prompt-tokens", "0"], "--truncate-prompt-tokens must be None, -1 or an integer >= 1"),
     ],
 )
 def test_what_cannot_be_is_said_before_a_model_is_loaded(options: list[str], message: str) -> None:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from importlib import metadata
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,10 +22,11 @@ from graphdecode.cli.buckets import buckets
 from graphdecode.cli.chat import chat
 from graphdecode.cli.generate import generate
 from graphdecode.cli.models import convert, models, quantize
-from graphdecode.cli.options import print_error
+from graphdecode.cli.options import OPTIONS, print_error
 from graphdecode.cli.profile import profile
 from graphdecode.cli.serve import batch, serve
 from graphdecode.cli.step import check, inspect
+from graphdecode.config.key import keys_of
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
@@ -54,17 +55,19 @@ def state() -> str:
 
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
     facts |= {name: _of(name) for name in _PACKAGES}
-    device = resolve_device("auto")
-    facts |= describe_environment(device)
-    dtypes = {
-        "plain weights in bfloat16": resolve_dtype("auto", torch.bfloat16, device),
-        "in float16": resolve_dtype("auto", torch.float16, device),
-        "integers of few bits": resolve_dtype("auto", torch.bfloat16, device, few_bits=True),
-    }
-    told = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
-    return "\n".join(
-        [*(f"{name}: {value}" for name, value in facts.items()), library.describe(), f"dtype auto: {told}"]
-    )
+    try:
+        device = resolve_device("auto")
+        facts |= describe_environment(device)
+        dtypes = {
+            "plain weights in bfloat16": resolve_dtype("auto", torch.bfloat16, device),
+            "plain weights in float16": resolve_dtype("auto", torch.float16, device),
+            "integers of few bits": resolve_dtype("auto", torch.bfloat16, device, few_bits=True),
+        }
+        told = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
+        last = [library.describe(), f"dtype auto: {told}"]
+    except GraphdecodeError as error:  # what the environment asks for is not there
+        last = [f"error: {error}"]
+    return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), *last])
 
 
 def _of(package: str) -> str:
@@ -135,6 +138,18 @@ def _end(number: int, _frame: FrameType | None) -> None:
     sys.exit(_SIGNALLED + number)
 
 
+def _as_typed(message: str) -> str:
+    """Return an error that begins with a setting's name with the option's in its place, where that was given."""
+    name, _, rest = message.partition(" ")
+    fields = {name} | {key.field for config in OPTIONS for key in keys_of(config) if key.name == name}
+    command: Any = typer.main.get_command(app)
+    given = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    for word in given:
+        command = getattr(command, "commands", {}).get(word, command)
+    flags = [flag for option in command.params if option.name in fields for flag in option.opts]
+    return next((f"{flag} {rest}" for flag in flags if flag in given), message)
+
+
 def main() -> None:
     """Run the command line.
 
@@ -166,7 +181,7 @@ def main() -> None:
         if isinstance(error, OSError) and error.filename is not None:
             message = f"{error.filename}: {cause(error)}"
         if message:  # a command that shows its help says nothing more
-            print_error(" ".join(message.split()))
+            print_error(_as_typed(" ".join(message.split())))
         sys.exit(2)
     finally:
         signal.signal(signal.SIGTERM, before)

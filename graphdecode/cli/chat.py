@@ -188,8 +188,13 @@ def answer(conversation: Conversation, text: str) -> None:
         for piece in pieces:
             shown.write(piece)
     print(flush=True)
+    limit, request = conversation.llm.capacity.token_limit, conversation.last
+    if request is not None and request.outputs[0].finish_reason == "length":
+        tokens = len(request.outputs[0].token_ids)
+        is_full = len(request.prompt_token_ids) + tokens >= limit
+        why = f"the room of {limit} tokens is used up (--max-sequence-length)" if is_full else "that is --max-tokens"
+        _tell(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
     if conversation.num_forgotten != forgotten:
-        limit = conversation.llm.capacity.token_limit
         _tell(
             f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
             f"{conversation.num_forgotten} messages; /reset begins anew"
@@ -211,8 +216,6 @@ def tell_figures(conversation: Conversation) -> None:
         parts.append(f"first token after {1000 * first:.0f} ms")
     parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
     parts.append(f"{prompt + tokens} of {limit} tokens of room")
-    if output.finish_reason == "length":
-        parts.append("the answer was cut there" if prompt + tokens >= limit else "the answer was cut by --max-tokens")
     _tell("; ".join(parts))
     _tell_of_repeats(conversation)
 

@@ -325,6 +325,8 @@ def _fetched(model: str) -> Path:
             return folder
         return _fetched_gguf(folder, name, quantization) or folder
     except HFValidationError as error:
+        if name.startswith(("/", "./", "../", "~")):
+            raise ModelSourceError(f"model {name!r}: there is no such folder or file") from error
         raise ModelSourceError(f"model {name!r} is no folder, and no name of a repository: {error}") from error
     except GatedRepoError as error:
         raise ModelSourceError(

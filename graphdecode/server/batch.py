@@ -67,7 +67,7 @@ class BatchInput:
             if len(faults) == _MOST_FAULTS:
                 break
         if faults:
-            raise ArgumentError("\n".join(faults))
+            raise ArgumentError("; ".join(faults))
         if not self.custom_ids:
             raise ArgumentError(f"{path} holds no request")
 

@@ -102,7 +102,7 @@ class Conversation:
         if len(chat.token_ids) >= limit:
             raise ArgumentError(
                 f"the message takes {len(chat.token_ids)} tokens, and there is room for {limit}, the answer included: "
-                "shorten it, or set a larger max_sequence_length"
+                "shorten it, or set a larger max_sequence_length (--max-sequence-length)"
             )
         self.num_forgotten = start
         return chat

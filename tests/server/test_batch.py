@@ -227,7 +227,7 @@ def test_requests_under_way_are_asked_again_where_their_engine_died(runs: Runs) 
         (request("a") + "{'custom_id'\n", "line 2: Invalid JSON"),
         (request("a") + "\n" + request("b") + request("a"), "lines 1 and 4 have one custom_id: 'a'"),
         ('{"method": "POST", "url": "/v1/completions", "body": {}}\n', "line 1: custom_id: Field required"),
-        ("x\n" * 12, "line 10: Invalid JSON: expected value at line 1 column 1\n"),
+        ("x\n" * 12, "line 10: Invalid JSON: expected value at line 1 column 1"),
         (request("a").replace("POST", "GET"), "line 1: method: Input should be 'POST'"),
         (request("a", "/v1/embeddings"), "line 1: url: Input should be '/v1/completions' or"),
         (request("a").replace("{}", "[]"), "line 1: body: Input should be"),
