@@ -64,8 +64,26 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 def test_a_name_that_nobody_knows_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)
-    with pytest.raises(TypeError, match="max_modellen"):
-        LLM("demo", max_modellen=1)
+    with pytest.raises(TypeError, match="'max_seqence_length'; did you mean 'max_sequence_length'"):
+        LLM("demo", max_seqence_length=1)
+
+
+def test_dtypes_and_formats_by_vllms_names() -> None:
+    assert as_settings({"dtype": "half", "load_format": "gguf"}) == {"dtype": "float16"}
+    assert as_settings({"dtype": "float"}) == {"dtype": "float32"}
+    with pytest.raises(ArgumentError, match="quantization='awq': a checkpoint in few bits is read as it is"):
+        as_settings({"quantization": "awq"})
+
+
+def test_calls_take_vllms_names_and_say_what_serves_instead(renamed: LLM) -> None:
+    (output,) = renamed.generate("1+1=", lora_request=None, use_tqdm=False)
+    assert output.finished
+    with pytest.raises(ArgumentError, match="prompt_token_ids=.* give them as the prompt"):
+        renamed.generate(prompt_token_ids=[[1]])
+    with pytest.raises(TypeError, match="did you mean 'sampling_params'"):
+        renamed.generate("1+1=", samplingparams=None)
+    with pytest.raises(AttributeError, match="LLM has no attribute 'embed': a model generates"):
+        renamed.embed  # noqa: B018
 
 
 @pytest.fixture(scope="module")

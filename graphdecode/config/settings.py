@@ -31,7 +31,7 @@ from graphdecode.config.key import (
 )
 from graphdecode.config.server import REPLICAS, SERVER, ReplicaConfig, ServerConfig
 from graphdecode.config.toml_file import ConfigDocument, written
-from graphdecode.errors import ArgumentError, ConfigError
+from graphdecode.errors import ArgumentError, ConfigError, unknown_keyword
 
 _DTYPES = "auto|float32|bfloat16|float16"
 _AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
@@ -350,7 +350,7 @@ class EngineConfig:
         known = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
         unknown = sorted(keywords.keys() - set(known))
         if unknown:
-            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {', '.join(known)}")
+            raise unknown_keyword(unknown[0], known)
         if config is None:
             config = cls()
         elif isinstance(config, (str, Path)):

@@ -5,13 +5,12 @@ A name that is in none of these tables, nor one of our own, is a mistake of the 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, unknown_keyword
 
 _BACKENDS = ("auto", "guidance")  # names of the one library that reads forms
 # keyword of vLLM's LLM -> our setting
@@ -38,6 +37,7 @@ SPECULATION: dict[str, str] = {
 }
 
 _Class = TypeVar("_Class", bound=type)
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class Unsupported(NamedTuple):
@@ -102,7 +102,11 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "rope_scaling": Unsupported("change config.json in a copy of the folder", (None, {})),
     "rope_theta": Unsupported("change config.json in a copy of the folder"),
     "served_model_name": Unsupported("there is no server in this object"),
-    "load_format": Unsupported("weights are read from safetensors", (None, "auto", "safetensors")),
+    "load_format": Unsupported(
+        "what the model's name leads to says how weights are read: a folder of safetensors, a .gguf file, "
+        "or shape:NAME for random ones",
+        (None, "auto", "safetensors", "gguf"),
+    ),
     "config_format": Unsupported("config.json is read as transformers writes it", (None, "auto", "hf")),
     "generation_config": Unsupported("LLM.get_default_sampling_params() reads the model folder's", (None, "auto")),
     "override_generation_config": Unsupported("give SamplingParams", (None, {})),
@@ -152,6 +156,32 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
 }
 
 
+# keyword of vLLM's LLM.generate and LLM.chat
+GENERATE_KEYWORDS: dict[str, Unsupported] = {
+    "prompt_token_ids": Unsupported("give them as the prompt: [1, 2, 3], or {'prompt_token_ids': [1, 2, 3]}"),
+    "lora_request": _NO_LORA,
+    "prompt_adapter_request": _NO_LORA,
+    "mm_processor_kwargs": _NO_MEDIA,
+    "guided_options_request": Unsupported("SamplingParams takes structured_outputs"),
+    "tokenization_kwargs": Unsupported("SamplingParams takes truncate_prompt_tokens", (None, {})),
+    "chat_template_content_format": Unsupported("contents are texts", (None, "auto", "string", "openai")),
+}
+# attribute of vLLM's LLM -> what serves instead
+ATTRIBUTES: dict[str, str] = {
+    "llm_engine": "LLM.engine is what answers in tokens",
+    "set_tokenizer": "give it to LLM(tokenizer=...)",
+    "get_metrics": "LLM.stats counts, and RequestOutput.metrics has the times",
+    "beam_search": "sample n answers instead",
+    **dict.fromkeys(("embed", "encode", "classify", "reward", "score"), _NO_POOLING.instead),
+    **dict.fromkeys(("sleep", "wake_up"), "close() gives the memory back"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "LLM.model is the model of this process"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "`graphdecode profile` measures each bucket"),
+}
+DTYPES: dict[str, str] = {"half": "float16", "float": "float32"}  # vLLM's name -> ours
+# of vLLM's quantization: what a checkpoint says of itself
+_OF_CHECKPOINTS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4")
+
+
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
     """Return keywords without the names of a table, whose values must be neutral.
 
@@ -182,7 +212,14 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
             continue  # vLLM's default, which leaves the setting to the configuration
         if ours in settings:
             raise ArgumentError(f"{ours} is given twice: {name} is vLLM's name of it, or another's")
+        if name == "quantization" and value in _OF_CHECKPOINTS:
+            raise ArgumentError(
+                f"quantization={value!r}: a checkpoint in few bits is read as it is, without being told to; "
+                "quantize='int4', 'int8' or 'fp8' rounds plain weights"
+            )
         settings[ours] = "eager" if name == "enforce_eager" and value is True else value
+        if name == "dtype" and isinstance(value, str):
+            settings[ours] = DTYPES.get(value, value)
         if name == "speculative_config" and isinstance(value, Mapping):
             settings[ours] = {SPECULATION.get(key, key): entry for key, entry in value.items()}
     return settings
@@ -192,20 +229,28 @@ def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
     """Let a class take the neutral values of a table's names, and refuse others by what to do instead."""
 
     def refused(cls: _Class) -> _Class:
-        construct = cls.__init__  # type: ignore[misc]
-        known = list(inspect.signature(construct).parameters)[1:]
-
-        @functools.wraps(construct)
-        def __init__(self: Any, *args: Any, **given: Any) -> None:
-            kept = without_unsupported(given, table)
-            for name in kept:
-                if name not in known:
-                    near = difflib.get_close_matches(name, known, 1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise TypeError(f"unexpected keyword argument {name!r}{hint}; known: {', '.join(known)}")
-            construct(self, *args, **kept)
-
-        cls.__init__ = __init__  # type: ignore[misc]
+        cls.__init__ = refusing_call(table)(cls.__init__)  # type: ignore[misc]
         return cls
+
+    return refused
+
+
+def refusing_call(table: Mapping[str, Unsupported]) -> Callable[[_Call], _Call]:
+    """Return a decorator that lets a method take names of a table, as `refusing` does a class."""
+
+    def refused(method: _Call) -> _Call:
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        known = [each.name for each in parameters]
+        takes_others = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+
+        @functools.wraps(method)
+        def called(self: Any, *args: Any, **given: Any) -> Any:
+            kept = without_unsupported(given, table)
+            for name in () if takes_others else kept:
+                if name not in known:
+                    raise unknown_keyword(name, known)
+            return method(self, *args, **kept)
+
+        return called  # type: ignore[return-value]
 
     return refused

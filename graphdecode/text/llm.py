@@ -10,14 +10,14 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from tqdm import tqdm
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
-from graphdecode.config.vllm_names import as_settings
+from graphdecode.config.vllm_names import ATTRIBUTES, GENERATE_KEYWORDS, as_settings, refusing_call
 from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
@@ -158,6 +158,12 @@ class LLM:
         """The decoder."""
         return self.engine.model
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            instead = f": {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            raise AttributeError(f"LLM has no attribute {name!r}{instead}", name=name, obj=self)
+
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, as vLLM calls it; None where there is none."""
         return self.tokenizer
@@ -214,6 +220,7 @@ class LLM:
         """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""
         return replace(self.get_default_sampling_params(), max_tokens=None)
 
+    @refusing_call(GENERATE_KEYWORDS)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -251,6 +258,7 @@ class LLM:
         ]
         return self._answered(orders, use_tqdm)
 
+    @refusing_call(GENERATE_KEYWORDS)
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
