@@ -71,7 +71,10 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[ty
     if not asked:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         known = " or ".join(["None", *(repr(name) for name in names if name)])
-        raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}")
+        raise ArgumentError(
+            f"quantize must be {known}, got {options.quantize!r}; a form of your own comes with a package, or by "
+            "--load-module FILE (`load_modules=`)"
+        )
     able = [form for form in asked if not form.why_not(options)]
     if not able:
         raise ArgumentError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +30,18 @@ _BARE = "model."  # what names of a decoder begin with that its checkpoint, of t
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what transformers looks at where do_sample is true
 _ALWAYS = ("repetition_penalty",)
 GENERATION_FILE = "generation_config.json"
+
+
+def _what_is_missing(file: Path) -> str | None:
+    """Return how much of a safetensors file is there, where it was cut; None where that cannot be told."""
+    with suppress(OSError, ValueError, TypeError, KeyError, struct.error), file.open("rb") as opened:
+        (header_bytes,) = struct.unpack("<Q", opened.read(8))
+        held = file.stat().st_size
+        header = json.loads(opened.read(header_bytes)) if header_bytes <= held else {}
+        ends = [told["data_offsets"][1] for name, told in header.items() if name != "__metadata__"]
+        expected = 8 + header_bytes + max(ends, default=1)
+        return f"it was cut: at least {expected} bytes are expected, and it has {held}" if held < expected else None
+    return None
 
 
 class Checkpoint:
@@ -94,7 +109,7 @@ class Checkpoint:
                         found[name] = Stored(tuple(part.get_shape()), part.get_dtype())
                         self._file_of[name] = file
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file}: {error}") from error
+                raise CheckpointError(f"{file}: {_what_is_missing(file) or error}") from error
         if self._is_bare(found):
             self._stored_as = {name if name.startswith("lm_head.") else f"{_BARE}{name}": name for name in found}
             self._file_of = {name: self._file_of[stored] for name, stored in self._stored_as.items()}
@@ -172,7 +187,12 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-            hint = f"; {pickles[0]} is a pickle, which is never read: convert it" if pickles else ""
+            hint = (
+                f"; {pickles[0]} is a pickle, which is never read, for it can run code: load it in transformers and "
+                "save_pretrained() it"
+                if pickles
+                else ""
+            )
             raise CheckpointError(f"{folder} holds no model.safetensors and no model.safetensors.index.json{hint}")
         try:
             shards = read_json(index).get("weight_map")

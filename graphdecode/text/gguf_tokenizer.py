@@ -28,6 +28,7 @@ _SPACE = "\u2581"  # SentencePiece's mark for a space
 # of Phi-3, whose other tokens of that kind swallow the spaces behind them
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _INSTEAD = "int4, int8 and fp8 are written as safetensors, with the tokenizer as it is"
+ANOTHER = "give another tokenizer (--tokenizer, `tokenizer=`)"
 _UNUSED = 5  # of `tokenizer.ggml.token_type`
 _PROBES = (
     "Hello, world!  What's 12345 + 67?\n\n  def f(x):\n\treturn x**2 // 3\r\n",
@@ -108,7 +109,7 @@ class _Vocabulary:
 
     def __init__(self, path: Path, fields: Mapping[str, Any], replaceable: bool) -> None:
         self._path = path
-        self._instead = "; give another tokenizer (--tokenizer, `tokenizer=`)" if replaceable else ""
+        self._instead = f"; {ANOTHER}" if replaceable else ""
         self.fields = fields
         self.tokens: list[str] = self.array("tokens", str)
         self.ids = {token: index for index, token in enumerate(self.tokens)}

@@ -215,7 +215,7 @@ def test_a_real_measurement_gives_a_right_layer(no_compiled_kernels):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize": "int3"}, "quantize must be None or 'int8' or 'gguf', got 'int3'"),
+        ({"quantize": "int3"}, "quantize must be None or 'int8' or 'gguf', got 'int3'; a form of your own"),
         ({"batch_sizes": ()}, "batch_sizes is ()"),
         ({"batch_sizes": (0, 8)}, "batch_sizes is (0, 8)"),
     ],

@@ -55,6 +55,19 @@ def test_pointers_for_shards_are_not_taken_for_the_files(folder: Path) -> None:
     assert f"{shard} is a Git LFS pointer" in refusal(folder)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.001])
+def test_weights_that_were_cut_are_told_by_their_sizes(folder: Path, share: float) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    held = int(len(whole) * share)
+    file.write_bytes(whole[:held])
+    said = refusal(folder)
+    assert f"{file}: it was cut: at least " in said
+    assert said.endswith(f"and it has {held}")
+    if share == 0.5:
+        assert f"{len(whole)} bytes are expected" in said
+
+
 def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:
     assert refusal(tmp_path) == (
         f"{tmp_path} is empty; a checkpoint folder holds config.json, safetensors and a tokenizer"

@@ -218,7 +218,10 @@ class AdoptedFolder:
             if not why:
                 why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
             families = ", ".join(known_families())
-            raise UnsupportedModelError(f"{asked} is not supported: {why}. Families are there for {families}")
+            raise UnsupportedModelError(
+                f"{asked} is not supported: {why}. Families are there for {families}; one of "
+                "your own comes with a package, or by --load-module FILE (`load_modules=`)"
+            )
         other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
         if module._is_stateful or other:
             kinds = f": layers of {', '.join(other)}" if other else ""
