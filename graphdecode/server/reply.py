@@ -197,6 +197,11 @@ class Reply(Response, ABC):
             choices = [await in_pieces(choice) async for choice in self._choices()]
         except HttpError as failed:
             await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
+        except asyncio.CancelledError:
+            if self.service.draining:
+                failed = self._cut_off()
+                await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
+            raise
         else:
             head, usage = as_json(self._head), as_json(self.usage())
             body = b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
@@ -219,10 +224,19 @@ class Reply(Response, ABC):
             await _send_more(send, (sse_event(end) if self._usage_wanted else b"") + SSE_DONE)
         except (GraphdecodeError, TimeoutError) as error:
             await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
+        except asyncio.CancelledError:
+            if self.service.draining:
+                await _send_more(send, sse_event(self._cut_off().body) + SSE_DONE)
+            raise
         await send({"type": "http.response.body", "body": b""})
 
     def _usage_of_chunk(self) -> dict[str, Any]:
         return {"usage": self.usage() if self._usage_always else None} if self._usage_wanted else {}
+
+    def _cut_off(self) -> HttpError:
+        """Return what is said of an answer that the end of the server leaves unfinished."""
+        log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])
+        return HttpError(503, "the server ends, and the time for running answers is over", code="shutting_down")
 
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, TimeoutError):

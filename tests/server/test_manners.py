@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2 as httpx
 import openai
@@ -340,6 +341,21 @@ def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
         assert b"[DONE]" in received
         assert server.process.wait(20) == 0
         assert any("'abc' ->" in line for line in server.lines)
+
+
+def test_what_is_unfinished_when_the_time_to_drain_is_over_ends_with_an_error(tmp_path: Path) -> None:
+    (tmp_path / "short.toml").write_text("[server]\ndrain_timeout_s = 0.1\n")
+    options = ("--max-batch-size", "1", "--max-sequence-length", "4096", "--config", str(tmp_path / "short.toml"))
+    with serving(*options) as server:
+        connection = begin(server, LONG | {"n": 20})
+        server.process.send_signal(signal.SIGTERM)
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+        assert b'"code":"shutting_down"' in received
+        assert b"[DONE]" in received[-100:]
+        assert server.process.wait(20) == 0
+        assert any("was left unfinished" in line for line in server.lines)
 
 
 def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
