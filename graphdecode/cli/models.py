@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from graphdecode.models.source import LocalModel
 
 
+@overriding()
 def quantize(
+    overrides: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A checkpoint folder or repository id, of plain weights, or GGUF.")],
     out: Annotated[Path, typer.Argument(help="The folder to make, or the .gguf file.")],
     to: Annotated[
@@ -40,6 +42,7 @@ def quantize(
 
     It is there at once or not at all: nothing is left of a copy that failed or was interrupted.
     """
+    settings_of(None, **overrides)
     from graphdecode.convert import quantised_copy
 
     made = quantised_copy(

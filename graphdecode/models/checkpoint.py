@@ -172,7 +172,8 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-            hint = f"; {pickles[0]} is a pickle, which is never read: convert it" if pickles else ""
+            remedy = "load it in transformers and save_pretrained(FOLDER, safe_serialization=True)"
+            hint = f"; {pickles[0]} is a pickle, which is never read: {remedy}" if pickles else ""
             raise CheckpointError(f"{folder} holds no model.safetensors and no model.safetensors.index.json{hint}")
         try:
             shards = read_json(index).get("weight_map")

@@ -378,7 +378,7 @@ def load_model(
         has_experts = isinstance(config, ModelConfig) and config.experts is not None
         if quantize in FORMS_OF and (quantize_group_size is not None or has_experts or not has_form(options)):
             options = replace(options, quantize=FORMS_OF[quantize])
-        check_options(options, tuple(FORMS_OF))
+        check_options(options, (*FORMS_OF, _EXPANDED))
         if batch_invariant:
             _check_invariance(config, device)
         return options
