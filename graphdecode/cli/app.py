@@ -54,7 +54,10 @@ def state() -> str:
 
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
     facts |= {name: _of(name) for name in _PACKAGES}
-    device = resolve_device("auto")
+    try:
+        device = resolve_device("auto")
+    except ArgumentError as error:  # what GRAPHDECODE_ISA names is not to be had, and nothing below can be found out
+        return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), f"error: {error}"])
     facts |= describe_environment(device)
     dtypes = {
         "plain weights in bfloat16": resolve_dtype("auto", torch.bfloat16, device),
