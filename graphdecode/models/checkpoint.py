@@ -149,6 +149,11 @@ class Checkpoint:
         file = self.folder / "config.json"
         return method_of(read_json(file)) if file.exists() else None
 
+    @property
+    def quant_method(self) -> str | None:
+        """How config.json calls the way in which the weights are quantized; None: they are plain."""
+        return None if self._method is None else self._method.name
+
     def _no_config(self) -> str:
         held = sorted(path.name for path in self.folder.iterdir())
         if _ADAPTER in held:

@@ -10,14 +10,14 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from tqdm import tqdm
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
-from graphdecode.config.vllm_names import as_settings
+from graphdecode.config.vllm_names import as_settings, no_attribute, refusing_calls
 from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
@@ -214,6 +214,7 @@ class LLM:
         """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""
         return replace(self.get_default_sampling_params(), max_tokens=None)
 
+    @refusing_calls()
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -251,6 +252,7 @@ class LLM:
         ]
         return self._answered(orders, use_tqdm)
 
+    @refusing_calls(*ChatOptions.__annotations__)
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
@@ -322,6 +324,7 @@ class LLM:
             return nullcontext()
         return tqdm(total=total, desc="generating", unit="answer", leave=False)
 
+    @refusing_calls()
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise", priority: int = 0
     ) -> Stream:
@@ -365,6 +368,11 @@ class LLM:
         """
         with DeferredInterrupt():
             self.router.step()
+
+    if not TYPE_CHECKING:  # a checker that saw this would let any misspelt name pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            no_attribute(self, name)
 
     def close(self) -> None:
         """Release graphs and buffers; the engine cannot be used afterwards. Answers under way end with an error."""
