@@ -289,14 +289,21 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
     """Render and tokenize a conversation.
 
     Raises:
-        HttpError: the request brings a template of its own, and may not.
-        ArgumentError: the messages are malformed, there is no template, or it refuses them.
+        HttpError: there is no template, or the request brings one of its own and may not.
+        ArgumentError: the messages are malformed, or the template refuses them.
     """
     if body.chat_template is not None and not desk.limits.trust_request_chat_template:
         raise HttpError(
             400,
             "chat_template is refused: it is a program, and [server] trust_request_chat_template is false",
             param="chat_template",
+        )
+    if body.messages and body.chat_template is None and not desk.tokenizer.chat_template:
+        raise HttpError(
+            400,
+            "this model has no chat template: ask /v1/completions, which takes prompts as they are, or start with "
+            "--chat-template FILE",
+            code="no_chat_template",
         )
     continues = bool(body.continue_final_message)
     begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
