@@ -230,7 +230,7 @@ class LLM:
                 these.
             sampling_params: for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error where that is a terminal.
-            priority: of all prompts, or one for each: the lowest is served first, and gives way last when pages run
+            priority: of all prompts, or one for each: the lowest is served first, and preempted last when pages run
                 out. None is 0; prompts of one priority are served as they come.
 
         Returns:
