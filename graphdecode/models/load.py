@@ -429,7 +429,7 @@ def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
     if quantize in METHODS and quantize not in FORMS_OF and quantize != stored:
         raise ArgumentError(
             f"quantize={quantize!r} is for weights that are stored so, and those of {source.name} are "
-            f"{stored or 'others'}; plain ones are rounded while they are read by quantize="
+            f"{stored or 'not'}; plain ones are rounded while they are read by quantize="
             f"{', '.join(map(repr, FORMS_OF))}"
         )
     return None if quantize == stored else quantize

@@ -289,8 +289,8 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
     """Render and tokenize a conversation.
 
     Raises:
-        HttpError: there is no template, or the request brings one of its own and may not.
-        ArgumentError: the messages are malformed, or the template refuses them.
+        HttpError: the request brings a template of its own, and may not.
+        ArgumentError: the messages are malformed, there is no template, or it refuses them.
     """
     if body.chat_template is not None and not desk.limits.trust_request_chat_template:
         raise HttpError(
@@ -299,11 +299,9 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
             param="chat_template",
         )
     if body.messages and body.chat_template is None and not desk.tokenizer.chat_template:
-        raise HttpError(
-            400,
+        raise ArgumentError(
             "this model has no chat template: ask /v1/completions, which takes prompts as they are, or start with "
-            "--chat-template FILE",
-            code="no_chat_template",
+            "--chat-template FILE"
         )
     continues = bool(body.continue_final_message)
     begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
