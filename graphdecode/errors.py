@@ -4,7 +4,6 @@ An error that a user can cause derives from `GraphdecodeError`, and from the bui
 (`ValueError`, `RuntimeError`). The command line shows these in one line; anything else is a bug, and shows a traceback.
 """
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,11 +78,3 @@ def beyond_flashinfer(name: str) -> str:
     if found is None:
         return ""
     return f": of FlashInfer's surface there are decode, append and merge (graphdecode.surfaces.flashinfer); {found}"
-
-
-def unknown_keyword(name: str, known: Iterable[str]) -> TypeError:
-    """Return the error for a keyword that there is not, with the one that may have been meant."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return TypeError(f"unexpected keyword argument {name!r}{hint}; known: {', '.join(known)}")

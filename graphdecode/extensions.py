@@ -19,6 +19,7 @@ from typing import Any
 
 from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 
+BRING_YOUR_OWN = "of your own comes by --load-module FILE, LLM(load_modules=[FILE]) or a package's entry points"
 _TAKING = threading.RLock()  # what is imported may look into the registries itself
 _LOADED: dict[Path, ModuleType] = {}  # files of this process, each of them once
 _Registry = dict[str, Any] | list[Any]

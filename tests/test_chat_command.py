@@ -258,6 +258,7 @@ def talkative(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal of its own")
 def test_ctrl_c_stops_an_answer_and_not_the_program(talkative: Path, options: list[str]) -> None:
+    termios = pytest.importorskip("termios")
     terminal, its_end = os.openpty()
     endless = ["--model", str(talkative), "--max-tokens", "60000", "--max-sequence-length", "65536"]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
@@ -283,9 +284,15 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(talkative: Path, options: li
             seen = seen.partition(text)[2]
 
         try:
-            await_("Ctrl-D leaves")
+            deadline = time.monotonic() + 60
+            while termios.tcgetattr(terminal)[3] & termios.ECHO:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert not select.select([terminal], [], [], 0)[0], "the model is there"
+            os.write(terminal, b"12+")  # kept for the first prompt, and not shown in what is told of loading
+            await_("Ctrl-D leaves", without="12+")
             await_(">")
-            os.write(terminal, b"12+30=\r")
+            os.write(terminal, b"30=\r")
             await_("42")  # the answer has begun
             os.write(terminal, b"/syst")  # kept for the next line, and not shown in the answer
             time.sleep(0.1)

@@ -99,7 +99,10 @@ def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
         shutil.copy(resolve_model_path("demo") / name, tmp_path / name)
     (tmp_path / "last.jinja").write_text("{{ messages[-1].content }}")
     model = ["--model", str(tmp_path), "--temperature", "0"]
-    assert "holds no tokenizer that can be read" in run("generate", *model, "--prompt", "12+30=").stderr
+    refused = run("generate", *model, "--prompt", "12+30=").stderr
+    assert "holds no tokenizer that can be read" in refused
+    assert "--tokenizer" in refused
+    assert "skip_tokenizer_init=True" in refused
     assert run("generate", *model, "--tokenizer", "demo", "--prompt", "12+30=").stdout == "42\n"
     template = ["--chat-template", str(tmp_path / "last.jinja")]
     assert run("chat", *model, *template, "--tokenizer", "demo", "12+30=").stdout == "42\n"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from command_line import run_command
+from served import Served, serving
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, BucketConfig, SamplingParams
@@ -54,11 +55,13 @@ def blocks_of(document: Path) -> Iterator[Block]:
 
 
 BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
-EXAMPLES = [block for block in BLOCKS if block.kind == "python"]
+SERVER = "http://127.0.0.1:8000"
+SERVED = [block for block in BLOCKS if SERVER in block.text and block.kind in ("python", "bash")]
+EXAMPLES = [block for block in BLOCKS if block.kind == "python" and block not in SERVED]
 COMMANDS = [
     (block.document, line)
     for block in BLOCKS
-    if block.kind == "bash"
+    if block.kind == "bash" and block not in SERVED
     for line in block.text.splitlines()
     if line.strip() and not line.startswith("#")
 ]
@@ -146,6 +149,29 @@ def test_commands_run(document: Path, command: str, folder_of: Callable[[Path], 
         result = run_in_bash(command, ROOT if program.startswith("tools/") else folder_of(document))
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def smollm2_served() -> Iterator[Served]:
+    skip_without_smollm2("smollm2")
+    with serving("--max-batch-size", "2", "--max-sequence-length", "512", model="smollm2") as server:
+        yield server
+
+
+@pytest.mark.parametrize("block", SERVED, ids=lambda block: block.place)
+def test_what_asks_a_server_is_answered(block: Block, smollm2_served: Served, tmp_path: Path) -> None:
+    text = block.text.replace(SERVER, smollm2_served.address)
+    if block.kind == "python":
+        pytest.importorskip("openai")
+        (tmp_path / "asks.py").write_text(text)
+        text = f"{shlex.quote(sys.executable)} asks.py"
+    elif shutil.which("curl") is None:
+        pytest.skip("no curl")
+    result = run_in_bash(text, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "error" not in result.stdout
+    assert ("Paris" if "tools" in block.text else "sky") in result.stdout
+    assert ("data: [DONE]" in result.stdout) == ("-sSN" in block.text)
 
 
 def run_in_bash(command: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from graphdecode import LLM, ArgumentError, BucketConfig, EngineConfig, GraphdecodeError, SamplingParams
-from graphdecode.config.vllm_names import LLM_KEYWORDS, SAMPLING_PARAMS, SETTINGS, as_settings
+from graphdecode import LLM, ArgumentError, AsyncLLM, BucketConfig, EngineConfig, GraphdecodeError, SamplingParams
+from graphdecode.config.vllm_names import LLM_KEYWORDS, LLM_METHODS, SAMPLING_PARAMS, SETTINGS, as_settings
 
 # of vLLM's SamplingParams, as published from 0.6 to 0.13: every field that a caller may give
 FIELDS = """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
@@ -28,7 +28,13 @@ pipeline_parallel_size data_parallel_size enable_expert_parallel distributed_exe
 enable_lora max_loras max_lora_rank speculative_config scheduling_policy async_scheduling rope_scaling rope_theta
 max_logprobs generation_config override_generation_config enable_sleep_mode kv_transfer_config additional_config
 worker_cls worker_extension_cls cudagraph_capture_sizes cuda_graph_sizes served_model_name code_revision
-disable_sliding_window limit_mm_per_prompt calculate_kv_scales guided_decoding_backend"""
+disable_sliding_window limit_mm_per_prompt calculate_kv_scales guided_decoding_backend data_parallel_rank
+decode_context_parallel_size enable_eplb enable_prompt_embeds fully_sharded_loras logprobs_mode max_cpu_loras
+media_io_kwargs model_loader_extra_config num_speculative_tokens optimization_level speculative_model stream_interval
+use_tqdm_on_load"""
+# of vLLM's LLM, beside those that there are
+METHODS = """beam_search sleep wake_up embed encode score classify reward collective_rpc apply_model start_profile
+stop_profile reset_prefix_cache get_metrics llm_engine preprocess_chat"""
 OWN_SETTINGS = {each.name for config in (EngineConfig, BucketConfig) for each in fields(config)} | {"tokenizer"}
 
 
@@ -64,26 +70,36 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 def test_a_name_that_nobody_knows_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)
-    with pytest.raises(TypeError, match="'max_seqence_length'; did you mean 'max_sequence_length'"):
-        LLM("demo", max_seqence_length=1)
+    with pytest.raises(TypeError, match="max_modellen'; did you mean 'max_model_len'[?]"):
+        LLM("demo", max_modellen=1)
 
 
-def test_dtypes_and_formats_by_vllms_names() -> None:
-    assert as_settings({"dtype": "half", "load_format": "gguf"}) == {"dtype": "float16"}
-    assert as_settings({"dtype": "float"}) == {"dtype": "float32"}
-    with pytest.raises(ArgumentError, match="quantization='awq': a checkpoint in few bits is read as it is"):
-        as_settings({"quantization": "awq"})
+@pytest.mark.parametrize("name", METHODS.split())
+def test_a_method_that_there_is_not_says_what_there_is_instead(renamed: LLM, name: str) -> None:
+    with pytest.raises(AttributeError, match=f"^'LLM' object has no attribute '{name}': {LLM_METHODS[name][:20]}"):
+        getattr(renamed, name)
+    with pytest.raises(AttributeError, match=f"^'AsyncLLM' object has no attribute '{name}': "):
+        getattr(AsyncLLM.__new__(AsyncLLM), name)
+    assert not hasattr(renamed, "anything_else")
 
 
-def test_calls_take_vllms_names_and_say_what_serves_instead(renamed: LLM) -> None:
-    (output,) = renamed.generate("1+1=", lora_request=None, use_tqdm=False)
-    assert output.finished
-    with pytest.raises(ArgumentError, match="prompt_token_ids=.* give them as the prompt"):
-        renamed.generate(prompt_token_ids=[[1]])
-    with pytest.raises(TypeError, match="did you mean 'sampling_params'"):
-        renamed.generate("1+1=", samplingparams=None)
-    with pytest.raises(AttributeError, match="LLM has no attribute 'embed': a model generates"):
-        renamed.embed  # noqa: B018
+def test_keywords_of_vllms_calls_work_or_say_what_to_do_instead(renamed: LLM) -> None:
+    greedy = SamplingParams(temperature=0.0)
+    for neutral in ({"use_tqdm": False}, {"lora_request": None}):
+        (output,) = renamed.generate("12+30=", greedy, **neutral)  # type: ignore[arg-type]
+        assert output.outputs[0].text == "42"
+    with pytest.raises(ArgumentError, match="prompt_token_ids=.* is not supported: give token ids as prompts"):
+        renamed.generate(prompt_token_ids=[[1, 2]], sampling_params=greedy)  # type: ignore[call-arg]
+    for call in (renamed.generate, renamed.stream, renamed.chat, AsyncLLM.generate, AsyncLLM.chat):
+        given = () if hasattr(call, "__self__") else (None,)
+        with pytest.raises(ArgumentError, match="lora_request=.* is not supported: adapters are not read: merge"):
+            call(*given, "a", lora_request=object())  # type: ignore[operator]
+        with pytest.raises(TypeError, match="'sampling_parms'; did you mean 'sampling_params'[?]"):
+            call(*given, "a", sampling_parms=greedy)  # type: ignore[operator]
+
+
+def test_vllms_dtypes_are_understood() -> None:
+    assert [EngineConfig(dtype=name).dtype for name in ("half", "float")] == ["float16", "float32"]
 
 
 @pytest.fixture(scope="module")

@@ -215,7 +215,7 @@ buckets = typer.Typer(
 
 
 @buckets.command(epilog="Example: graphdecode buckets my-buckets.toml --model shape:llama-3.1-8b")
-@overriding("device", "dtype", "kv_cache_dtype", "quantize", "model_impl", "load_modules")
+@overriding("device", "dtype", "kv_cache_dtype", "quantize", "model_impl")
 def show(
     overrides: dict[str, Any],
     file: Annotated[Path | None, typer.Argument(help="A configuration file (TOML); none: the defaults.")] = None,

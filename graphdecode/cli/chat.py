@@ -261,19 +261,21 @@ def chat(
         turns = [stdin_text().strip()]
     if any(not turn.strip() for turn in turns):
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
-    settings = settings_of(config, **overrides)
-    from graphdecode import LLM, SamplingParams
-    from graphdecode.text import Conversation, RunSummary, render_chat
+    with typing_kept():  # for the first prompt
+        settings = settings_of(config, **overrides)
+        from graphdecode import LLM, SamplingParams
+        from graphdecode.text import Conversation, RunSummary, render_chat
 
-    given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-    SamplingParams(**given)  # what cannot be is said before a model is looked for
-    checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
-    messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]
-    render_chat(
-        checkpoint.tokenizer, messages, chat_template=chat_template
-    )  # no template: said before the weights are read
-    settings = fitted(settings, [1], None, answers=1, trained_length=checkpoint.trained_length)
-    with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
+        given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
+        SamplingParams(**given)  # what cannot be is said before a model is looked for
+        checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
+        messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]
+        render_chat(
+            checkpoint.tokenizer, messages, chat_template=chat_template
+        )  # no template: said before the weights are read
+        settings = fitted(settings, [1], None, answers=1, trained_length=checkpoint.trained_length)
+        llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
+    with llm:
         params = replace(llm.default_chat_params(), **given)
         conversation = Conversation(llm, system=system, sampling_params=params, chat_template=chat_template)
         if is_session:

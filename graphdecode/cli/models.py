@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphdecode.models.source import LocalModel
 
 
-@overriding("load_modules")
+@overriding()
 def quantize(
     overrides: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A checkpoint folder or repository id, of plain weights, or GGUF.")],
@@ -96,7 +96,7 @@ class ModelRecord:
 
 
 @models.callback()
-@overriding("device", "dtype", "load_modules")
+@overriding("device", "dtype")
 def show(
     overrides: dict[str, Any],
     ctx: typer.Context,

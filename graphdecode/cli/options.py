@@ -41,7 +41,6 @@ OF_A_MODEL = (  # the settings that commands take which run a model
     "tensor_parallel_size",
     "model_impl",
     "trust_remote_code",
-    "load_modules",
 )
 OF_A_CHAT = (
     "temperature",
@@ -132,10 +131,10 @@ def overriding(*fields: str) -> Callable[[Callable[..., None]], Callable[..., No
     """Give a command the options of some settings of an engine; those that were given come as `overrides`.
 
     Args:
-        fields: of `BucketConfig` and `EngineConfig`.
+        fields: of `BucketConfig` and `EngineConfig`, beside `load_modules`, which every such command takes.
     """
     known = OPTIONS[BucketConfig] | OPTIONS[EngineConfig]
-    return taking("overrides", {name: known[name] for name in fields})
+    return taking("overrides", {name: known[name] for name in (*fields, "load_modules")})
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:

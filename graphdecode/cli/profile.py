@@ -16,7 +16,7 @@ from graphdecode.cli.options import ConfigOption, numbers, overriding, settings_
 from graphdecode.errors import ArgumentError
 
 
-@overriding("device", "dtype", "quantize", "model_impl", "load_modules")
+@overriding("device", "dtype", "quantize", "model_impl")
 def profile(
     overrides: dict[str, Any],
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",

@@ -201,7 +201,7 @@ def _say_ready(service: Service, address: str) -> None:
     tell(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'")
 
 
-@taking("serving", chosen(ServerConfig, "served_model_name"))
+@taking("serving", chosen(ServerConfig, "served_model_name", "chat_template"))
 @taking("scale", chosen(ReplicaConfig, "count", "ray_address"))
 @overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL)
 def batch(

@@ -98,7 +98,7 @@ def check(
     raise typer.Exit(1)
 
 
-@overriding("device", "dtype", "quantize", "model_impl", "speculation", "load_modules")
+@overriding("device", "dtype", "quantize", "model_impl", "speculation")
 def inspect(
     overrides: dict[str, Any],
     target: Annotated[

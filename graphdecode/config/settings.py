@@ -31,7 +31,8 @@ from graphdecode.config.key import (
 )
 from graphdecode.config.server import REPLICAS, SERVER, ReplicaConfig, ServerConfig
 from graphdecode.config.toml_file import ConfigDocument, written
-from graphdecode.errors import ArgumentError, ConfigError, unknown_keyword
+from graphdecode.config.vllm_names import DTYPES, SETTINGS, check_known
+from graphdecode.errors import ArgumentError, ConfigError
 
 _DTYPES = "auto|float32|bfloat16|float16"
 _AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
@@ -179,7 +180,7 @@ class EngineConfig:
     quantize: str | None = key(
         "model",
         None,
-        none_or(matching(r"[a-z]\w*", "a weight form's name", "FORM"), '"int8"'),
+        none_or(matching(r"[a-z][\w-]*", "a weight form's name", "FORM"), '"int8"'),
         "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k. What a checkpoint "
         "has in few bits stays so unasked, a GGUF file's blocks too; gguf refuses where these cannot be kept, none "
         "expands all. Forms that are registered from outside go by their own names.",
@@ -291,6 +292,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.buckets, BucketConfig):
             raise ConfigError(f"buckets must be a BucketConfig, got {self.buckets!r:.80}")
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", DTYPES.get(self.dtype, self.dtype))
         torch = sys.modules.get("torch")  # who has no torch has none of its objects
         if torch is not None:
             if isinstance(self.dtype, torch.dtype):
@@ -348,9 +351,7 @@ class EngineConfig:
             TypeError: there is no such field.
         """
         known = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
-        unknown = sorted(keywords.keys() - set(known))
-        if unknown:
-            raise unknown_keyword(unknown[0], known)
+        check_known(sorted(keywords), known, SETTINGS)
         if config is None:
             config = cls()
         elif isinstance(config, (str, Path)):

@@ -178,7 +178,7 @@ class EngineLoop:
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
         if is_steady and not (pages_changed or self._to_prefill) and self._repeated is not None:
             return self._repeated
-        is_new = not is_steady or (pages_changed and self.scheduler.decoding != self._staged)  # some gave way
+        is_new = not is_steady or (pages_changed and self.scheduler.decoding != self._staged)  # some were preempted
         if is_new:
             self._drain()  # what is under way belongs to the rows as they were
             if not self._stage(list(self.scheduler.decoding)):

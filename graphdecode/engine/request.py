@@ -34,7 +34,7 @@ class Request:
             parameters' `bad_words`.
         grammar: of the answer, in place of the parameters' `structured_outputs`: a text that the engine's `constrain`
             can read; None: it may have any form.
-        priority: the lowest is served first and gives way last; requests of one priority are served by their `turn`.
+        priority: the lowest is served first and preempted last; requests of one priority are served by their `turn`.
         turn: the lowest is served first; requests of one turn are served as they come.
     """
 

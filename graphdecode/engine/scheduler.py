@@ -40,7 +40,7 @@ class Sequence:
     eos_token_ids: tuple[int, ...]  # those of them that are the model's
     sampling: RowSampling  # what the step is told of it
     metrics: RequestMetrics  # times and counts
-    turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first and gives way last
+    turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first, preempted last
     constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
     cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
     drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
@@ -261,7 +261,7 @@ class Scheduler:
         """Find pages for everybody's next tokens; return for how many of each, 1 to `tokens_ahead`.
 
         Pages that were taken ahead are given back first. Where not even one token of everybody fits, those sequences
-        give way whose turn would come last. Nothing may be under way: they are recomputed from the tokens that the
+        are preempted whose turn would come last. Nothing may be under way: they are recomputed from the tokens that the
         host knows.
         """
         for sequence in self.decoding:

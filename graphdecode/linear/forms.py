@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.extensions import EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, PlainExperts
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import Choices, Product
@@ -71,10 +71,7 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[ty
     if not asked:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         known = " or ".join(["None", *(repr(name) for name in names if name)])
-        raise ArgumentError(
-            f"quantize must be {known}, got {options.quantize!r}; a form of your own comes with a package, or by "
-            "--load-module FILE (`load_modules=`)"
-        )
+        raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}; a form {BRING_YOUR_OWN}")
     able = [form for form in asked if not form.why_not(options)]
     if not able:
         raise ArgumentError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")

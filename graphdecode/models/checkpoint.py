@@ -164,6 +164,11 @@ class Checkpoint:
         file = self.folder / "config.json"
         return method_of(read_json(file)) if file.exists() else None
 
+    @property
+    def quant_method(self) -> str | None:
+        """How config.json calls the way in which the weights are quantized; None: they are plain."""
+        return None if self._method is None else self._method.name
+
     def _no_config(self) -> str:
         held = sorted(path.name for path in self.folder.iterdir())
         if _ADAPTER in held:
@@ -187,12 +192,8 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         if not index.exists():
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-            hint = (
-                f"; {pickles[0]} is a pickle, which is never read, for it can run code: load it in transformers and "
-                "save_pretrained() it"
-                if pickles
-                else ""
-            )
+            remedy = "load it in transformers and save_pretrained(FOLDER, safe_serialization=True)"
+            hint = f"; {pickles[0]} is a pickle, which is never read: {remedy}" if pickles else ""
             raise CheckpointError(f"{folder} holds no model.safetensors and no model.safetensors.index.json{hint}")
         try:
             shards = read_json(index).get("weight_map")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.extensions import EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.linear.across_ranks import Gathered
 from graphdecode.linear.weight_form import RowTable, Stored
 from graphdecode.models.blocks import Head, Layer, Stem, Tokens
@@ -125,8 +125,8 @@ def family_of(architecture: object) -> Family:
     family = known_families().get(architecture) if isinstance(architecture, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
-        asked = shown(architecture, plain=True)
-        raise UnsupportedModelError(f"architecture {asked} is not supported; supported are {known}")
+        asked = f"architecture {shown(architecture, plain=True)} is not supported"
+        raise UnsupportedModelError(f"{asked}; supported are {known}; a family {BRING_YOUR_OWN}")
     return family
 
 

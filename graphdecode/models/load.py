@@ -37,6 +37,7 @@ from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of, known_families
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model, ModelShape
+from graphdecode.models.quantised.methods import METHODS
 from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, check_split, split_config
@@ -396,6 +397,7 @@ def load_model(
     source = open_source(model)
     if quantize == "gguf" and not isinstance(source, KeepsBlocks):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
+    quantize = _unless_stored_so(quantize, source)
     expands = quantize == _EXPANDED
     # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
     sizes = batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
@@ -446,6 +448,22 @@ def load_model(
     shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
     weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
     return _build(split_config(config, shared.count), weights, scales, progress)
+
+
+def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
+    """Return what `quantize` asks for beyond the way in which a source stores its weights, which is kept unasked.
+
+    Raises:
+        ArgumentError: it names another way, in which weights can be stored and are not rounded.
+    """
+    stored = getattr(source, "quant_method", None)
+    if quantize in METHODS and quantize not in FORMS_OF and quantize != stored:
+        raise ArgumentError(
+            f"quantize={quantize!r} is for weights that are stored so, and those of {source.name} are "
+            f"{stored or 'not'}; plain ones are rounded while they are read by quantize="
+            f"{', '.join(map(repr, FORMS_OF))}"
+        )
+    return None if quantize == stored else quantize
 
 
 def _load_adopted(folder: AdoptedFolder, source: Source, options: FormOptions, progress: bool) -> Model:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.kernels.native.library import SWITCH
 
 _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
@@ -22,7 +22,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
     """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads.
 
     `cache_bytes` is the device's last cache, 0 where the system does not tell; `load_average` is of the last minute;
-    `instructions` are those that compiled kernels may use, "none" where they are switched off.
+    `instructions` are those that compiled kernels use; none where there are no such kernels.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -34,7 +34,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         "cache_bytes": cache_bytes(device),
         "cpu_mhz": _cpu_field("cpu MHz") or "unknown",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
-        "instructions": instructions().name if os.environ.get(SWITCH) != "0" else "none",
+        "instructions": "none" if on_gpu or native.why_not() else instructions().name,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 0,
         "python": platform.python_version(),

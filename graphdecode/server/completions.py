@@ -298,6 +298,11 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
             "chat_template is refused: it is a program, and [server] trust_request_chat_template is false",
             param="chat_template",
         )
+    if body.messages and body.chat_template is None and not desk.tokenizer.chat_template:
+        raise ArgumentError(
+            "this model has no chat template: ask /v1/completions, which takes prompts as they are, or start with "
+            "--chat-template FILE"
+        )
     continues = bool(body.continue_final_message)
     begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
     messages, tools = body.messages or [], (body.tools or None) if with_tools else None

@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from graphdecode.config import ServerConfig
 from graphdecode.engine.request import ContextLengthError
-from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
+from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, shown
 
 RESTARTING, REFUSED = "restarting", "refused"  # codes of answers that were given up, beside those of `Event`
 _STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}  # the latter are the asker's affair
@@ -79,13 +79,21 @@ def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
     return HttpError(500, str(error))
 
 
-async def _say(_: Request, error: Exception) -> Response:
+async def _say(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = HttpError(error.status_code, error.detail, headers=dict(error.headers or {}))
+        told = _nowhere(request) if error.status_code == 404 else error.detail
+        error = HttpError(error.status_code, told, headers=dict(error.headers or {}))
     elif not isinstance(error, GraphdecodeError):
         error = HttpError(500, "an internal error; the server's log says more")
     said = error if isinstance(error, HttpError) else as_http_error(error, frozenset())
     return JSONResponse(said.body, said.status, said.headers)
+
+
+def _nowhere(request: Request) -> str:
+    """Return what is to be said of a path that there is not."""
+    paths = [getattr(route, "path", "") for route in request.app.routes]
+    there = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
+    return f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {there}"
 
 
 # how an application answers what its endpoints raise

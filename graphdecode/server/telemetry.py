@@ -173,7 +173,7 @@ class _Vital(Collector):
             ("graphdecode:padding_share", "Share of the computed rows that were padding.", vitals.padding_share),
         )
         counts = (
-            ("vllm:num_preemptions", "Rows that gave way.", vitals.preemptions),
+            ("vllm:num_preemptions", "Preemptions of rows.", vitals.preemptions),
             ("graphdecode:recaptures", "How often the engine was started again.", self._metrics.client.restarts),
             ("vllm:spec_decode_num_drafts", "Runs of drafts that were verified.", vitals.drafts),
             ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", vitals.draft_tokens),

@@ -10,8 +10,9 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Unpack
 
+from graphdecode.config.vllm_names import no_attribute, refusing_calls
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.text.chat import ChatOptions, Message, render_chat
@@ -144,6 +145,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
         self._thread.start()
 
+    @refusing_calls()
     def generate(
         self,
         prompt: Prompt,
@@ -172,6 +174,7 @@ class AsyncLLM:
         make = partial(self.llm.intake.order, item, self.llm.intake.encode(item), params, priority=first)
         return self._outputs(make, params, request_id)
 
+    @refusing_calls(*ChatOptions.__annotations__)
     def chat(
         self,
         messages: Sequence[Message],
@@ -218,6 +221,11 @@ class AsyncLLM:
         async with contextlib.aclosing(self._front.outputs(order, request_id)) as outputs:
             async for output in outputs:
                 yield output
+
+    if not TYPE_CHECKING:  # see `LLM`
+
+        def __getattr__(self, name: str) -> NoReturn:
+            no_attribute(self, name)
 
     def _wake(self) -> None:
         with self._work:

@@ -28,7 +28,9 @@ _SPACE = "\u2581"  # SentencePiece's mark for a space
 # of Phi-3, whose other tokens of that kind swallow the spaces behind them
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _INSTEAD = "int4, int8 and fp8 are written as safetensors, with the tokenizer as it is"
-ANOTHER = "give another tokenizer (--tokenizer, `tokenizer=`)"
+ANOTHER_TOKENIZER = (
+    "; give another tokenizer (--tokenizer, `tokenizer=`), or in Python none: skip_tokenizer_init=True takes token ids"
+)
 _UNUSED = 5  # of `tokenizer.ggml.token_type`
 _PROBES = (
     "Hello, world!  What's 12345 + 67?\n\n  def f(x):\n\treturn x**2 // 3\r\n",
@@ -109,7 +111,7 @@ class _Vocabulary:
 
     def __init__(self, path: Path, fields: Mapping[str, Any], replaceable: bool) -> None:
         self._path = path
-        self._instead = f"; {ANOTHER}" if replaceable else ""
+        self._instead = ANOTHER_TOKENIZER if replaceable else ""
         self.fields = fields
         self.tokens: list[str] = self.array("tokens", str)
         self.ids = {token: index for index, token in enumerate(self.tokens)}

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
-from graphdecode.config.vllm_names import ATTRIBUTES, GENERATE_KEYWORDS, as_settings, refusing_call
+from graphdecode.config.vllm_names import as_settings, no_attribute, refusing_calls
 from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
@@ -158,12 +158,6 @@ class LLM:
         """The decoder."""
         return self.engine.model
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            instead = f": {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
-            raise AttributeError(f"LLM has no attribute {name!r}{instead}", name=name, obj=self)
-
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, as vLLM calls it; None where there is none."""
         return self.tokenizer
@@ -220,7 +214,7 @@ class LLM:
         """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""
         return replace(self.get_default_sampling_params(), max_tokens=None)
 
-    @refusing_call(GENERATE_KEYWORDS)
+    @refusing_calls()
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -236,7 +230,7 @@ class LLM:
                 these.
             sampling_params: for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error where that is a terminal.
-            priority: of all prompts, or one for each: the lowest is served first, and gives way last when pages run
+            priority: of all prompts, or one for each: the lowest is served first, and preempted last when pages run
                 out. None is 0; prompts of one priority are served as they come.
 
         Returns:
@@ -258,7 +252,7 @@ class LLM:
         ]
         return self._answered(orders, use_tqdm)
 
-    @refusing_call(GENERATE_KEYWORDS)
+    @refusing_calls(*ChatOptions.__annotations__)
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
@@ -330,6 +324,7 @@ class LLM:
             return nullcontext()
         return tqdm(total=total, desc="generating", unit="answer", leave=False)
 
+    @refusing_calls()
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise", priority: int = 0
     ) -> Stream:
@@ -373,6 +368,11 @@ class LLM:
         """
         with DeferredInterrupt():
             self.router.step()
+
+    if not TYPE_CHECKING:  # a checker that saw this would let any misspelt name pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            no_attribute(self, name)
 
     def close(self) -> None:
         """Release graphs and buffers; the engine cannot be used afterwards. Answers under way end with an error."""

@@ -10,7 +10,7 @@ from typing import Any
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.source import ModelSourceError, refuse_pointer
-from graphdecode.text.gguf_tokenizer import ANOTHER, load_gguf_tokenizer
+from graphdecode.text.gguf_tokenizer import ANOTHER_TOKENIZER, load_gguf_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _PROMPT_OF_ONE_LETTER = "a"
@@ -52,10 +52,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
                 f"{folder}: the tokenizer is Python code of the checkpoint ({code}), which is run with "
                 "trust_remote_code=True alone"
             ) from error
-        instead = f"; {ANOTHER}, or skip_tokenizer_init=True for token ids alone" if replaceable else ""
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         raise ModelSourceError(
-            f"{folder} holds no tokenizer that can be read (tokenizer.json, tokenizer_config.json){instead}: {reason}"
+            f"{folder} holds no tokenizer that can be read (tokenizer.json, tokenizer_config.json)"
+            f"{ANOTHER_TOKENIZER if replaceable else ''}; transformers says: {reason}"
         ) from error
     return tokenizer
 

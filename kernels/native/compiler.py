@@ -52,7 +52,7 @@ class Compiler(NamedTuple):
             raise NotCompiled(f"compiled kernels are made on Linux alone, this is {platform.system()}")
         named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
         if named is None:
-            raise NotCompiled("no C compiler was found: install gcc or clang, or name one in CC")
+            raise NotCompiled("no C compiler was found: install gcc or clang (`apt install gcc`), or name one in CC")
         try:
             words = shlex.split(named)
         except ValueError as error:
@@ -67,7 +67,8 @@ class Compiler(NamedTuple):
             )  # fmt: skip
             return cls([*words, *flags], version.stdout, _processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            told = f"the C compiler {words[0]!r} cannot be run ({error})"
+            why = getattr(error, "strerror", None) or error
+            told = f"the C compiler {words[0]!r} cannot be run ({why})"
             raise NotCompiled(f"{told}: install it, or name one in CC") from error
 
     def compile(self, texts: Mapping[Path, str], options: list[str]) -> None:

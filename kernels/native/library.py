@@ -200,8 +200,8 @@ def _made_or_not(kinds: list[str]) -> dict[str, _Loaded]:
         except (NotCompiled, OSError) as error:
             reason = str(error)
             _LOG.warning(
-                "graphdecode: no compiled kernels, torch's operators do the work, many times slower: %s "
-                "(%s=0 says nothing)", " ".join(reason.split()), SWITCH,
+                "graphdecode: steps will take many times as long, for there are no compiled kernels: %s "
+                "(%s=0 does without them and says nothing)", " ".join(reason.split()), SWITCH,
             )  # fmt: skip
     return {kind: _Loaded(None, None, None, reason) for kind in ELEMENTS.values() if kind not in _LOADED}
 

@@ -6,10 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-from command_line import spawn_command
+from command_line import run_command, spawn_command
 
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
@@ -82,10 +83,21 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
     assert result.returncode == 2
 
 
-def test_the_chosen_set_is_told_with_the_versions() -> None:
-    name = next(iter(available()))
-    told = spawn_command("--version", "--debug", GRAPHDECODE_NATIVE="0", **{VARIABLE: name}).stdout
-    assert f"instructions: {name}" in told.splitlines()
+@COMPILED
+def test_the_set_that_kernels_use_is_told_with_the_versions() -> None:
+    told = run_command("--version", "--debug").stdout
+    assert f"instructions: {instructions().name}" in told.splitlines()
+    told = spawn_command("--version", "--debug", GRAPHDECODE_NATIVE="0").stdout
+    assert "instructions: none" in told.splitlines()
+
+
+def test_a_set_that_there_is_not_is_a_line_of_the_versions_and_nothing_is_compiled(tmp_path: Path) -> None:
+    environment = {VARIABLE: "sse9", "GRAPHDECODE_CACHE_DIR": str(tmp_path / "kernels")}
+    told = spawn_command("--version", "--debug", **environment)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert [line for line in told.stdout.splitlines() if line.startswith("error: GRAPHDECODE_ISA is 'sse9'")]
+    assert f"torch: {metadata.version('torch')}" in told.stdout.splitlines()
+    assert not (tmp_path / "kernels").exists()
 
 
 @ON_X86

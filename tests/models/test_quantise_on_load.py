@@ -12,7 +12,7 @@ import torch
 from family_checkpoints import save_checkpoint
 from quantised_checkpoints import FORMS, write_pair
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM, ArgumentError, SamplingParams
 from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.groups import Groups
@@ -35,6 +35,19 @@ def weight(seed: int = 0, shape: tuple[int, int] = (96, 512)) -> torch.Tensor:
     made[6, :256] = -1.0
     made[7, 9] = 40.0
     return made
+
+
+def test_how_weights_are_stored_may_be_said_and_is_refused_where_it_is_not_so(tmp_path: Path) -> None:
+    packed, plain = write_pair(FORMS["awq"], tmp_path)
+    options = {"max_batch_size": 1, "max_sequence_length": 32, "skip_tokenizer_init": True}
+    with LLM(packed, quantization="awq", **options) as said, LLM(packed, **options) as unsaid:
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        first, second = (llm.generate([1, 2, 3], params)[0].outputs[0].token_ids for llm in (said, unsaid))
+        assert first == second
+    for model, quantization in ((packed, "gptq"), (plain, "compressed-tensors")):
+        with pytest.raises(ArgumentError, match=f"quantize='{quantization}' is for weights .* by quantize='int8'"):
+            LLM(model, quantization=quantization, **options)
+    load_model(packed, device="cpu", quantize="awq")
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -190,6 +190,11 @@ def test_wrong_types_and_ranges_are_400_and_name_the_field(
     assert caught.value.message
 
 
+def test_a_chat_with_a_model_without_a_template_is_told_where_to_go(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no chat template: ask /v1/completions.*--chat-template"):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "12+30="}])
+
+
 def test_an_unknown_model_is_404_and_a_wrong_key_401(served: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="x")
@@ -311,5 +316,9 @@ def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
             refused = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
             assert refused.status_code == 400, body[:20]
             assert refused.json()["error"]["type"] == "invalid_request_error"
-        assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+        for path in ("/nowhere", "/v1/nowhere"):
+            error = http.get(path).json()["error"]
+            assert error["type"] == "not_found_error"
+            assert error["message"].startswith(f"there is no {path}; below /v1 there are /v1/models, ")
+            assert "/v1/chat/completions" in error["message"]
         assert http.get("/v1/completions").status_code == 405

@@ -175,11 +175,16 @@ def test_an_answer_is_shown_as_markdown_whose_tokens_tell_their_odds(page: Any) 
     assert page.complaints == []
 
 
-def test_a_wrong_key_is_said_and_nothing_is_lost(page: Any) -> None:
+def test_a_wrong_key_is_said_and_the_message_stays_in_the_input(page: Any) -> None:
     ask(page, "1+1=", key="wrong")
     page.wait_for_selector("#error:not([hidden])")
     assert "API key" in page.inner_text("#error")
-    assert page.inner_text(".turn.user p") == "1+1="
+    page.wait_for_function("() => !document.getElementById('send').disabled")
+    assert page.input_value("#text") == "1+1="
+    assert page.locator(".turn").count() == 0
+    ask(page, "12+30=")
+    assert answer_of(page) == "42"
+    assert page.locator(".turn.user").count() == 1
 
 
 def test_the_machine_is_shown_as_it_runs(page: Any) -> None:

@@ -17,7 +17,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.extensions import EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -372,6 +372,7 @@ def step_named(name: str) -> StepMaker:
     """
     _OUTSIDE.find()
     if name not in STEPS:
-        known = ", ".join(STEPS) or "none: they come with packages or load_modules"
-        raise ArgumentError(f"step_kind {shown(name, plain=True)} is not registered; registered are {known}")
+        known = ", ".join(STEPS) or "none"
+        asked = shown(name, plain=True)
+        raise ArgumentError(f"step_kind {asked} is not registered; registered are {known}; a step {BRING_YOUR_OWN}")
     return STEPS[name]

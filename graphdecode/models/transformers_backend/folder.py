@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
 from graphdecode.errors import shown
+from graphdecode.extensions import BRING_YOUR_OWN
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.weight_form import FormOptions, TensorSource, WeightForm
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
@@ -180,7 +182,9 @@ class AdoptedFolder:
             why = _line(error)
             if "auto_map" in read_json(self._file) and not self._given["trust_remote_code"]:
                 why = "it comes with Python code of its own, which is run with trust_remote_code=True alone"
-            raise UnsupportedModelError(f"{self._file}: transformers cannot read it either: {why}") from error
+            raise UnsupportedModelError(
+                f"{self._file}: transformers cannot read it either: {why}; a family {BRING_YOUR_OWN}"
+            ) from error
 
     def _module_without_weights(self, settings: Any) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -219,8 +223,7 @@ class AdoptedFolder:
                 why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
             families = ", ".join(known_families())
             raise UnsupportedModelError(
-                f"{asked} is not supported: {why}. Families are there for {families}; one of "
-                "your own comes with a package, or by --load-module FILE (`load_modules=`)"
+                f"{asked} is not supported: {why}. Families are there for {families}; a family {BRING_YOUR_OWN}"
             )
         other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
         if module._is_stateful or other:
@@ -297,7 +300,7 @@ def _no_interface(name: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 
 @contextlib.contextmanager

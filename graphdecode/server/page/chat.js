@@ -205,6 +205,7 @@ async function ask(text) {
   complain("");
   const began = performance.now();
   let first = 0;
+  let refused = false;
   try {
     const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: state.running.signal });
     if (!response.ok) throw new Error(await reason(response));
@@ -219,6 +220,7 @@ async function ask(text) {
       if (event.usage) tellSpeed(event.usage.completion_tokens, first - began, performance.now() - first);
     }
   } catch (error) {
+    refused = error.name !== "AbortError" && !turn.content;
     if (error.name !== "AbortError") complain(error.message);
   } finally {
     state.running = null;
@@ -229,9 +231,18 @@ async function ask(text) {
     byId("stop").disabled = true;
     if (turn.content) current.turns.push(turn);
     else shown.section.remove();
+    if (refused) takeBack(current, text);
     save();
     byId("text").focus();
   }
+}
+
+// A message that was refused is not said: it is in the input again, to be edited.
+function takeBack(current, text) {
+  current.turns.pop();
+  if (!current.turns.length) current.title = "";
+  byId("text").value = byId("text").value || text;
+  show();
 }
 
 async function reason(response) {
