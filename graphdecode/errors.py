@@ -4,7 +4,6 @@ An error that a user can cause derives from `GraphdecodeError`, and from the bui
 (`ValueError`, `RuntimeError`). The command line shows these in one line; anything else is a bug, and shows a traceback.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 _MOST_SHOWN = 120  # characters of a value in a message

@@ -86,8 +86,8 @@ def test_the_options_set_rows_and_lengths_at_most(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--max-batch-size", "0", "max_batch_size must be an integer in 1..65536, got 0"),
-        ("--max-sequence-length", "0", "max_sequence_length must be an integer"),
+        ("--max-batch-size", "0", "--max-batch-size must be an integer in 1..65536, got 0"),
+        ("--max-sequence-length", "0", "--max-sequence-length must be an integer"),
         ("--max-sequence-length", "513", "--max-sequence-length must be at most 512, for which the model was trained"),
     ],
 )

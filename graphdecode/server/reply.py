@@ -199,8 +199,8 @@ class Reply(Response, ABC):
             await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
         except asyncio.CancelledError:
             if self.service.draining:
-                failed = self._cut_off()
-                await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
+                cut = self._cut_off()
+                await JSONResponse(cut.body, cut.status, cut.headers)(scope, receive, send)
             raise
         else:
             head, usage = as_json(self._head), as_json(self.usage())
