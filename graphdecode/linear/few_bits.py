@@ -18,7 +18,7 @@ from graphdecode.kernels.linear.quantised_linear import QuantisedPanels, joined_
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, joined_tiles
 from graphdecode.linear.weight_form import LinearNames, Shard, TensorSource
 
-_PANEL_ROWS, _TILE_ROWS = 2048, 4096  # are put in order together: what that needs beside the result is tens of MB
+_PANEL_ROWS, _TILE_ROWS = 1024, 4096  # are put in order together: what that needs beside the result is tens of MB
 
 
 class FewBits(ABC):

@@ -17,6 +17,7 @@ from graphdecode.kernels.linear.weight_tiles import WeightTiles, six_bit_words, 
 from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.weight_form import Shard
 
+_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what e2m1 stands for, so that all are integers
 
@@ -111,7 +112,8 @@ def _halves(blocks: Tensor, at: int) -> Tensor:
 
 def _nibbles(stored: Tensor) -> Tensor:
     """Return half-bytes [..., 2 * n] of bytes [..., n], first the low ones."""
-    return torch.cat((stored & 15, stored >> 4), dim=-1)
+    eights = stored.contiguous().view(torch.int64)
+    return torch.cat((eights & _LOW_NIBBLES, eights >> 4 & _LOW_NIBBLES), dim=-1).view(torch.uint8)
 
 
 def _bits(stored: Tensor, count: int) -> Tensor:

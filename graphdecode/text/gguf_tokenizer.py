@@ -11,6 +11,7 @@ import numpy as np
 
 from graphdecode.models import ModelSourceError
 from graphdecode.models.gguf.container import CONTROL, NORMAL, USER_DEFINED, read_header
+from graphdecode.text.light_tokenizer import LightTokenizer
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -87,8 +88,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> Any:
-    """Return the file's tokenizer, as one of transformers.
+def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> LightTokenizer:
+    """Return the file's tokenizer, with the methods of one of transformers.
 
     Raises:
         ModelSourceError: there is none, it is damaged, or of a kind that is not known.
@@ -159,30 +160,40 @@ class _Vocabulary:
         return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}{self._instead}")
 
 
-class _Uncopied:
-    """A tokenizer whose deep copy is itself: the copy that transformers makes takes seconds for a large vocabulary."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._tokenizer
-
-
-def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Any:
-    from transformers import PreTrainedTokenizerFast  # here, for it takes a second
-
+def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> LightTokenizer:
     _add_whole(vocabulary, tokenizer)
     template = vocabulary.fields.get("tokenizer.chat_template")
-    named = {name: vocabulary.token(use) for name, use in _NAMED.items()}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_Uncopied(tokenizer),
-        **{name: token for name, token in named.items() if token is not None},
-        add_bos_token=vocabulary.flag("add_bos_token", adds_bos),
-        add_eos_token=vocabulary.flag("add_eos_token", False),
-        chat_template=template if isinstance(template, str) else None,
-        clean_up_tokenization_spaces=False,
-    )
+    found = {name: vocabulary.token(use) for name, use in _NAMED.items()}
+    named = {name: token for name, token in found.items() if token is not None}
+    _add_named(tokenizer, list(named.values()))
+    ends = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
+    _put_around(tokenizer, *(named.get(f"{name}_token") if wanted else None for name, wanted in ends.items()))
+    options = {f"add_{name}_token": wanted for name, wanted in ends.items()} | {"clean_up_tokenization_spaces": False}
+    return LightTokenizer(tokenizer, named, template if isinstance(template, str) else None, options)
+
+
+def _add_named(tokenizer: Any, tokens: list[str]) -> None:
+    """Let tokens that have a use be found before all else, where the file does not say so."""
+    from tokenizers import AddedToken
+
+    known = {added.content for added in tokenizer.get_added_tokens_decoder().values()}
+    more = [token for token in dict.fromkeys(tokens) if token not in known]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
+
+
+def _put_around(tokenizer: Any, begin: str | None, end: str | None) -> None:
+    """Let every text begin and end with a token."""
+    from tokenizers.processors import TemplateProcessing
+
+    ids = {token: tokenizer.token_to_id(token) for token in (begin, end) if token is not None}
+    if ids:
+        first, second = (
+            [f"{token}:{place}" if token in ids else token for token in (begin, text, end) if token is not None]
+            for place, text in enumerate(("$A", "$B:1"))
+        )
+        tokenizer.post_processor = TemplateProcessing(
+            single=first, pair=[*first, *second], special_tokens=list(ids.items())
+        )
 
 
 def _add_whole(vocabulary: _Vocabulary, tokenizer: Any) -> None:

@@ -119,8 +119,8 @@ def _low_bits(bits: int) -> int:
 def _words(codes: Tensor, bits: int) -> Tensor:
     """Return codes, bytes [out_features, in_features], as words [panels, blocks, words]."""
     blocks = codes.shape[1] // BLOCK
-    by_place = codes.view(-1, 2, PANEL // 2, blocks, BLOCK // 2, 2).permute(0, 3, 4, 1, 2, 5)
-    in_order = by_place.reshape(-1, blocks, BLOCK, PANEL)
+    pairs = codes.contiguous().view(torch.int16).view(-1, 2, PANEL // 2, blocks, BLOCK // 2)
+    in_order = pairs.permute(0, 3, 4, 1, 2).contiguous().view(torch.uint8).view(-1, blocks, BLOCK, PANEL)
     low = _low_bits(bits)
     if low == bits:
         return _plane(in_order, bits)
@@ -129,11 +129,12 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 
 def _plane(codes: Tensor, bits: int) -> Tensor:
     """Return codes of so many bits [panels, blocks, places, 32], each bits' next place above the one before."""
-    in_word = codes.view(*codes.shape[:2], -1, 16 // bits, PANEL)
-    words = torch.zeros(*in_word.shape[:3], PANEL, dtype=torch.int16)
-    for place in range(16 // bits):
-        words |= in_word[..., place, :].to(torch.int16) << (place * bits)
-    return words.flatten(2)
+    eights = codes.view(torch.int64).view(*codes.shape[:2], -1, 2, 8 // bits, PANEL // 8)  # no code leaves its byte
+    halves = eights[..., 0, :]
+    for place in range(1, 8 // bits):
+        halves = halves | eights[..., place, :] << (place * bits)
+    words = halves.contiguous().view(torch.uint8)
+    return (words[..., 1, :].to(torch.int16) << 8 | words[..., 0, :]).flatten(2)
 
 
 def codes_of(panels: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def test_the_number_of_threads_changes_no_bit(folder_of: Any) -> None:
 
 
 def test_what_cannot_be_had_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda *element: None)
     monkeypatch.setattr(native, "why_not", lambda: "no compiler")
     with pytest.raises(ValueError, match="needs compiled kernels on a CPU: no compiler"):
         LLM("demo", device="cpu", batch_invariant=True)
