@@ -112,7 +112,7 @@ def _halves(blocks: Tensor, at: int) -> Tensor:
 
 def _nibbles(stored: Tensor) -> Tensor:
     """Return half-bytes [..., 2 * n] of bytes [..., n], first the low ones."""
-    eights = stored.contiguous().view(torch.int64)
+    eights = stored.clone(memory_format=torch.contiguous_format).view(torch.int64)
     return torch.cat((eights & _LOW_NIBBLES, eights >> 4 & _LOW_NIBBLES), dim=-1).view(torch.uint8)
 
 
