@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 FOR_TESTS = ("test", "browser", "clients")  # extras that the tests alone import
-FOR_OTHERS = {"httptools", "jinja2"}  # uvicorn and transformers import them where they are there
+FOR_OTHERS = {"httptools"}  # uvicorn imports it where it is there
 
 
 def distribution(requirement: str) -> str:

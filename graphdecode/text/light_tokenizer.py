@@ -14,6 +14,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
+from graphdecode.errors import ArgumentError
+
 _PLAIN_KEYS = {"role", "content"}
 _OF_TRANSFORMERS = "generation"  # a tag of templates that its own extension reads
 
@@ -54,9 +56,9 @@ class LightTokenizer:
     def __call__(self, text: Any, *, add_special_tokens: bool = True, verbose: bool = True, **more: Any) -> Any:
         """Return the tokens of a text, or of each of a list of them, as `input_ids`."""
         if not more and isinstance(text, str):
-            return Encoded(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            return Encoded(self._bare().encode(text, add_special_tokens=add_special_tokens).ids)
         if not more and type(text) is list and all(isinstance(each, str) for each in text):
-            encoded = self.backend_tokenizer.encode_batch(text, add_special_tokens=add_special_tokens)
+            encoded = self._bare().encode_batch(text, add_special_tokens=add_special_tokens)
             return Encoded([each.ids for each in encoded])
         return self._whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
 
@@ -70,11 +72,11 @@ class LightTokenizer:
         """Return the chat template that is given, else the tokenizer's own.
 
         Raises:
-            ValueError: there is none.
+            ArgumentError: there is none.
         """
         found = self.chat_template if chat_template is None else chat_template
         if found is None:
-            raise ValueError("the tokenizer has no chat template")
+            raise ArgumentError("the tokenizer has no chat template")
         return found
 
     def apply_chat_template(self, conversation: Any, chat_template: str | None = None, **how: Any) -> Any:
@@ -83,6 +85,7 @@ class LightTokenizer:
         variables = {name: value for name, value in how.items() if name not in ("tokenize", "continue_final_message")}
         plain = (
             how.get("tokenize") is False
+            and bool(conversation)
             and not how.get("continue_final_message")
             and how.get("tools") is None
             and all(type(value) in (str, bool, int, type(None)) for value in variables.values())
@@ -106,6 +109,14 @@ class LightTokenizer:
     def eos_token_id(self) -> int | None:
         """What a text ends with."""
         return self._id_of("eos_token")
+
+    def _bare(self) -> Any:
+        """Return the backend without the truncation and padding that a call of the whole tokenizer left in it."""
+        if self.backend_tokenizer.truncation is not None:
+            self.backend_tokenizer.no_truncation()
+        if self.backend_tokenizer.padding is not None:
+            self.backend_tokenizer.no_padding()
+        return self.backend_tokenizer
 
     def _id_of(self, use: str) -> int | None:
         token = self.special_tokens_map.get(use)
