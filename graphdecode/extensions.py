@@ -6,10 +6,10 @@ Nothing of it is imported before somebody looks into a registry: a command that 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from itertools import zip_longest
@@ -20,6 +20,7 @@ from typing import Any
 from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 
 BRING_YOUR_OWN = "of your own comes by --load-module FILE, LLM(load_modules=[FILE]) or a package's entry points"
+_LOG = logging.getLogger(__name__)
 _TAKING = threading.RLock()  # what is imported may look into the registries itself
 _LOADED: dict[Path, ModuleType] = {}  # files of this process, each of them once
 _Registry = dict[str, Any] | list[Any]
@@ -44,7 +45,7 @@ class EntryPoints:
         _REGISTRIES.append(registry)
 
     def find(self) -> None:
-        """Take them, the first time; one that cannot be taken is a warning, and the others serve."""
+        """Take them, the first time; one that cannot be taken is a line of the log, and the others serve."""
         if self._found:  # where another thread is at it, it is waited for
             return
         with _TAKING:
@@ -57,7 +58,7 @@ class EntryPoints:
                     if not isinstance(given, ModuleType):
                         self._register(entry.name, given)
                 except (Exception, SystemExit) as error:  # of a stranger's module, which must not stop all models
-                    warnings.warn(f"{_named(entry)} is left out: {_told(error)}", RuntimeWarning, stacklevel=3)
+                    _LOG.warning("graphdecode: %s is left out: %s", _named(entry), " ".join(_told(error).split()))
             self._found = True
 
 

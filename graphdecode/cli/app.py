@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from importlib import metadata
+from inspect import getdoc
 from types import FrameType
 from typing import Annotated, Any
 
@@ -95,6 +96,11 @@ app.add_typer(buckets, name="buckets")
 app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)
 app.command(epilog="Example: graphdecode check mypackage.step:step")(check)
 app.command(epilog="Example: graphdecode inspect --model demo --json")(inspect)
+
+for _group in (app, models, buckets):
+    for _command in _group.registered_commands:  # typer breaks lines where docstrings do, all but the first paragraph
+        _paragraphs = (getdoc(_command.callback) or "").split("\n\n")
+        _command.help = "\n\n".join(" ".join(each.split("\n")) for each in _paragraphs)
 
 
 def _show_version(is_wanted: bool) -> None:

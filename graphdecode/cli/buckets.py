@@ -190,7 +190,7 @@ def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -
     tuned, ratio = figures[-1].name, trial.ratio(figures[-1].name, TODAY)
     console.print(
         f"{tuned}: {trial.ladders[tuned].step_ms:.4f} ms a step, {trial.ladders[TODAY].step_ms:.4f} today, "
-        f"{ratio.median:.3f} of it: {ratio.verdict}",
+        f"{ratio.median:.3f} of it (the median over rounds, each beside its own of today): {ratio.verdict}",
         highlight=False,
         soft_wrap=True,
     )
@@ -227,7 +227,7 @@ def show(
 
     described = describe_model(model, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     place = resolve_device(config.device)
-    chosen = resolve_dtype(config.dtype, described.dtype, place, few_bits=described.few_bits)
+    chosen = resolve_dtype(config.dtype, described.dtype, place, few_bits=described.few_bits, compiles=False)
     console = wide_console()
     console.print(_bucket_table(config.buckets))
     batch_size, share = config.buckets.ladder.worst_padding()

@@ -54,7 +54,9 @@ def quantize(
     typer.echo(made)
 
 
+@overriding()
 def convert(
+    overrides: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A .gguf file, a repository id that has one, or smollm2.")],
     folder: Annotated[Path, typer.Argument(help="The folder to make.")],
     dtype: Annotated[
@@ -66,6 +68,7 @@ def convert(
 
     Weights in blocks are expanded: what they lost when they were rounded stays lost.
     """
+    settings_of(None, **overrides)
     from graphdecode.convert import converted_copy
 
     made = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
@@ -156,7 +159,7 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         described = check_model(
             model.path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code
         )
-        chosen = resolve_dtype(settings.dtype, described.dtype, device, few_bits=described.few_bits)
+        chosen = resolve_dtype(settings.dtype, described.dtype, device, few_bits=described.few_bits, compiles=False)
         one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
         free = free_bytes(device)
         cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, chosen)
@@ -177,9 +180,9 @@ def _table(records: list[ModelRecord]) -> Table:
     table = Table(box=box.SIMPLE)
     table.add_column("model", no_wrap=True)
     for head in ("from", "format", "architecture"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for head in ("disk MiB", "weights MiB", "cache MiB", "of tokens", "fits now"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", overflow="fold")
     for record in records:
         cells = [record.name, record.place, record.format, record.architecture or "", _mebibytes(record.disk_bytes)]
         if record.error is None:

@@ -275,6 +275,6 @@ def _answer_all(answers: EngineAnswers | ReplicaAnswers, rows: int, requests: Ba
         asyncio.run(batch.run())  # which Ctrl-C cancels
     seconds = time.perf_counter() - began
     tell(
-        f"{total - before} requests in {seconds:.1f} s with loading: {batch.prompt_tokens} tokens of prompts, "
-        f"{batch.completion_tokens} generated"
+        f"{total - before} of {total} requests in {seconds:.1f} s with loading: "
+        f"{batch.prompt_tokens} tokens of prompts, {batch.completion_tokens} generated"
     )

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +102,7 @@ def open_source(model: str | Path) -> Source:
     return next(source for source in SOURCES if source.opens(model))(model)
 
 
+_Compiled = Callable[[torch.dtype | None], object]  # what is true where there are compiled kernels for a dtype
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
@@ -245,7 +246,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device, *, few_bits: bool = False
+    dtype: str | torch.dtype,
+    checkpoint: torch.dtype,
+    device: torch.device,
+    *,
+    few_bits: bool = False,
+    compiles: bool = True,
 ) -> torch.dtype:
     """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU is not fast at it.
 
@@ -254,6 +260,7 @@ def resolve_dtype(
         checkpoint: what it says of itself.
         device: that computes.
         few_bits: its weights are integers of few bits, which say nothing of activations: `"auto"` is float16 on a CPU.
+        compiles: kernels are compiled to know what is fast here; False: those that a compiler would make are believed.
 
     Raises:
         ValueError: the name is unknown.
@@ -262,23 +269,24 @@ def resolve_dtype(
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         checkpoint = torch.float16 if few_bits and device.type == "cpu" else checkpoint
-        slow = device.type == "cpu" and not _is_fast_on_cpu(checkpoint)
+        compiled = native.library if compiles else native.is_expected
+        slow = device.type == "cpu" and not _is_fast_on_cpu(checkpoint, compiled)
         return torch.float32 if slow else checkpoint
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
 
 
-def _is_fast_on_cpu(dtype: torch.dtype) -> bool:
+def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
     if dtype == torch.float16:  # which compiled kernels alone are fast at, where an instruction widens it
-        return native.library(dtype) is not None and instructions().name != "portable"
-    return dtype == torch.bfloat16 and _cpu_has_bf16()
+        return bool(compiled(dtype)) and instructions().name != "portable"
+    return dtype == torch.bfloat16 and _cpu_has_bf16(compiled)
 
 
-def _cpu_has_bf16() -> bool:
+def _cpu_has_bf16(compiled: _Compiled) -> bool:
     """Whether the chosen instructions multiply bf16; oneDNN also calls it supported where AVX-512 only imitates it."""
     has = instructions().has_bf16
-    if native.library(torch.bfloat16 if has else None) is not None:
+    if compiled(torch.bfloat16 if has else None):
         return has
     if platform.machine() in ("x86_64", "AMD64"):
         asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
@@ -345,7 +353,7 @@ def kept_bytes(
     source = open_source(model)
     if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
         return num_parameters(config) * dtype.itemsize
-    keeps_blocks = _has_blocks(source, device)
+    keeps_blocks = _has_blocks(source, device, native.is_expected)
 
     def size(part: Part) -> int:
         values, stored = math.prod(part.shape), source.tensors[part.name].dtype
@@ -427,7 +435,7 @@ def load_model(
         return _load_adopted(by_transformers, source, options, progress)
     config = source.config()
     if expands or quantize is None:
-        quantize = "gguf" if not expands and _has_blocks(source, device) else None
+        quantize = "gguf" if not expands and _has_blocks(source, device, native.library) else None
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
@@ -487,9 +495,9 @@ class _Expanded:
         }
 
 
-def _has_blocks(source: TensorSource, device: torch.device) -> bool:
+def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled) -> bool:
     """Whether weights are in blocks that are multiplied as they are on a device."""
-    if device.type == "cpu" and native.library() is None:
+    if device.type == "cpu" and not compiled(None):
         return False
     kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
     return isinstance(source, KeepsBlocks) and any(stored.dtype in kinds for stored in source.tensors.values())

@@ -152,6 +152,17 @@ def describe() -> str:
     )
 
 
+def is_expected(element: torch.dtype | None) -> bool:
+    """Whether `library` would give something, as far as is known without compiling: there is a compiler."""
+    loaded = _LOADED.get(ELEMENTS[element or torch.float32])
+    if loaded is not None:
+        return loaded.library is not None
+    try:
+        return os.environ.get(SWITCH) != "0" and bool(Compiler.found())
+    except NotCompiled:
+        return False
+
+
 @functools.cache
 def kernel(name: str, element: torch.dtype | None) -> Any:
     """Return a kernel as a function of (its arguments' struct as bytes, threads).
