@@ -194,6 +194,7 @@ def answer(conversation: Conversation, text: str) -> None:
         is_full = len(request.prompt_token_ids) + tokens >= limit
         why = f"the room of {limit} tokens is used up (--max-sequence-length)" if is_full else "that is --max-tokens"
         _tell(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
+    _tell_of_repeats(conversation)
     if conversation.num_forgotten != forgotten:
         _tell(
             f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
@@ -217,7 +218,6 @@ def tell_figures(conversation: Conversation) -> None:
     parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
     parts.append(f"{prompt + tokens} of {limit} tokens of room")
     _tell("; ".join(parts))
-    _tell_of_repeats(conversation)
 
 
 def _tell_of_repeats(conversation: Conversation) -> None:

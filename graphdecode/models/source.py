@@ -39,7 +39,7 @@ class InstallableModel:
     licence: str  # of the model, by its SPDX identifier
     megabytes: int  # to download
     summary: str  # what it is
-    sampling: Mapping[str, float]  # how its makers want it to be sampled, for the file does not say it
+    sampling: Mapping[str, float]  # how its makers' checkpoint is sampled, which the file does not say
 
     def installed_file(self) -> Path | None:
         """Return where the model is installed for this Python; None: it is not."""
@@ -89,7 +89,7 @@ INSTALLABLE = [
         "Apache-2.0",
         93,
         "SmolLM2-135M-Instruct: a small model by Hugging Face that chats in English",
-        {"temperature": 0.2, "top_p": 0.9},
+        {"temperature": 0.0},
     ),
 ]
 

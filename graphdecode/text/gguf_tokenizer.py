@@ -169,7 +169,23 @@ def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Ligh
     ends = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
     _put_around(tokenizer, *(named.get(f"{name}_token") if wanted else None for name, wanted in ends.items()))
     options = {f"add_{name}_token": wanted for name, wanted in ends.items()} | {"clean_up_tokenization_spaces": False}
-    return LightTokenizer(tokenizer, named, template if isinstance(template, str) else None, options)
+
+    def whole() -> Any:
+        from transformers import PreTrainedTokenizerFast  # here, for it takes a second
+
+        return PreTrainedTokenizerFast(tokenizer_object=_Uncopied(tokenizer), **named, **options)
+
+    return LightTokenizer(tokenizer, named, template if isinstance(template, str) else None, whole)
+
+
+class _Uncopied:
+    """A tokenizer whose deep copy is itself: the copy that transformers makes takes seconds for a large vocabulary."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._tokenizer
 
 
 def _add_named(tokenizer: Any, tokens: list[str]) -> None:

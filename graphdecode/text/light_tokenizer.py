@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError
@@ -18,6 +19,14 @@ from graphdecode.errors import ArgumentError
 
 _PLAIN_KEYS = {"role", "content"}
 _OF_TRANSFORMERS = "generation"  # a tag of templates that its own extension reads
+_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # of transformers, which take tokenizer.json as it is
+_MODEL_TYPES = ("llama", "olmo2", "smollm3")  # that do not ask for a class of their own in their place
+_USES = tuple(f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_HARMLESS = {  # keys of tokenizer_config.json that change no token and no text of what is done here
+    *("tokenizer_class", "backend", "model_max_length", "padding_side", "truncation_side", "chat_template"),
+    *("model_input_names", "is_local", "local_files_only", "name_or_path", "clean_up_tokenization_spaces"),
+}
+_FURTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "chat_template.json", "additional_chat_templates")
 
 
 class Encoded(NamedTuple):
@@ -36,14 +45,16 @@ class LightTokenizer:
         backend: a `tokenizers.Tokenizer`, with what it puts around a text.
         named: tokens by their use, such as `eos_token`.
         chat_template: in Jinja; None: there is none.
-        options: further arguments of `PreTrainedTokenizerFast`.
+        make_whole: gives the tokenizer of transformers.
     """
 
-    def __init__(self, backend: Any, named: Mapping[str, str], chat_template: str | None, options: Mapping[str, Any]):
+    def __init__(
+        self, backend: Any, named: Mapping[str, str], chat_template: str | None, make_whole: Callable[[], Any]
+    ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
         self.special_tokens_map = dict(named)
-        self._options = dict(options)
+        self._make_whole = make_whole
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "special_tokens_map":  # of copies that are not filled yet
@@ -125,23 +136,68 @@ class LightTokenizer:
 
     @cached_property
     def _whole(self) -> Any:
-        from transformers import PreTrainedTokenizerFast  # here, for it takes a second
-
-        whole = PreTrainedTokenizerFast(
-            tokenizer_object=_Uncopied(self.backend_tokenizer), **self.special_tokens_map, **self._options
-        )
+        whole = self._make_whole()
         whole.chat_template = self.chat_template
         return whole
 
 
-class _Uncopied:
-    """A tokenizer whose deep copy is itself: the copy that transformers makes takes seconds for a large vocabulary."""
+class NotPlainError(Exception):
+    """A folder's tokenizer needs more than its tokenizer.json says."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._tokenizer
+def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> LightTokenizer:
+    """Return the tokenizer of a folder that says all in tokenizer.json, as those of Llama 3 and SmolLM3 do.
+
+    Args:
+        make_whole: see `LightTokenizer`.
+
+    Raises:
+        NotPlainError: it does not, or cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        asked = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        model = json.loads((folder / "config.json").read_text("utf-8"))
+        described, added = asked.pop("tokenizer_class"), asked.pop("added_tokens_decoder", {})
+        splits, template = asked.pop("split_special_tokens", False), asked.get("chat_template")
+        named = {use: token["content"] if isinstance(token, dict) else token for use, token in _taken(asked, _USES)}
+        file = folder / "chat_template.jinja"
+        template = file.read_text("utf-8") if file.exists() else template
+        if (
+            described not in _CLASSES
+            or model["model_type"] not in _MODEL_TYPES
+            or "auto_map" in model
+            or not asked.keys() <= _HARMLESS
+            or not isinstance(template, str | None)
+            or any((folder / name).exists() for name in _FURTHER_FILES)
+        ):
+            raise NotPlainError
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        known = backend.get_added_tokens_decoder()
+        same = all(_of(known[int(index)]) == token for index, token in added.items())
+        contents = {token.content for token in known.values()}
+        if type(backend.model).__name__ != "BPE" or not same or not set(named.values()) <= contents:
+            raise NotPlainError
+        backend.encode_special_tokens = bool(splits)
+        backend.decode(backend.encode("a").ids)  # a damaged one may read well and work badly
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # as Rust's is called
+            raise NotPlainError from error
+        raise
+    return LightTokenizer(backend, named, template, make_whole)
+
+
+def _taken(asked: dict[str, Any], keys: Sequence[str]) -> list[tuple[str, Any]]:
+    found = [(key, asked.pop(key, None)) for key in keys]
+    return [(key, value) for key, value in found if value is not None]
+
+
+def _of(token: Any) -> dict[str, Any]:
+    """Return an added token as tokenizer_config.json has it."""
+    return {
+        name: getattr(token, name) for name in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    }
 
 
 class _Namespace(Namespace):

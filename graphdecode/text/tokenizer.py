@@ -11,6 +11,7 @@ from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.source import ModelSourceError, refuse_pointer
 from graphdecode.text.gguf_tokenizer import ANOTHER_TOKENIZER, load_gguf_tokenizer
+from graphdecode.text.light_tokenizer import NotPlainError, light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _PROMPT_OF_ONE_LETTER = "a"
@@ -33,12 +34,23 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
     for file in folder.iterdir():  # what would be read without end, or is no file
         if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
             raise ModelSourceError(f"{file} is no plain file")
+    try:
+        return light_folder_tokenizer(folder, lambda: _by_transformers(folder, trust_remote_code))
+    except NotPlainError:
+        return _checked(folder, trust_remote_code, replaceable)
+
+
+def _by_transformers(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer  # here, for it takes a second, and a model's weights need none of it
 
+    return AutoTokenizer.from_pretrained(
+        folder, config=_plain_config(folder), local_files_only=True, trust_remote_code=trust_remote_code
+    )
+
+
+def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, config=_plain_config(folder), local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        tokenizer = _by_transformers(folder, trust_remote_code)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelSourceError(f"{folder}: the tokenizer has no tokenizer.json, which streaming needs")
         ids = tokenizer(_PROMPT_OF_ONE_LETTER, verbose=False).input_ids  # a damaged one may read well and work badly
