@@ -69,7 +69,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("[buckets]\nbatch_sizes = [0]", r"batch_sizes must be"),
         ("[capacity]\nmax_batch_size = 4\n[buckets]\nbatch_sizes = [8]", r":4: batch_sizes must be at most .*4, got"),
         ("[capture]\nbackend = 'metal'", r"backend must be one of 'auto', 'cuda', 'recorded', 'eager', got 'metal'"),
-        ("[capture]\nwhen = 'later'", r"when must be one of 'startup', 'first-use', got 'later'"),
+        ("[capture]\nwhen = 'later'", r"when must be one of 'startup', 'idle', 'first-use', got 'later'"),
         ("[loop]\nsteps_per_launch = 0", r"steps_per_launch must be an integer in 1\.\.4096, got 0"),
         ("[capacity]\npage_size = \n", r"buckets\.toml: .*line 2"),
     ],

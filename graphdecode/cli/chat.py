@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,7 +112,8 @@ class ChatSession:
         """Read, answer, and read again, until somebody leaves."""
         while True:
             try:
-                line = self._prompt.prompt().strip()
+                with self._capturing():
+                    line = self._prompt.prompt().strip()
                 if line.lower() in _LEAVE:
                     return
                 if line:
@@ -120,6 +122,23 @@ class ChatSession:
                 continue
             except EOFError:
                 return
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Capture graphs that later answers may need while somebody types."""
+        done, engine = threading.Event(), self._conversation.llm.engine
+
+        def capture() -> None:
+            while not done.is_set() and engine.capture_waiting():
+                pass
+
+        thread = threading.Thread(target=capture, name="capturing", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _take(self, line: str) -> None:
         found = _COMMAND.fullmatch(line)

@@ -69,6 +69,6 @@ def fitted(
         rows = buckets.ladder.bucket_for(rows)  # of the buckets that were chosen, the one that would run
         sizes = [size for size in buckets.ladder if size <= rows]
     # a graph that is captured later finds the memory of a GPU given to the cache
-    when = "first-use" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
+    when = "idle" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
     fitting = replace(buckets, max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes, capture_when=when)
     return replace(settings, buckets=fitting)

@@ -86,7 +86,7 @@ class BucketConfig:
     )
     max_graphs: int = key("buckets", 16, integer(1, 65536), "How many buckets auto may choose.")
     capture_when: str = key(
-        "capture", "startup", one_of("startup", "first-use"), "When a bucket's graph is captured.", name="when"
+        "capture", "startup", one_of("startup", "idle", "first-use"), "When a bucket's graph is captured.", name="when"
     )
     backend: str = key(
         "capture",

@@ -262,6 +262,11 @@ class Engine:
         self._settle()
         return events
 
+    def capture_waiting(self) -> bool:
+        """Capture one graph that waits for leisure (`capture_when="idle"`); return whether there was both."""
+        with self._stepping:
+            return not (self._closed or self.has_work) and self.runner.capture_waiting()
+
     def close(self) -> None:
         """Give up what runs or waits, and release graphs and buffers; the engine cannot be used afterwards."""
         with self._stepping:

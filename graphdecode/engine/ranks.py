@@ -62,6 +62,10 @@ class LeadingRunner(Runner):
         payload = name + np.asarray(change.numbers, dtype=np.int32).tobytes() + change.data
         self.ranks.tell(Command.CHANGE, (number, len(name), len(change.numbers)), payload)
 
+    def capture_waiting(self) -> bool:
+        """Return False: what one rank captures all must, and they do when a step needs it."""
+        return False
+
     @contextmanager
     def _together(self) -> Iterator[None]:
         self.ranks.check()

@@ -202,6 +202,10 @@ class Runner:
             prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
         return {kind: report for kind, report in found.items() if kind != "mixed" or report.buckets}
 
+    def capture_waiting(self) -> bool:
+        """Capture one graph that waits for leisure, and return whether there was one."""
+        return self.graphs.capture_waiting()
+
     def close(self) -> None:
         """Release the graphs, once what is under way has come to its end."""
         with self.here():

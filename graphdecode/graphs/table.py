@@ -23,7 +23,7 @@ from graphdecode.graphs.inspect.picture import to_dot, to_svg
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, no_row_live, run
 
-CAPTURE_TIMES = ("startup", "first-use")
+CAPTURE_TIMES = ("startup", "idle", "first-use")
 _WITHOUT = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
 
 
@@ -40,7 +40,8 @@ class GraphTable:
         warmup_steps: eager steps before each capture; recordings after the first do with one.
         prompts: buffers of prompts, whose rows are tokens; None where no shape has any.
         capture_when: "startup", or "first-use": a shape is captured after the first step that needed it, and that step
-            runs padded to the next captured one, or eagerly.
+            runs padded to the next captured one, or eagerly. "idle" is the same, but that a shape with prompts is
+            captured after the second one, and any by `capture_waiting`.
         strict: refuse a replay when an address in its graph has lost its owner.
         choices: given tokens of a step, says by name what the step's owner chose for so many, for the report.
         computed_in: what the owner says of its dtype, its weights and the processor, for the report.
@@ -84,7 +85,9 @@ class GraphTable:
         self._backend = Backend(*memory, constants=constants, name=backend, warmup_steps=warmup_steps)
         self.backend = self._backend.name
         self._step = step
-        self._captures_lazily = capture_when == "first-use" and self.backend != "eager"
+        self._captures_lazily = capture_when != "startup" and self.backend != "eager"
+        self._is_patient = capture_when == "idle"
+        self._asked_for: dict[StepShape, None] = {}  # shapes with prompts that wait for a second step, or for leisure
         self._strict = strict
         self._choices, self._computed_in = choices, computed_in
         self._control = None if loop is None else LoopControl(loop, buffers)
@@ -113,7 +116,7 @@ class GraphTable:
     def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> GraphReport:
         """Capture the shapes of some kinds, those of most tokens first, and return the report of steps of rows alone.
 
-        With "first-use", only make ready for it.
+        With "idle" and "first-use", only make ready for it.
 
         Steps run for real, with no row live; the slots hold the same afterwards as before. Adopted tensors are not
         saved. Where steps with prompts cannot be captured, prompts go by themselves, or without graphs, and a warning
@@ -167,6 +170,19 @@ class GraphTable:
         except Exception as error:
             raise CaptureError.of(error) from error
         self._open.add(shape.kind)
+
+    def capture_waiting(self) -> bool:
+        """Capture one shape that was asked for, or would have been captured at startup; return whether there was one.
+
+        For whoever has nothing else to do. Only with "idle"; what cannot be captured stays eager.
+        """
+        if not self._is_patient or not self._captures_lazily or self._frozen:
+            return False
+        rest = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in self._open)
+        shape = next((shape for shape in (*self._asked_for, *rest) if shape not in self._ready), None)
+        if shape is not None:
+            self._capture_or_stay_eager(shape)
+        return shape is not None
 
     def _nothing_live(self, shape: StepShape) -> AbstractContextManager[None]:
         # the last pages of prompts may be somebody else's by now
@@ -249,7 +265,10 @@ class GraphTable:
         report.replays += ran
         report.live_rows += size * ran
         if is_first and not self._frozen:
-            self._capture_or_stay_eager(fitting)
+            if self._is_patient and fitting.prompt_tokens and fitting not in self._asked_for:
+                self._asked_for[fitting] = None
+            else:
+                self._capture_or_stay_eager(fitting)
         return shape
 
     def _run_halves(self, ready: Ready, meanwhile: Callable[[], None]) -> None:
@@ -279,6 +298,7 @@ class GraphTable:
         return shape, (self._backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
 
     def _capture_or_stay_eager(self, fitting: StepShape) -> None:
+        self._asked_for.pop(fitting, None)
         try:
             with self._nothing_live(fitting):
                 self._capture(fitting)

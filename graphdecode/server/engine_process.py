@@ -77,12 +77,13 @@ class EngineProcess:
 
     def serve(self) -> None:
         """Step while there is work, and wait for messages otherwise, until the other side is gone."""
-        engine = self._engine
+        engine, has_leisure = self._engine, True
         while True:
             try:
                 self._tell_vitals()
-                for message in self._wire.receive(wait=not (engine.has_work or self._reading)):
+                for message in self._wire.receive(wait=not (engine.has_work or self._reading or has_leisure)):
                     self._take(message)
+                has_leisure = engine.capture_waiting()
                 if self._reading:
                     self._add_read()
                 if engine.has_work:

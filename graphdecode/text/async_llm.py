@@ -235,6 +235,8 @@ class AsyncLLM:
         """Step while there is work; the thread's life."""
         engine, router = self.llm.engine, self.llm.router
         while True:
+            while not (engine.has_work or self._closing) and engine.capture_waiting():
+                pass
             with self._work:
                 while not (engine.has_work or self._closing):
                     self._work.wait()

@@ -106,6 +106,24 @@ def test_capture_at_first_use_changes_no_answer(make_llm: MakeLLM, llm: LLM) -> 
     assert {bucket.state for bucket in lazy.graphs.report().buckets if bucket.replays} == {"captured"}
 
 
+def test_at_leisure_what_prompts_wait_for_is_captured_and_changes_no_answer(make_llm: MakeLLM, llm: LLM) -> None:
+    lazy, prompt = make_llm(capture_when="idle"), task_prompts(1, seed=4)
+    expected = tokens(llm.generate(prompt, GREEDY))
+    assert tokens(lazy.generate(prompt, GREEDY)) == expected
+
+    def states(kind: str) -> list[str]:
+        return [bucket.state for bucket in lazy.engine.runner.reports()[kind].buckets]
+
+    assert "captured" in states("steps")
+    assert "captured" not in states("prompts")
+    while lazy.engine.capture_waiting():
+        pass
+    assert "waiting" not in states("steps") + states("prompts")
+    assert "captured" in states("prompts")
+    lazy.graphs.freeze()
+    assert tokens(lazy.generate(prompt, GREEDY)) == expected
+
+
 @pytest.mark.parametrize("steps_per_launch", [1, 3, 8])
 def test_several_steps_a_launch_change_no_answer(make_llm: MakeLLM, llm: LLM, steps_per_launch: int) -> None:
     prompts = task_prompts(9, seed=4)

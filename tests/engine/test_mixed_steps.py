@@ -288,7 +288,7 @@ def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(
     assert "mixed" in engine_of(model).runner.reports()
 
 
-@pytest.mark.parametrize("capture_when", ["startup", "first-use"])
+@pytest.mark.parametrize("capture_when", ["startup", "idle", "first-use"])
 def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_by_themselves(
     model: Model, capture_when: str
 ) -> None:

@@ -108,7 +108,7 @@ def test_law_3_every_step_within_capacity_fits_a_shape_or_is_beyond_all_prompts(
         assert bool(room) or wanted.tokens > 8, "a few tokens always have a shape"
 
 
-@pytest.mark.parametrize("capture_when", ["startup", "first-use"])
+@pytest.mark.parametrize("capture_when", ["startup", "idle", "first-use"])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_every_step_is_counted_once_whichever_way_it_ran(capture_when: str, backend: str, device: str) -> None:
     slots = [Slot("x", ("batch",), torch.float32), Slot("steps", (1,), torch.int32)]

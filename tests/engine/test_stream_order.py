@@ -66,7 +66,7 @@ def settings(chosen: random.Random) -> EngineConfig:
         page_size=PAGE,
         total_num_pages=chosen.choice([PAGES, 4 * LENGTH // PAGE]),
         batch_sizes=BUCKETS,
-        capture_when=chosen.choice(["startup", "first-use", "first-use"]),
+        capture_when=chosen.choice(["startup", "idle", "first-use"]),
         steps_per_launch=chosen.choice([1, 1, 3]),
         max_logprobs=4,
     )

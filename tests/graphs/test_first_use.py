@@ -84,5 +84,28 @@ def test_frozen_graphs_capture_nothing_more_but_every_batch_size_runs(buffers: S
 
 
 def test_a_capture_time_that_does_not_exist_is_refused(buffers: StepBuffers) -> None:
-    with pytest.raises(ValueError, match="capture_when must be one of startup, first-use, got 'later'"):
+    with pytest.raises(ValueError, match="capture_when must be one of startup, idle, first-use, got 'later'"):
         GraphManager(step, buffers, [8], capture_when="later")
+
+
+def test_at_leisure_what_is_left_is_captured_the_largest_first(buffers: StepBuffers) -> None:
+    graphs = GraphManager(step, buffers, [2, 4, 8], capture_when="idle")
+    assert not graphs.capture_waiting(), "nothing is ready for it before capture()"
+    graphs.capture(progress=False)
+    graphs.replay(3)
+    assert states(graphs) == {2: "waiting", 4: "captured", 8: "waiting"}
+    assert graphs.capture_waiting()
+    assert states(graphs) == {2: "waiting", 4: "captured", 8: "captured"}
+    assert graphs.capture_waiting()
+    assert not graphs.capture_waiting()
+    assert set(states(graphs).values()) == {"captured"}
+    assert buffers.steps.item() == 1, "no step of these was anybody's"
+
+
+def test_at_other_times_and_when_frozen_leisure_is_not_used(buffers: StepBuffers) -> None:
+    assert not lazy(buffers).capture_waiting()
+    graphs = GraphManager(step, buffers, [2, 4, 8], capture_when="idle")
+    graphs.capture(progress=False)
+    graphs.replay(3)
+    graphs.freeze()
+    assert not graphs.capture_waiting()

@@ -1,0 +1,107 @@
+"""From the start of a process to its first word, in turns with the import of torch, and beside what was committed last.
+
+    tools/bench start --out start.json
+
+Of the last result of this processor and its set of instructions, what takes more than 5% longer now is named: as the
+seconds beyond the import of torch, over the seconds of that import, for machines are not equally quick every day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import Any
+
+from graphdecode.models.source import installable
+from harness import ROOT, Out, Rounds, in_turn, record, show, write
+
+QUESTION = "What is the capital of France?"
+SERVED = ("--max-batch-size", "32", "--port", "0")
+BEHIND = 1.05
+
+
+def seconds_to(said: str, *arguments: str, stream: str = "stdout") -> float:
+    """Return how long a new Python takes until it has said something; it is ended then."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    began, pipe = time.perf_counter(), {stream: subprocess.PIPE}
+    quiet = {"stdout", "stderr"} - {stream}
+    with subprocess.Popen(
+        [sys.executable, *arguments], env=environment, text=True, **pipe, **dict.fromkeys(quiet, subprocess.DEVNULL)
+    ) as process:
+        lines = getattr(process, stream)
+        heard = ""
+        while said not in heard:
+            piece = lines.read(1)
+            if not piece:
+                raise RuntimeError(f"{' '.join(arguments)} ended with {process.wait()}, and did not say {said!r}")
+            heard += piece
+        seconds = time.perf_counter() - began
+        process.send_signal(signal.SIGKILL if stream == "stdout" else signal.SIGTERM)
+    return seconds
+
+
+def subjects() -> dict[str, tuple[str, ...]]:
+    """Return what is started, by name: what it says, and its arguments."""
+    command = ("-m", "graphdecode")
+    found = {
+        "import torch": ("1", "-c", "import torch; print(1, flush=True)"),
+        "demo": ("8", *command, "generate", "--prompt", "417+385="),
+    }
+    model = installable("smollm2")
+    if model is not None and model.installed_file() is not None:
+        found["smollm2"] = ("T", *command, "chat", "--model", "smollm2", QUESTION)
+        found["smollm2, 32 rows served"] = ("serving", *command, "serve", "--model", "smollm2", *SERVED)
+    return found
+
+
+def last_of(environment: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the committed result of the same processor and set of instructions."""
+    for file in sorted((ROOT / "tools" / "results").glob("*/start.json")):
+        found: dict[str, Any] = json.loads(file.read_text())
+        if all(found["environment"][key] == environment[key] for key in ("device_name", "instructions")):
+            return found
+    return None
+
+
+def main(rounds: Rounds = 7, out: Out = None) -> None:
+    calls = {
+        name: partial(seconds_to, *given, stream="stderr" if "served" in name else "stdout")
+        for name, given in subjects().items()
+    }
+    turns = in_turn(calls, rounds, warm=1)
+    imports = turns["import torch"]
+    found = record(schema=1, rounds=rounds)
+    before = last_of(found["environment"])
+    known = {} if before is None else {row["subject"]: row for row in before["rows"]}
+    rows = []
+    for name, seconds in turns.items():
+        beyond = [each - one for each, one in zip(seconds, imports, strict=True)]
+        rows.append(
+            {
+                "subject": name,
+                "seconds": statistics.median(seconds),
+                "beyond_import_seconds": statistics.median(beyond),
+                "times_import": statistics.median(each / one for each, one in zip(seconds, imports, strict=True)),
+                "turns_seconds": seconds,
+                "committed_times_import": known.get(name, {}).get("times_import"),
+            }
+        )
+    columns = {
+        "start": "{subject}",
+        "seconds": "{seconds:.2f}",
+        "beyond import torch": "{beyond_import_seconds:.2f}",
+        "times import torch": "{times_import:.2f}",
+        "as committed": "{committed_times_import:.2f}",
+    }
+    show(columns, rows)
+    for row in rows:
+        was = row["committed_times_import"]
+        if was is not None and row["times_import"] > BEHIND * was:
+            print(f"behind: {row['subject']} takes {row['times_import'] / was:.2f} of what was committed")
+    write(out, found | {"rows": [{key: row[key] for key in row if key != "committed_times_import"} for row in rows]})
