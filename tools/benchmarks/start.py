@@ -29,10 +29,11 @@ BEHIND = 1.05
 def seconds_to(said: str, *arguments: str, stream: str = "stdout") -> float:
     """Return how long a new Python takes until it has said something; it is ended then."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    began, pipe = time.perf_counter(), {stream: subprocess.PIPE}
-    quiet = {"stdout", "stderr"} - {stream}
+    began, streams = time.perf_counter(), dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    streams[stream] = subprocess.PIPE
+    command = [sys.executable, *arguments]
     with subprocess.Popen(
-        [sys.executable, *arguments], env=environment, text=True, **pipe, **dict.fromkeys(quiet, subprocess.DEVNULL)
+        command, env=environment, text=True, stdout=streams["stdout"], stderr=streams["stderr"]
     ) as process:
         lines = getattr(process, stream)
         heard = ""
