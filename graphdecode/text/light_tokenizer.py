@@ -59,7 +59,7 @@ class LightTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "special_tokens_map":  # of copies that are not filled yet
             raise AttributeError(name)
-        return getattr(self._whole, name)
+        return getattr(self.whole, name)
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -71,13 +71,13 @@ class LightTokenizer:
         if not more and type(text) is list and all(isinstance(each, str) for each in text):
             encoded = self._bare().encode_batch(text, add_special_tokens=add_special_tokens)
             return Encoded([each.ids for each in encoded])
-        return self._whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
+        return self.whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **more: Any) -> Any:
         """Return the text of some tokens."""
         if not more and type(token_ids) is list and all(type(each) is int for each in token_ids):
             return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return self._whole.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
+        return self.whole.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
         """Return the chat template that is given, else the tokenizer's own.
@@ -106,7 +106,7 @@ class LightTokenizer:
             )
         )
         if not plain or _OF_TRANSFORMERS in template.replace("add_generation_prompt", ""):
-            return self._whole.apply_chat_template(conversation, chat_template=template, **how)
+            return self.whole.apply_chat_template(conversation, chat_template=template, **how)
         given = {"tools": None, "documents": None, "add_generation_prompt": False, **self.special_tokens_map}
         messages = [dict(message) for message in conversation]
         return _compiled(template).render(messages=messages, **(given | variables))
@@ -135,7 +135,8 @@ class LightTokenizer:
         return found
 
     @cached_property
-    def _whole(self) -> Any:
+    def whole(self) -> Any:
+        """The tokenizer of transformers, made when it is first needed."""
         whole = self._make_whole()
         whole.chat_template = self.chat_template
         return whole

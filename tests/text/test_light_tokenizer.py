@@ -23,7 +23,7 @@ TEMPLATES = {
 
 def pair(path: Path, vocabulary: str, edit: Edit) -> tuple[Any, Any]:
     light = load_tokenizer(write(path, vocabulary, edit))
-    return light, light._whole
+    return light, light.whole
 
 
 @pytest.mark.parametrize("vocabulary", ["byte_level", "pieces"])
