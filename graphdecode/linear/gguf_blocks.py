@@ -78,10 +78,10 @@ BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
 
 
 class _Parts(NamedTuple):
-    """Blocks [rows, blocks] taken apart.
+    """Blocks taken apart.
 
     Attributes:
-        codes: uint8 [rows, blocks, values].
+        codes: uint8 [rows, in_features].
         scales: of the groups of a block, [rows, blocks * groups].
         mins: likewise, or None.
     """
@@ -97,12 +97,15 @@ class _Layout(NamedTuple):
     Attributes:
         bits: of a code.
         table: what codes mean; None for bytes, which mean themselves.
-        parts: takes blocks apart, uint8 [rows, blocks, nbytes].
+        codes: given blocks, uint8 [rows, blocks, nbytes], returns their codes, [rows, blocks, values]; or the byte of
+            a block from where it has 16 bytes, those of 16 values in the lower halves and of 16 in the upper.
+        numbers: given the same, returns scales and least values.
     """
 
     bits: int
     table: tuple[int, ...] | None
-    parts: Callable[[Tensor], _Parts]
+    codes: Callable[[Tensor], Tensor] | int
+    numbers: Callable[[Tensor], tuple[Numbers, Numbers | None]]
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
@@ -122,36 +125,29 @@ def _bits(stored: Tensor, count: int) -> Tensor:
     return stored[..., None, :] >> shifts & ((1 << count) - 1)
 
 
-def _q8_0(blocks: Tensor) -> _Parts:
-    return _Parts(blocks[..., 2:], Numbers(_halves(blocks, 0)))
+def _scale(blocks: Tensor) -> tuple[Numbers, None]:
+    return Numbers(_halves(blocks, 0)), None
 
 
-def _four_bits(blocks: Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[..., 2:]), Numbers(_halves(blocks, 0)))
+def _scale_and_least(blocks: Tensor) -> tuple[Numbers, Numbers]:
+    return Numbers(_halves(blocks, 0)), Numbers(_halves(blocks, 2))
 
 
-def _q4_1(blocks: Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[..., 4:]), Numbers(_halves(blocks, 0)), Numbers(_halves(blocks, 2)))
+def _five_bits(at: int) -> Callable[[Tensor], Tensor]:
+    """Return what takes codes, whose fifth bits begin at a byte of a block."""
+
+    def codes(blocks: Tensor) -> Tensor:
+        fifth = blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        return _nibbles(blocks[..., at + 4 :]) | fifth.flatten(-2) << 4
+
+    return codes
 
 
-def _five_bits(stored: Tensor) -> Tensor:
-    fifth = stored[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return _nibbles(stored[..., 4:]) | fifth.flatten(-2) << 4
-
-
-def _q5_0(blocks: Tensor) -> _Parts:
-    return _Parts(_five_bits(blocks[..., 2:]), Numbers(_halves(blocks, 0)))
-
-
-def _q5_1(blocks: Tensor) -> _Parts:
-    return _Parts(_five_bits(blocks[..., 4:]), Numbers(_halves(blocks, 0)), Numbers(_halves(blocks, 2)))
-
-
-def _mxfp4(blocks: Tensor) -> _Parts:
+def _mxfp4_scale(blocks: Tensor) -> tuple[Numbers, None]:
     exponents = blocks[..., 0].to(torch.int16)  # of twice the scale; bf16 is the upper half of a float
     below = torch.where(exponents == 0, 0x20, 0x40)  # 2^-128 and 2^-127, which have no leading one
     scales = torch.where(exponents < 2, below.to(torch.int16), (exponents - 1) << 7)
-    return _Parts(_nibbles(blocks[..., 1:]), Numbers(scales.view(torch.bfloat16)))
+    return Numbers(scales.view(torch.bfloat16)), None
 
 
 def _two_levels(blocks: Tensor, integers: Tensor, factors: Tensor) -> Numbers:
@@ -159,18 +155,24 @@ def _two_levels(blocks: Tensor, integers: Tensor, factors: Tensor) -> Numbers:
     return Numbers(integers.to(torch.int8).reshape(len(blocks), -1), factors.contiguous())
 
 
-def _q2_k(blocks: Tensor) -> _Parts:
-    codes = _bits(blocks[..., 16:80].unflatten(-1, (2, 32)), 2)
+def _q2_k_codes(blocks: Tensor) -> Tensor:
+    return _bits(blocks[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(2)
+
+
+def _q2_k_numbers(blocks: Tensor) -> tuple[Numbers, Numbers]:
     scales = _two_levels(blocks, blocks[..., :16] & 15, _halves(blocks, 80))
-    return _Parts(codes.flatten(2), scales, _two_levels(blocks, blocks[..., :16] >> 4, -_halves(blocks, 82)))
+    return scales, _two_levels(blocks, blocks[..., :16] >> 4, -_halves(blocks, 82))
 
 
-def _q3_k(blocks: Tensor) -> _Parts:
+def _q3_k_codes(blocks: Tensor) -> Tensor:
     third = _bits(blocks[..., :32], 1).unflatten(-2, (2, 4))
-    codes = _bits(blocks[..., 32:96].unflatten(-1, (2, 32)), 2) | third << 2
+    return (_bits(blocks[..., 32:96].unflatten(-1, (2, 32)), 2) | third << 2).flatten(2)
+
+
+def _q3_k_scales(blocks: Tensor) -> tuple[Numbers, None]:
     high = _bits(blocks[..., 104:108], 2).flatten(-2)
     scales = (_nibbles(blocks[..., 96:104]) | high << 4).to(torch.int8) - 32
-    return _Parts(codes.flatten(2), _two_levels(blocks, scales, _halves(blocks, 108)))
+    return _two_levels(blocks, scales, _halves(blocks, 108)), None
 
 
 def _scales_and_mins(blocks: Tensor) -> tuple[Numbers, Numbers]:
@@ -181,45 +183,48 @@ def _scales_and_mins(blocks: Tensor) -> tuple[Numbers, Numbers]:
     return _two_levels(blocks, scales, _halves(blocks, 0)), _two_levels(blocks, mins, -_halves(blocks, 2))
 
 
-def _q4_k(blocks: Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(2), *_scales_and_mins(blocks))
+def _q4_k_codes(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(2)
 
 
-def _q5_k(blocks: Tensor) -> _Parts:
+def _q5_k_codes(blocks: Tensor) -> Tensor:
     fifth = _bits(blocks[..., 16:48], 1).unflatten(-2, (4, 2)).flatten(-2)
-    codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))) | fifth << 4
-    return _Parts(codes.flatten(2), *_scales_and_mins(blocks))
+    return (_nibbles(blocks[..., 48:].unflatten(-1, (4, 32))) | fifth << 4).flatten(2)
 
 
-def _q6_k(blocks: Tensor) -> _Parts:
+def _q6_k_codes(blocks: Tensor) -> Tensor:
     high = _bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-2)
-    codes = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))) | high << 4
-    scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return _Parts(codes.flatten(2), _two_levels(blocks, scales, _halves(blocks, 208)))
+    return (_nibbles(blocks[..., :128].unflatten(-1, (2, 64))) | high << 4).flatten(2)
 
 
-def _iq4_xs(blocks: Tensor) -> _Parts:
+def _q6_k_scales(blocks: Tensor) -> tuple[Numbers, None]:
+    return _two_levels(blocks, blocks[..., 192:208].contiguous().view(torch.int8), _halves(blocks, 208)), None
+
+
+def _iq4_xs_codes(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(2)
+
+
+def _iq4_xs_scales(blocks: Tensor) -> tuple[Numbers, None]:
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
     high = _bits(blocks[..., 2:4], 2).transpose(-1, -2).flatten(-2)
-    scales = (low | high << 4).to(torch.int8) - 32
-    codes = _nibbles(blocks[..., 8:].unflatten(-1, (8, 16)))
-    return _Parts(codes.flatten(2), _two_levels(blocks, scales, _halves(blocks, 0)))
+    return _two_levels(blocks, (low | high << 4).to(torch.int8) - 32, _halves(blocks, 0)), None
 
 
 _LAYOUTS = {
-    "Q8_0": _Layout(8, None, _q8_0),
-    "Q4_0": _Layout(4, tuple(range(-8, 8)), _four_bits),
-    "Q4_1": _Layout(4, tuple(range(16)), _q4_1),
-    "Q5_0": _Layout(5, tuple(range(-16, 16)), _q5_0),
-    "Q5_1": _Layout(5, tuple(range(32)), _q5_1),
-    "Q2_K": _Layout(2, tuple(range(4)), _q2_k),
-    "Q3_K": _Layout(3, tuple(range(-4, 4)), _q3_k),
-    "Q4_K": _Layout(4, tuple(range(16)), _q4_k),
-    "Q5_K": _Layout(5, tuple(range(32)), _q5_k),
-    "Q6_K": _Layout(6, tuple(range(-32, 32)), _q6_k),
-    "IQ4_NL": _Layout(4, _NON_LINEAR, _four_bits),
-    "IQ4_XS": _Layout(4, _NON_LINEAR, _iq4_xs),
-    "MXFP4": _Layout(4, (*_FP4, *(-value for value in _FP4)), _mxfp4),
+    "Q8_0": _Layout(8, None, lambda blocks: blocks[..., 2:], _scale),
+    "Q4_0": _Layout(4, tuple(range(-8, 8)), 2, _scale),
+    "Q4_1": _Layout(4, tuple(range(16)), 4, _scale_and_least),
+    "Q5_0": _Layout(5, tuple(range(-16, 16)), _five_bits(2), _scale),
+    "Q5_1": _Layout(5, tuple(range(32)), _five_bits(4), _scale_and_least),
+    "Q2_K": _Layout(2, tuple(range(4)), _q2_k_codes, _q2_k_numbers),
+    "Q3_K": _Layout(3, tuple(range(-4, 4)), _q3_k_codes, _q3_k_scales),
+    "Q4_K": _Layout(4, tuple(range(16)), _q4_k_codes, _scales_and_mins),
+    "Q5_K": _Layout(5, tuple(range(32)), _q5_k_codes, _scales_and_mins),
+    "Q6_K": _Layout(6, tuple(range(-32, 32)), _q6_k_codes, _q6_k_scales),
+    "IQ4_NL": _Layout(4, _NON_LINEAR, 2, _scale),
+    "IQ4_XS": _Layout(4, _NON_LINEAR, _iq4_xs_codes, _iq4_xs_scales),
+    "MXFP4": _Layout(4, (*_FP4, *(-value for value in _FP4)), 1, _mxfp4_scale),
 }
 GGUF_BLOCKS = frozenset(_LAYOUTS)  # that can be put in panels
 _TILE_CODES = {
@@ -286,9 +291,11 @@ class GgufBlocks(FewBits):
 
     def some_panels(self) -> QuantisedPanels:
         """Return some rows in panels."""
-        layout, parts = _LAYOUTS[self.block_type], self._apart()
+        layout, blocks = _LAYOUTS[self.block_type], self._blocks
         table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.int8)
-        return quantised_panels(parts.codes, layout.bits, table, parts.scales, parts.mins)
+        at = layout.codes
+        codes = blocks[..., at : at + 16] if isinstance(at, int) else at(blocks).flatten(1)
+        return quantised_panels(codes, layout.bits, table, *layout.numbers(blocks))
 
     def for_tiles(self) -> GgufBlocks | None:
         """Return it, where tiles have its codes."""
@@ -310,9 +317,14 @@ class GgufBlocks(FewBits):
         integers = [each.view(torch.uint8).unflatten(1, (-1, 8)) for each in (scales.values, mins.values)]
         return tiled(codes, code, both, group, six_bit_words(*integers), "six bits")
 
+    @property
+    def _blocks(self) -> Tensor:
+        """Bytes [out_features, blocks, bytes of a block]."""
+        return self.stored.contiguous().view(len(self.stored), -1, BLOCK_OF[self.block_type].nbytes)
+
     def _apart(self) -> _Parts:
         """Return the parts, with codes uint8 [out_features, in_features]."""
-        kind = BLOCK_OF[self.block_type]
-        blocks = self.stored.contiguous().view(len(self.stored), -1, kind.nbytes)
-        parts = _LAYOUTS[self.block_type].parts(blocks)
-        return parts._replace(codes=parts.codes.flatten(1))
+        layout, blocks = _LAYOUTS[self.block_type], self._blocks
+        at = layout.codes
+        codes = _nibbles(blocks[..., at : at + 16]) if isinstance(at, int) else at(blocks)
+        return _Parts(codes.flatten(1), *layout.numbers(blocks))

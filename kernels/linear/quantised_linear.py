@@ -72,7 +72,8 @@ def quantised_panels(
     """Return a weight in panels; output features that are missing to a whole panel are zeros.
 
     Args:
-        codes: uint8 or float8_e4m3fn [out_features, in_features], in_features a multiple of 32.
+        codes: uint8 or float8_e4m3fn [out_features, in_features], in_features a multiple of 32; or of 4 bits uint8
+            [out_features, in_features / 32, 16], those of 16 features in the lower halves, of the next in the upper.
         bits: of a code: 2, 3, 4, 5, 6 or 8.
         table: int8 [2 ** bits], what codes mean; None for 8 bits, which are signed.
         scales: of groups of input features, equal in size: a multiple of 16, or all.
@@ -80,7 +81,7 @@ def quantised_panels(
     """
     factors, min_factors = scales.factors, None if mins is None else mins.factors
     return QuantisedPanels(
-        _words(_padded(codes.view(torch.uint8)), bits),
+        _packed(codes.view(torch.uint8), bits),
         _by_panel(scales.values),
         table,
         None if mins is None else _by_panel(mins.values),
@@ -116,15 +117,33 @@ def _low_bits(bits: int) -> int:
     return next(low for low in (8, 4, 2) if low <= bits)
 
 
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """Return codes, bytes [out_features, in_features], as words [panels, blocks, words]."""
-    blocks = codes.shape[1] // BLOCK
-    pairs = codes.contiguous().view(torch.int16).view(-1, 2, PANEL // 2, blocks, BLOCK // 2)
-    in_order = pairs.permute(0, 3, 4, 1, 2).contiguous().view(torch.uint8).view(-1, blocks, BLOCK, PANEL)
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Return codes as words [panels, blocks, words]; see `quantised_panels`."""
+    by_block = codes if codes.dim() == 3 else codes.unflatten(1, (-1, BLOCK))
+    rows, blocks = by_block.shape[:2]
+    words = torch.empty(-(-rows // PANEL), blocks, BLOCK * PANEL * bits // 16, dtype=torch.int16)
+    pack_codes(words, by_block, bits)
+    return words
+
+
+@operator(is_compiled=lambda codes: codes.stride(2) == 1)
+def pack_codes(out: Written[AnyElement], codes: AnyElement, bits: int) -> None:
+    """Write codes as the words of panels; output features that are missing to a whole panel are zeros. CPU alone.
+
+    Args:
+        out: int16 [panels, blocks, 64 * bits].
+        codes: uint8 [out_features, blocks, 32], or of 4 bits [out_features, blocks, 16], two in a byte.
+        bits: of a code.
+    """
     low = _low_bits(bits)
+    if codes.shape[2] < BLOCK:
+        codes = torch.cat((codes & 15, codes >> 4), dim=2)
+    pairs = _padded(codes.flatten(1)).contiguous().view(torch.int16).view(-1, 2, PANEL // 2, codes.shape[1], BLOCK // 2)
+    in_order = pairs.permute(0, 3, 4, 1, 2).contiguous().view(torch.uint8).view(*out.shape[:2], BLOCK, PANEL)
     if low == bits:
-        return _plane(in_order, bits)
-    return torch.cat((_plane(in_order & ((1 << low) - 1), low), _plane(in_order >> low, bits - low)), dim=2)
+        out.copy_(_plane(in_order, bits))
+        return
+    out.copy_(torch.cat((_plane(in_order & ((1 << low) - 1), low), _plane(in_order >> low, bits - low)), dim=2))
 
 
 def _plane(codes: Tensor, bits: int) -> Tensor:

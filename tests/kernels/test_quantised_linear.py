@@ -4,7 +4,14 @@ import pytest
 import torch
 from few_bits_weights import check, float8_weight, integer_weight, product, stored_weight
 
-from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_linear, quantised_panels, undone
+from graphdecode.kernels.linear.quantised_linear import (
+    Numbers,
+    codes_of,
+    pack_codes,
+    quantised_linear,
+    quantised_panels,
+    undone,
+)
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
@@ -154,3 +161,28 @@ def test_a_panel_holds_hardly_more_bytes_than_the_file(block_type):
     held = GgufBlocks(stored, block_type).panels()._replace(table=None)
     nbytes, of_file = LARGER.get(block_type, (1, 1))
     assert sum(part.nbytes for part in held if isinstance(part, torch.Tensor)) * of_file == stored.nbytes * nbytes
+
+
+@compiled
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (32, 3), (33, 1), (95, 40)])
+def test_codes_are_packed_in_c_as_by_torch_and_come_back(bits: int, shape: tuple[int, int]) -> None:
+    rows, blocks = shape
+    codes = torch.randint(0, 2**bits, (rows, 2 * blocks, 32), dtype=torch.uint8)[:, ::2]
+    words = torch.full((-(-rows // 32), blocks, 64 * bits), -1, dtype=torch.int16)
+    by_torch = words.clone()
+    pack_codes(words, codes, bits)
+    with native.switched_off():
+        pack_codes(by_torch, codes, bits)
+    assert torch.equal(words, by_torch)
+    assert torch.equal(codes_of(words)[:rows], codes.flatten(1).int())
+    assert not codes_of(words)[rows:].any()
+    if bits == 4:
+        halved = torch.zeros(rows, blocks, 20, dtype=torch.uint8)
+        halved[..., 4:] = codes[..., :16] | codes[..., 16:] << 4
+        of_halves = words.clone().fill_(-1)
+        pack_codes(of_halves, halved[..., 4:], 4)
+        assert torch.equal(of_halves, words)
+        with native.switched_off():
+            pack_codes(of_halves.fill_(-1), halved[..., 4:], 4)
+        assert torch.equal(of_halves, words)
