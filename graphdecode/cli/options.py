@@ -191,12 +191,13 @@ def print_error(message: str) -> None:
     """Print an error as one line on standard error."""
     # a name out of a stranger's file may hold what moves a terminal's cursor, or cannot be encoded
     safe = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message)
-    tell(f"error: {safe}", style="red")
+    tell(f"error: {safe}", style="red", is_prose=False)
 
 
-def tell(message: str, style: str | None = None) -> None:
-    """Print a message on standard error as it is."""
-    STDERR.print(message, style=style, highlight=False, soft_wrap=True, markup=False)
+def tell(message: str, style: str | None = None, *, is_prose: bool = True) -> None:
+    """Print a message on standard error; in a terminal prose ends its lines behind words, and all else is as it is."""
+    is_exact = not (is_prose and STDERR.is_terminal)
+    STDERR.print(message, style=style, highlight=False, soft_wrap=is_exact, markup=False)
 
 
 _OPTIONS = field_options(SamplingParams)

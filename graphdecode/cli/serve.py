@@ -198,7 +198,7 @@ def _say_ready(service: Service, address: str) -> None:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     key = "-H 'Authorization: Bearer KEY' " if service.api_keys else ""
     tell(f"try: {address} in a browser, or")
-    tell(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'")
+    tell(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'", is_prose=False)  # to be copied
 
 
 @taking("serving", chosen(ServerConfig, "served_model_name", "chat_template"))

@@ -103,6 +103,7 @@ def open_source(model: str | Path) -> Source:
 
 
 _Compiled = Callable[[torch.dtype | None], object]  # what is true where there are compiled kernels for a dtype
+_TRIMMED_LAYERS = 4  # are loaded between two looks for memory that can be given back: each takes milliseconds
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
@@ -542,7 +543,8 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     numbers = range(config.num_hidden_layers)  # all bars of a process share a lock: none is made that nobody wants
     for index in tqdm(numbers, desc="loading", unit="layer", disable=None, leave=False) if progress else numbers:
         layers.append(family.layer(config, weights, index))
-        return_free_memory()
+        if index % _TRIMMED_LAYERS == 0:
+            return_free_memory()
     decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
     return_free_memory()
     if decoder.device.type == "cuda":

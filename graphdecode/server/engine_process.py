@@ -81,7 +81,8 @@ class EngineProcess:
         while True:
             try:
                 self._tell_vitals()
-                for message in self._wire.receive(wait=not (engine.has_work or self._reading or has_leisure)):
+                is_idle, has_leisure = not (engine.has_work or self._reading or has_leisure), False
+                for message in self._wire.receive(wait=is_idle):
                     self._take(message)
                 has_leisure = engine.capture_waiting()
                 if self._reading:

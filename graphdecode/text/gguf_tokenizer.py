@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,13 +170,15 @@ def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Ligh
     ends = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
     _put_around(tokenizer, *(named.get(f"{name}_token") if wanted else None for name, wanted in ends.items()))
     options = {f"add_{name}_token": wanted for name, wanted in ends.items()} | {"clean_up_tokenization_spaces": False}
+    template = template if isinstance(template, str) else None
+    whole = partial(_by_transformers, tokenizer, named | options | {"chat_template": template})
+    return LightTokenizer(tokenizer, named, template, whole)
 
-    def whole() -> Any:
-        from transformers import PreTrainedTokenizerFast  # here, for it takes a second
 
-        return PreTrainedTokenizerFast(tokenizer_object=_Uncopied(tokenizer), **named, **options)
+def _by_transformers(tokenizer: Any, options: dict[str, Any]) -> Any:
+    from transformers import PreTrainedTokenizerFast  # here, for it takes a second
 
-    return LightTokenizer(tokenizer, named, template if isinstance(template, str) else None, whole)
+    return PreTrainedTokenizerFast(tokenizer_object=_Uncopied(tokenizer), **options)
 
 
 class _Uncopied:

@@ -45,7 +45,7 @@ class LightTokenizer:
         backend: a `tokenizers.Tokenizer`, with what it puts around a text.
         named: tokens by their use, such as `eos_token`.
         chat_template: in Jinja; None: there is none.
-        make_whole: gives the tokenizer of transformers.
+        make_whole: gives the tokenizer of transformers; it goes with this one to other processes.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class LightTokenizer:
         found = self.chat_template if chat_template is None else chat_template
         if found is None:
             raise ArgumentError("the tokenizer has no chat template")
-        return found
+        if isinstance(found, str):
+            return found
+        self.whole.chat_template = found  # several by name
+        return str(self.whole.get_chat_template(chat_template, tools))
 
     def apply_chat_template(self, conversation: Any, chat_template: str | None = None, **how: Any) -> Any:
         """Return a conversation as a prompt; see transformers."""
@@ -137,23 +140,17 @@ class LightTokenizer:
     @cached_property
     def whole(self) -> Any:
         """The tokenizer of transformers, made when it is first needed."""
-        whole = self._make_whole()
-        whole.chat_template = self.chat_template
-        return whole
+        return self._make_whole()
 
 
-class NotPlainError(Exception):
-    """A folder's tokenizer needs more than its tokenizer.json says."""
-
-
-def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> LightTokenizer:
+def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> LightTokenizer | None:
     """Return the tokenizer of a folder that says all in tokenizer.json, as those of Llama 3 and SmolLM3 do.
 
     Args:
         make_whole: see `LightTokenizer`.
 
-    Raises:
-        NotPlainError: it does not, or cannot be read.
+    Returns:
+        None: it says more elsewhere, or cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -173,18 +170,18 @@ def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> Light
             or not isinstance(template, str | None)
             or any((folder / name).exists() for name in _FURTHER_FILES)
         ):
-            raise NotPlainError
+            return None
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         known = backend.get_added_tokens_decoder()
         same = all(_of(known[int(index)]) == token for index, token in added.items())
         contents = {token.content for token in known.values()}
         if type(backend.model).__name__ != "BPE" or not same or not set(named.values()) <= contents:
-            raise NotPlainError
+            return None
         backend.encode_special_tokens = bool(splits)
         backend.decode(backend.encode("a").ids)  # a damaged one may read well and work badly
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # as Rust's is called
-            raise NotPlainError from error
+            return None
         raise
     return LightTokenizer(backend, named, template, make_whole)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.source import ModelSourceError, refuse_pointer
 from graphdecode.text.gguf_tokenizer import ANOTHER_TOKENIZER, load_gguf_tokenizer
-from graphdecode.text.light_tokenizer import NotPlainError, light_folder_tokenizer
+from graphdecode.text.light_tokenizer import light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _PROMPT_OF_ONE_LETTER = "a"
@@ -34,10 +35,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
     for file in folder.iterdir():  # what would be read without end, or is no file
         if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
             raise ModelSourceError(f"{file} is no plain file")
-    try:
-        return light_folder_tokenizer(folder, lambda: _by_transformers(folder, trust_remote_code))
-    except NotPlainError:
-        return _checked(folder, trust_remote_code, replaceable)
+    found = light_folder_tokenizer(folder, partial(_by_transformers, folder, trust_remote_code))
+    return _checked(folder, trust_remote_code, replaceable) if found is None else found
 
 
 def _by_transformers(folder: Path, trust_remote_code: bool) -> Any:

@@ -46,6 +46,7 @@ RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, Samplin
 class Idle:
     """An engine that takes requests, and has never anything to do."""
 
+    capture_waiting = staticmethod(lambda: False)
     has_work, num_running, num_waiting, num_preemptions = False, 0, 0, 0
     cache = SimpleNamespace(pool=SimpleNamespace(used=0, total=1))
 

@@ -1,11 +1,13 @@
 """What the light tokenizer does itself is what transformers does with the same vocabulary, side by side."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2 import TemplateError
 
+from graphdecode.models import resolve_model_path
 from graphdecode.text import load_tokenizer
 from tests.text.test_gguf_tokenizer import LINES, Edit, write
 
@@ -76,3 +78,12 @@ def test_a_template_that_refuses_or_reaches_out_fails_in_both(tmp_path: Path, te
     for tokenizer in (light, whole):
         with pytest.raises(TemplateError):
             tokenizer.apply_chat_template(PLAIN, tokenize=False)
+
+
+def test_it_goes_to_another_process_with_all_that_it_needs(tmp_path: Path) -> None:
+    light, whole = pair(tmp_path / "v.gguf", "pieces", lambda writer: writer.add_chat_template(TEMPLATES["loop"]))
+    for sent in (light, load_tokenizer(resolve_model_path("demo"))):
+        there = pickle.loads(pickle.dumps(sent))
+        assert there(LINES).input_ids == sent(LINES).input_ids
+        assert there.whole(LINES).input_ids == sent.whole(LINES).input_ids
+    assert light.whole.special_tokens_map == whole.special_tokens_map
