@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -94,9 +94,9 @@ def reading_shown(conversation: Conversation) -> Iterator[None]:
         yield
         return
     stats = conversation.llm.stats
-    done, began = threading.Event(), stats.prefilled_tokens
+    began = stats.prefilled_tokens
 
-    def show() -> None:
+    def show(done: threading.Event) -> None:
         shown = ""
         until = time.monotonic() + _SILENT_SECONDS
         while not done.wait(max(until - time.monotonic(), 0.1)):
@@ -108,7 +108,15 @@ def reading_shown(conversation: Conversation) -> Iterator[None]:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=show, name="reading", daemon=True)
+    with beside("reading", show):
+        yield
+
+
+@contextmanager
+def beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Let a thread work meanwhile; what it is given is set when it is to end, and its end is waited for."""
+    done = threading.Event()
+    thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
     thread.start()
     try:
         yield

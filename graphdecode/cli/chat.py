@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import WrappedText, reading_shown, repeats_at_the_end, typing_kept
+from graphdecode.cli.answer_terminal import WrappedText, beside, reading_shown, repeats_at_the_end, typing_kept
 from graphdecode.cli.checkpoint import find_checkpoint, fitted
 from graphdecode.cli.options import (
     OF_A_CHAT,
@@ -112,7 +112,7 @@ class ChatSession:
         """Read, answer, and read again, until somebody leaves."""
         while True:
             try:
-                with self._capturing():
+                with beside("capturing", self._capture):
                     line = self._prompt.prompt().strip()
                 if line.lower() in _LEAVE:
                     return
@@ -123,22 +123,10 @@ class ChatSession:
             except EOFError:
                 return
 
-    @contextlib.contextmanager
-    def _capturing(self) -> Iterator[None]:
-        """Capture graphs that later answers may need while somebody types."""
-        done, engine = threading.Event(), self._conversation.llm.engine
-
-        def capture() -> None:
-            while not done.is_set() and engine.capture_waiting():
-                pass
-
-        thread = threading.Thread(target=capture, name="capturing", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+    def _capture(self, done: threading.Event) -> None:
+        """Capture graphs that later answers may need, while somebody types."""
+        while not done.is_set() and self._conversation.llm.engine.capture_waiting():
+            pass
 
     def _take(self, line: str) -> None:
         found = _COMMAND.fullmatch(line)

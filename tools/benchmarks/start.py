@@ -2,8 +2,8 @@
 
     tools/bench start --out start.json
 
-Of the last result of this processor and its set of instructions, what takes more than 5% longer now is named: as the
-seconds beyond the import of torch, over the seconds of that import, for machines are not equally quick every day.
+What takes more than 5% longer now than in the committed result of this processor and its set of instructions is named.
+Compared are times over that of the import of torch in the same turn, for machines are not equally quick every day.
 """
 
 from __future__ import annotations
