@@ -2,7 +2,7 @@
 
 While `lazy_device` is installed, a device "cuda:0" seems to be there. Its tensors have their memory on the CPU. Copies,
 fills, prompts and steps are queued on streams; the host goes on at once, as it does in front of a GPU, and what is
-queued runs when an event or a synchronisation asks for it, or earlier where the seed says so. What the driver promises
+queued runs when an event or a synchronization asks for it, or earlier where the seed says so. What the driver promises
 is kept and nothing more: a stream runs in order, two streams in any order that their events allow, a copy from or to
 pinned memory touches that memory when it runs, memory that was freed belongs to others as soon as the stream that it
 was allocated on comes by. Host code that counts on more reads or writes the wrong tokens.

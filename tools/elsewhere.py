@@ -253,7 +253,7 @@ def vllm_tokens(folder: str) -> None:
 
 
 def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], float]:
-    """Return what finds the perplexity of ids with transformers, whose quantiser is told to undo what it can."""
+    """Return what finds the perplexity of ids with transformers, whose quantizer is told to undo what it can."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -314,7 +314,7 @@ def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
 
 
 def unpack(model: str, out: str) -> None:
-    """Write a file of safetensors with each quantised weight of GPTQ's or AWQ's in float32."""
+    """Write a file of safetensors with each quantized weight of GPTQ's or AWQ's in float32."""
     import torch
     from safetensors.torch import load_file, save_file
     from vllm.model_executor.layers.quantization.auto_awq import _REVERSE_AWQ_PACK_ORDER

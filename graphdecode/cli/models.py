@@ -43,9 +43,9 @@ def quantize(
     It is there at once or not at all: nothing is left of a copy that failed or was interrupted.
     """
     settings_of(None, **overrides)
-    from graphdecode.convert import quantised_copy
+    from graphdecode.convert import quantized_copy
 
-    made = quantised_copy(
+    made = quantized_copy(
         model, out, to, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
     )
     files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]

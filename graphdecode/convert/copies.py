@@ -24,9 +24,9 @@ from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.writing import GgufModel
 from graphdecode.models.load import Source, check_model, open_source
-from graphdecode.models.quantised.compressed_tensors import quantization_config, write_weights
-from graphdecode.models.quantised.methods import CONFIGURATIONS
-from graphdecode.models.quantised.on_load import FORMS_OF, QuantisedBlocks, QuantisedGroups, quantised_on_load
+from graphdecode.models.quantized.compressed_tensors import quantization_config, write_weights
+from graphdecode.models.quantized.methods import CONFIGURATIONS
+from graphdecode.models.quantized.on_load import FORMS_OF, QuantizedBlocks, QuantizedGroups, quantized_on_load
 from graphdecode.models.weight_map import parts
 from graphdecode.text.gguf_tokenizer import vocabulary_fields
 from graphdecode.text.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ _CONFIG = "config.json"
 FORMATS = ("safetensors", "gguf")
 
 
-def quantised_copy(
+def quantized_copy(
     model: str | Path,
     out: Path,
     quantize: str,
@@ -79,10 +79,10 @@ def quantised_copy(
     _check_out(out, path, fitting, overwrite)
     check_model(path, model_impl="native")
     config = source.config()
-    rounded = quantised_on_load(source, config, quantize, group_size)
+    rounded = quantized_on_load(source, config, quantize, group_size)
     names = [part.name for part in parts(rounded.weight_map)]
     _check_room(out.absolute().parent, sum(_bytes_of(rounded.tensors[name]) for name in names))
-    if isinstance(rounded, QuantisedBlocks):
+    if isinstance(rounded, QuantizedBlocks):
         file = GgufModel(rounded, config)
         vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
         with _at_once(out) as partial:
@@ -131,7 +131,7 @@ def converted_copy(
     return out
 
 
-def _write_rest(source: Checkpoint, rounded: QuantisedGroups, folder: Path) -> None:
+def _write_rest(source: Checkpoint, rounded: QuantizedGroups, folder: Path) -> None:
     """Write all other files of a checkpoint, and its config.json with the new quantization."""
     for file in source.folder.iterdir():
         if file.is_file() and file.name != _CONFIG and not any(file.match(pattern) for pattern in _WEIGHTS):
@@ -207,6 +207,6 @@ def _at_once(out: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def counted(names: list[str], progress: bool, doing: str = "quantising") -> Iterator[str]:
+def counted(names: list[str], progress: bool, doing: str = "quantizing") -> Iterator[str]:
     """Go through names, with a bar on standard error if one is wanted."""
     return iter(tqdm(names, desc=doing, unit="tensor", disable=None, leave=False) if progress else names)

@@ -34,7 +34,7 @@ from graphdecode.kernels.native.library import NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
-_UNINITIALISED = {
+_UNINITIALIZED = {
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 }
@@ -115,7 +115,7 @@ class Recorder(StepObserver):
         tensor is given other memory afterwards.
         """
         schema = schema_of(func)
-        if schema.name in _UNINITIALISED or schema.reshapes:
+        if schema.name in _UNINITIALIZED or schema.reshapes:
             return
         with self.working():
             given = list(given_tensors(schema, args, kwargs))

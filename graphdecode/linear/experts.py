@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.linear.linear import can_panel
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
+from graphdecode.kernels.linear.quantized_linear import QuantizedPanels
 from graphdecode.kernels.linear.small_linear import tiled_config
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, joined_tiles, moved_tiles
 from graphdecode.kernels.moe.expert_linear import (
@@ -25,13 +25,13 @@ from graphdecode.kernels.moe.expert_linear import (
     expert_linear,
     expert_panels,
     panels_by_turns,
-    quantised_expert_linear,
+    quantized_expert_linear,
     stacked_panels,
     tiled_expert_linear,
 )
-from graphdecode.linear.few_bits import FewBits, FewBitsSource, read_parts
 from graphdecode.linear.kept import Kept, KeptPanels
 from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, read_parts
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, read_fused, tensors_in
 
@@ -195,9 +195,9 @@ class ExpertPanels(ExpertForm):
     """Weights in panels, whose values are the source's own, not rounded."""
 
     path = "panels"
-    weight: QuantisedPanels
+    weight: QuantizedPanels
     columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: as they stand
-    layout: str  # the path of their `FewBits`
+    layout: str  # the path of their `QuantizedWeight`
     batch_invariant: bool
 
     @classmethod
@@ -207,9 +207,9 @@ class ExpertPanels(ExpertForm):
         """Read all experts' weights; None where they are in no few bits, or not all of one kind."""
         if KeptPanels.why_not(options):
             return None
-        firsts: list[FewBits] = []  # of each expert
+        firsts: list[QuantizedWeight] = []  # of each expert
 
-        def made() -> Iterator[QuantisedPanels | None]:
+        def made() -> Iterator[QuantizedPanels | None]:
             for parts in _experts(source, names, KeptPanels):
                 panels = [held for part in parts if (held := part.panels(by_values=False)) is not None]
                 if not parts or len(panels) < len(parts):
@@ -239,7 +239,7 @@ class ExpertPanels(ExpertForm):
     ) -> None:
         """Write the product of each listed pair into `out`."""
         held, pairs = (self.weight, self.columns, self.bias), Routed(order, offsets, slots, *gate)
-        quantised_expert_linear(out, x, *held, pairs, batch_invariant=self.batch_invariant)
+        quantized_expert_linear(out, x, *held, pairs, batch_invariant=self.batch_invariant)
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class ExpertTiles(ExpertForm):
         tiled_expert_linear(out, x, self.tiles, self.bias, Routed(order, offsets, slots, *gate), config)
 
 
-def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iterator[tuple[FewBits, ...]]:
+def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iterator[tuple[QuantizedWeight, ...]]:
     """Yield each expert's weight, with a gate both halves; nothing of one that has none, or a part of some."""
     for expert in range(names.experts):
         own, found = LinearNames(names.of(expert)), None
@@ -289,10 +289,10 @@ def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iter
         yield () if found is None else tuple(found.rows(rows) for rows in _parts_of(found.shape[0], names))
 
 
-def _whole(source: TensorSource, names: ExpertNames, own: LinearNames, expert: int) -> FewBits | None:
+def _whole(source: TensorSource, names: ExpertNames, own: LinearNames, expert: int) -> QuantizedWeight | None:
     """Return an expert's weight in one; None where it is in no few bits, or in several kinds."""
-    if names.is_stack and isinstance(source, FewBitsSource):
-        return source.read_few_bits(own.weights[0], expert=expert)
+    if names.is_stack and isinstance(source, QuantizedSource):
+        return source.read_quantized(own.weights[0], expert=expert)
     parts = read_parts(source, own) or []
     return parts[0] if len(parts) == 1 else None
 

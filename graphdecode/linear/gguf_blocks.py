@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import Numbers, QuantisedPanels, quantised_panels
+from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, six_bit_words, tiled
-from graphdecode.linear.few_bits import FewBits
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
@@ -242,7 +242,7 @@ TILED_BLOCKS = frozenset(_TILE_CODES)  # that can be put in tiles
 
 
 @dataclass(frozen=True)
-class GgufBlocks(FewBits):
+class GgufBlocks(QuantizedWeight):
     """A weight in blocks of one of GGUF's types.
 
     Attributes:
@@ -270,7 +270,7 @@ class GgufBlocks(FewBits):
         return replace(self, stored=self.stored[rows])
 
     def part(self, shard: Shard | None) -> GgufBlocks:
-        """Return some rows, or some columns; see `FewBits`."""
+        """Return some rows, or some columns; see `QuantizedWeight`."""
         if shard is None:
             return self
         kind = BLOCK_OF[self.block_type]
@@ -289,13 +289,13 @@ class GgufBlocks(FewBits):
         """Return it: panels have the groups of all types."""
         return self
 
-    def some_panels(self) -> QuantisedPanels:
+    def some_panels(self) -> QuantizedPanels:
         """Return some rows in panels."""
         layout, blocks = _LAYOUTS[self.block_type], self._blocks
         table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.int8)
         at = layout.codes
         codes = blocks[..., at : at + 16] if isinstance(at, int) else at(blocks).flatten(1)
-        return quantised_panels(codes, layout.bits, table, *layout.numbers(blocks))
+        return quantized_panels(codes, layout.bits, table, *layout.numbers(blocks))
 
     def for_tiles(self) -> GgufBlocks | None:
         """Return it, where tiles have its codes."""

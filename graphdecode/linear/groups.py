@@ -1,7 +1,7 @@
 """A weight in groups of few bits: a scale, and perhaps a zero point, for some columns of a row; plain data.
 
 This is what checkpoints in compressed-tensors' forms, of GPTQ and AWQ, in fp8 and in MXFP4 have in common once they are
-read. `Groups.dequantised` is its definition: every product with it agrees with that one up to the order of sums.
+read. `Groups.dequantized` is its definition: every product with it agrees with that one up to the order of sums.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import BLOCK, LEAST_GROUP, Numbers, QuantisedPanels, quantised_panels
+from graphdecode.kernels.linear.quantized_linear import BLOCK, LEAST_GROUP, Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, can_tile, tiled
-from graphdecode.linear.few_bits import FewBits
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard
 
 Code = Literal["integer", "e4m3", "e2m1", "nf4"]
@@ -49,7 +49,7 @@ TABLES: dict[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True)
-class Groups(FewBits):
+class Groups(QuantizedWeight):
     """A weight [out_features, in_features] in groups; groups that do not divide the columns end with a shorter one.
 
     Column `c` of row `r` is `(value(codes[r, c]) - zero) * scales[r // rows_of_scale, c // group_size]`, and is
@@ -88,7 +88,7 @@ class Groups(FewBits):
         held = (self.codes, self.scales, self.zeros, self.order)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    def dequantised(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """Return the weight in float32 [out_features, in_features], its columns by input feature."""
         spread = self.by_row()
         scales = spread.scales.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
@@ -145,7 +145,7 @@ class Groups(FewBits):
         return replace(self, scales=_as(scales, self.scales), rows_of_scale=1)
 
     def part(self, shard: Shard | None) -> Groups:
-        """Return some rows, or some columns; see `FewBits`."""
+        """Return some rows, or some columns; see `QuantizedWeight`."""
         if shard is None:
             return self
         rows, *columns = shard.slices(self.shape)
@@ -182,16 +182,16 @@ class Groups(FewBits):
         scales = self.scales.float().repeat_interleave(each, 1)[:, :count]
         return replace(self, group_size=divisor, scales=scales, zeros=zeros)
 
-    def some_panels(self) -> QuantisedPanels:
+    def some_panels(self) -> QuantizedPanels:
         """Return some rows in panels."""
         codes = unpacked(self.codes) if self.bits == 4 else self.codes.contiguous()
         scales = self.scales.bfloat16() if self.scales.dtype == torch.float8_e8m0fnu else self.scales
         if self.code == "e4m3":
-            return quantised_panels(codes, 8, None, Numbers(scales))
+            return quantized_panels(codes, 8, None, Numbers(scales))
         if self.code == "e2m1":  # twice the values are integers; half a scale is exact where it is a power of two
             halves = scales / 2 if scales.dtype == torch.bfloat16 else scales.float() / 2
             table = torch.tensor(TABLES["e2m1"]).mul(2).to(torch.int8)
-            return quantised_panels(codes, 4, table, Numbers(halves))
+            return quantized_panels(codes, 4, table, Numbers(halves))
         half = 2 ** (self.bits - 1)
         mins = None
         if self.zeros is not None:
@@ -199,8 +199,8 @@ class Groups(FewBits):
             is_float = self.bits == 8 and scales.dtype == torch.float32
             mins = Numbers(from_half * scales) if is_float else Numbers(from_half.to(torch.int8), scales)
         if self.bits == 8:
-            return quantised_panels(codes ^ half, 8, None, Numbers(scales), mins)
-        return quantised_panels(codes, 4, torch.arange(-half, half, dtype=torch.int8), Numbers(scales), mins)
+            return quantized_panels(codes ^ half, 8, None, Numbers(scales), mins)
+        return quantized_panels(codes, 4, torch.arange(-half, half, dtype=torch.int8), Numbers(scales), mins)
 
     def for_tiles(self) -> Groups | None:
         """Return it with a scale for each row; None: tiles have no such codes or groups."""

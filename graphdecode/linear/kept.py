@@ -9,13 +9,13 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels, quantised_linear
-from graphdecode.kernels.model.embedding import quantised_embedding
-from graphdecode.linear.few_bits import FewBits, FewBitsSource, read_parts
+from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, quantized_linear
+from graphdecode.kernels.model.embedding import quantized_embedding
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Panels
+from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, read_parts
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
@@ -48,7 +48,7 @@ class Kept(WeightForm):
     @classmethod
     @abstractmethod
     def of_parts(
-        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[FewBits], options: FormOptions
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
         """Return the form of parts of a weight, one below another; None where one cannot be put so."""
 
@@ -60,7 +60,9 @@ class Kept(WeightForm):
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
         """Whether all of a layer's tensors are in few bits of kinds that can be multiplied as they are."""
-        return isinstance(source, FewBitsSource) and {source.tensors[name].dtype for name in names.weights} <= cls.kinds
+        return (
+            isinstance(source, QuantizedSource) and {source.tensors[name].dtype for name in names.weights} <= cls.kinds
+        )
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
@@ -76,12 +78,12 @@ class Kept(WeightForm):
 class PanelRows(NamedTuple):
     """An embedding in panels."""
 
-    weight: QuantisedPanels
+    weight: QuantizedPanels
     vocab_size: int
 
     def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
         """Write the tokens' rows; see `RowTable`."""
-        quantised_embedding(out, tokens, self.weight, live, self.vocab_size, scale)
+        quantized_embedding(out, tokens, self.weight, live, self.vocab_size, scale)
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,10 @@ class KeptPanels(Kept):
 
     path = "panels"
     kinds: ClassVar[set[str]] = {*GGUF_BLOCKS, *KEPT_GROUPS}
-    parts: tuple[QuantisedPanels, ...]
+    parts: tuple[QuantizedPanels, ...]
     sizes: tuple[int, ...]  # output features of the parts
     order: Tensor | None  # int32 [in_features], the input feature of each column; None: as they stand
-    layout: str  # the path of its `FewBits`
+    layout: str  # the path of its `QuantizedWeight`
     batch_invariant: bool
 
     @classmethod
@@ -108,7 +110,7 @@ class KeptPanels(Kept):
 
     @classmethod
     def of_parts(
-        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[FewBits], options: FormOptions
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
         """Return parts in panels; see `Kept`."""
         made = [held for part in parts if (held := part.panels()) is not None]
@@ -138,8 +140,8 @@ class KeptPanels(Kept):
         if self.order is not None:
             x = torch.index_select(x, 1, self.order)
         if len(self.parts) == 1:
-            quantised_linear(out, x, self.parts[0], self.bias, batch_invariant=self.batch_invariant)
+            quantized_linear(out, x, self.parts[0], self.bias, batch_invariant=self.batch_invariant)
             return
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
         for part, bias, columns in zip(self.parts, biases, out.split(self.sizes, dim=1), strict=True):
-            quantised_linear(columns, x, part, bias, batch_invariant=self.batch_invariant)
+            quantized_linear(columns, x, part, bias, batch_invariant=self.batch_invariant)

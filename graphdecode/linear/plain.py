@@ -22,7 +22,7 @@ from graphdecode.kernels.linear.linear import (
     native_linear,
     pack,
     packed_linear,
-    quantise_int8,
+    quantize_int8,
     to_panels,
 )
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_config, small_linear
@@ -198,7 +198,7 @@ class Int8(WeightForm):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight rounded to int8."""
-        return cls(weight.shape, bias, *quantise_int8(weight, options.row_maxima))
+        return cls(weight.shape, bias, *quantize_int8(weight, options.row_maxima))
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
@@ -214,5 +214,5 @@ class Int8Panels(Panels):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight rounded to int8, in panels."""
-        qweight, scales = quantise_int8(weight, options.row_maxima)
+        qweight, scales = quantize_int8(weight, options.row_maxima)
         return cls(weight.shape, bias, to_panels(qweight), scales)

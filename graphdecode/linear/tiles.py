@@ -8,19 +8,19 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.linear import quantise_int8
+from graphdecode.kernels.linear.linear import quantize_int8
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles, tiled
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.embedding import tiled_embedding
 from graphdecode.kernels.native.optional_triton import has_early_start
-from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.gguf_blocks import TILED_BLOCKS
 from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.kept import Kept
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import ROWS_AT_ONCE, Fixed, Plain
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import FormOptions, RowTable, WeightForm
 
 
@@ -158,8 +158,8 @@ class Int8Tiles(Tiles):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return the weight rounded to int8, with a scale for each row; see `quantise_int8`."""
-        codes, scales = quantise_int8(weight, options.row_maxima)
+        """Return the weight rounded to int8, with a scale for each row; see `quantize_int8`."""
+        codes, scales = quantize_int8(weight, options.row_maxima)
         tiles = tiled(codes.view(torch.uint8), "s8", scales[:, None], 0)
         return cls.of_tiles(weight.shape, bias, [tiles], options)
 
@@ -177,7 +177,7 @@ class KeptTiles(Kept, Tiles):
 
     @classmethod
     def of_parts(
-        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[FewBits], options: FormOptions
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
         """Return parts in tiles; see `Kept`."""
         made = [held for part in parts if (held := part.tiles()) is not None]

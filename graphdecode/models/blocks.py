@@ -459,7 +459,7 @@ class SparseMlp(FeedForward):
     router: WeightForm  # [experts, hidden], and with a shared expert one row more, the gate of its share
     experts: Experts  # of which a token takes those with its largest logits
     shared: GatedMlp | None  # or None
-    renormalise: bool  # whether the weights of a token's experts add up to 1
+    renormalize: bool  # whether the weights of a token's experts add up to 1
 
     def run(self, stream: ResidualStream) -> None:
         """Take `hidden`, and give what is to be added to the residual; all of it stays on the device."""
@@ -469,7 +469,7 @@ class SparseMlp(FeedForward):
         ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, top_k), (rows * top_k,)))
         offsets = logits.new_empty((count + 1,), dtype=torch.int32)
         weights = logits.new_empty((rows, top_k), dtype=torch.float32)
-        moe_route(ids, weights, order, offsets, logits[:, :count], stream.live, self.renormalise)
+        moe_route(ids, weights, order, offsets, logits[:, :count], stream.live, self.renormalize)
         parts = self.experts.run(stream.hidden, order, offsets)
         if self.shared is None:
             moe_combine(stream.open(in_floats=self.experts.down.gives_floats), parts, ids, weights)

@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.linear.few_bits import FewBits, part_of
+from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
 from graphdecode.models.family import config_of, family_of
-from graphdecode.models.quantised.methods import CONFIGURATIONS, method_of
-from graphdecode.models.quantised.packed_tensor import Method, PackedTensor
+from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
+from graphdecode.models.quantized.packed_tensor import Method, PackedTensor
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -96,7 +96,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: there are no safetensors, or a file is missing or damaged.
-            UnsupportedModelError: weights are quantised in a way that is not known.
+            UnsupportedModelError: weights are quantized in a way that is not known.
             ModelSourceError: a file is a pointer of Git LFS.
         """
         found: dict[str, Stored] = {}
@@ -135,7 +135,9 @@ class Checkpoint:
             stored = self._stored_as.get(name, name)
             out.copy_(reader.get_tensor(stored) if shard is None else reader.get_slice(stored)[shard.slices(shape)])
 
-    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+    def read_quantized(
+        self, name: str, shard: Shard | None = None, expert: int | None = None
+    ) -> QuantizedWeight | None:
         """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
         packed = self._packed.get(name) if name in self.tensors else None
         if packed is None:

@@ -37,7 +37,7 @@ class ExpertsConfig:
     count: int  # experts of a layer
     top_k: int  # of which a token takes so many
     intermediate_size: int  # channels inside of one
-    renormalise: bool  # whether the weights of a token's experts add up to 1
+    renormalize: bool  # whether the weights of a token's experts add up to 1
     shared_intermediate_size: int = 0  # channels inside of the expert that every token takes; 0: there is none
     layers: tuple[bool, ...]  # for each layer, whether it has experts; one without has an MLP
     alpha: float = 1.0  # of a clamped gate

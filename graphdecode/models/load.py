@@ -23,12 +23,12 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import MissingInstructions, instructions
-from graphdecode.linear.few_bits import FewBitsSource
 from graphdecode.linear.forms import check_options, has_form, keeping
 from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
+from graphdecode.linear.quantized_weight import QuantizedSource
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
 from graphdecode.models.checkpoint import Checkpoint
@@ -37,8 +37,8 @@ from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of, known_families
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model, ModelShape
-from graphdecode.models.quantised.methods import METHODS
-from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
+from graphdecode.models.quantized.methods import METHODS
+from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, check_split, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
@@ -66,8 +66,8 @@ class Source(TensorSource, Protocol):
 
 
 @runtime_checkable
-class KeepsBlocks(FewBitsSource, Protocol):
-    """A source whose weights of few bits are blocks of GGUF's types, as `read_few_bits` returns them."""
+class KeepsBlocks(QuantizedSource, Protocol):
+    """A source whose weights of few bits are blocks of GGUF's types, as `read_quantized` returns them."""
 
     keeps_blocks: Literal[True]
 
@@ -442,7 +442,7 @@ def load_model(
     _check_weights(source, config)
     weights_from: TensorSource = _Expanded(source) if expands else source
     if options.quantize != quantize and quantize is not None:
-        rounded = quantised_on_load(source, config, quantize, quantize_group_size)
+        rounded = quantized_on_load(source, config, quantize, quantize_group_size)
         _check_form(rounded, options, quantize)
         weights_from, weight_map = rounded, rounded.weight_map
     elif quantize_group_size is not None:
@@ -516,7 +516,7 @@ def _check_weights(source: Source, config: ModelConfig) -> None:
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
     scales = cache_scale_names(source.tensors, config.num_hidden_layers)
     unused |= {name for pair in scales if pair is not None for name in pair}
-    # quantisers give each layer a bias, of zeros where the model has none
+    # quantizers give each layer a bias, of zeros where the model has none
     named = {part.name for part in parts(weight_map)}
     of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
     unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.few_bits import FewBits, FewBitsSource, part_of
 from graphdecode.linear.groups import Groups
+from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.transformers_backend import AdoptedConfig
@@ -96,14 +96,16 @@ class SplitSource:
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
 
-    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+    def read_quantized(
+        self, name: str, shard: Shard | None = None, expert: int | None = None
+    ) -> QuantizedWeight | None:
         """Return the rank's part of a matrix of few bits as it is stored; None where it has none, or cuts a block.
 
         Raises:
             ArgumentError: the part begins or ends within a group.
         """
         part, source = self._whole[name], self._source
-        stored = source.read_few_bits(name, None, expert) if isinstance(source, FewBitsSource) else None
+        stored = source.read_quantized(name, None, expert) if isinstance(source, QuantizedSource) else None
         if stored is None or part.split is None:
             return part_of(stored, shard)
         axis = part.split if expert is None else 2 - part.split  # a stack has its columns first

@@ -90,7 +90,7 @@ def _none() -> None:
 class Logprob:
     """The log-probability of one token, natural logarithm, its rank (1 is the most likely), and its text.
 
-    There is no text where the request was not to be detokenised.
+    There is no text where the request was not to be detokenized.
     """
 
     logprob: float

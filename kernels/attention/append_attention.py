@@ -22,10 +22,10 @@ from .attention_tile import (
     altered,
     attend_span,
     decode_tile,
-    dequantise,
+    dequantize,
     head_pages,
     pages_of,
-    quantise,
+    quantize,
     to_compute,
     with_sinks,
 )
@@ -145,14 +145,14 @@ def _append(key, value, cache, page, place, kv_head, dims, appends, FORM: tl.con
     if TURN.IS_FP8:
         key = key / cache.k_unit
         value = value / cache.v_unit
-    key = quantise(key, KV_BITS, cache.k_cache.dtype.element_ty)
-    value = quantise(value, KV_BITS, cache.v_cache.dtype.element_ty)
+    key = quantize(key, KV_BITS, cache.k_cache.dtype.element_ty)
+    value = quantize(value, KV_BITS, cache.v_cache.dtype.element_ty)
     appended = dims < tl.where(appends, FORM.HEAD_DIM, 0)
     k_at = cache.k_cache + wide_head * cache.k_head_stride + page * cache.k_page_stride
     v_at = cache.v_cache + wide_head * cache.v_head_stride + page * cache.v_page_stride
     tl.store(k_at + place * cache.k_token_stride + dims, key, mask=appended)
     tl.store(v_at + place * cache.v_token_stride + dims, value, mask=appended)
-    return dequantise(key, KV_BITS, tl.float32), dequantise(value, KV_BITS, tl.float32)
+    return dequantize(key, KV_BITS, tl.float32), dequantize(value, KV_BITS, tl.float32)
 
 
 # One program takes one work item (a row's split) of one kv head, and up to BLOCK_M heads of its group, as in

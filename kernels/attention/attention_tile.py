@@ -23,7 +23,7 @@ _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.fl
 
 
 @triton.jit
-def dequantise(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
+def dequantize(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
     """Widen cached values to the compute type; what comes as bytes is decoded by its bits, on any architecture."""
     if KV_BITS == "int8" and tl.float16 == COMPUTE:  # integers of fp16 from 1024 on; conversions are four times as slow
         return ((x.to(tl.uint16) ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
@@ -41,8 +41,8 @@ def dequantise(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def quantise(x, KV_BITS: tl.constexpr, element):
-    """Narrow fp32 values to those of a cache, the inverse of `dequantise`; fp8 e4m3 takes what is too large as 448."""
+def quantize(x, KV_BITS: tl.constexpr, element):
+    """Narrow fp32 values to those of a cache, the inverse of `dequantize`; fp8 e4m3 takes what is too large as 448."""
     if KV_BITS == "e4m3":
         bits = x.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
@@ -184,7 +184,7 @@ def attend_span(
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Add the keys [begin, end) to (acc [BLOCK_M, BLOCK_V], total [BLOCK_M], top [BLOCK_M]), unnormalised, base 2.
+    """Add the keys [begin, end) to (acc [BLOCK_M, BLOCK_V], total [BLOCK_M], top [BLOCK_M]), unnormalized, base 2.
 
     Returns the three, and the pages of the keys behind `end`, as `page` [BLOCK_N] holds those from `begin` on. `q`
     [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`; both
@@ -221,8 +221,8 @@ def attend_span(
             k_low = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=half, other=0.0)
             k_high = tl.load(k_at[None, :] + (dims + HALF)[:, None] * cache.k_dim_stride, mask=half, other=0.0)
             k_low, k_high = rotate(
-                dequantise(k_low, KV_BITS, tl.float32),
-                dequantise(k_high, KV_BITS, tl.float32),
+                dequantize(k_low, KV_BITS, tl.float32),
+                dequantize(k_high, KV_BITS, tl.float32),
                 at[None, :],
                 dims[:, None],
                 logits.rope_step,
@@ -238,7 +238,7 @@ def attend_span(
             else:
                 held = inside[None, :] & (dims < HEAD_DIM)[:, None]
                 k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=held, other=0.0)
-            scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision=PRECISION)
+            scores = tl.dot(q, dequantize(k, KV_BITS, COMPUTE), input_precision=PRECISION)
         scores = scores * logits.options.sm_scale
         if KV_BITS == "int8":
             scales_at = page * cache.scales_page_stride + place
@@ -267,7 +267,7 @@ def attend_span(
         else:
             held = inside[:, None] & (values < FORM.VALUE_DIM)[None, :]
             v = tl.load(v_at[:, None] + values[None, :] * cache.v_dim_stride, mask=held, other=0.0)
-        v = dequantise(v, KV_BITS, COMPUTE)
+        v = dequantize(v, KV_BITS, COMPUTE)
         if KV_BITS == "int8":
             larger = tl.maximum(unit, tl.max(v_unit))
             weights = weights * (v_unit / larger)[None, :]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_records import HeadTurn, Pages, TurnForm, kv_bits
-from ..attention.attention_tile import int8_codes, int8_scale, mixed_tile, quantise, to_compute
+from ..attention.attention_tile import int8_codes, int8_scale, mixed_tile, quantize, to_compute
 from ..native.library import CODES
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Wide, Written, operator
@@ -39,9 +39,9 @@ def _keep(x, to, inside, unit, scales, scales_at, is_head, KV_BITS: tl.constexpr
         tl.store(scales + scales_at, of_heads, mask=is_head)
         tl.store(to, int8_codes(x, of_heads.to(tl.float32)[:, None]), mask=inside)
     elif IS_FP8:
-        tl.store(to, quantise(x / unit, KV_BITS, element), mask=inside)
+        tl.store(to, quantize(x / unit, KV_BITS, element), mask=inside)
     else:
-        tl.store(to, quantise(x, KV_BITS, element), mask=inside)
+        tl.store(to, quantize(x, KV_BITS, element), mask=inside)
 
 
 # One program takes one token and HEADS of its heads: it reads them (queries and keys twice, the second time from L1,

@@ -2,7 +2,7 @@
  * fast as blocks come from memory, and of more rows with codes that are undone to bytes once for all of them.
  *
  * One row or two have three digits, 23 bits and a sign: a value of bf16 that is at least 2^-15 of the span's largest is
- * exact, and none is off by more than 2^-23 of that. So their sums are those of quantised_tiles.h but for their last bits.
+ * exact, and none is off by more than 2^-23 of that. So their sums are those of quantized_tiles.h but for their last bits.
  * More rows, of fp16, have two digits, 15 bits and a sign: what is at least 2^-5 of the span's largest is exact, and
  * nothing is off by more than 2^-15 of that; fp16 has rounded it by 2^-12.
  */
@@ -150,8 +150,8 @@ INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, 
             }
         }
         for (int64_t i = first; i < last; i += PART) {
-            const uint16_t *block = weight->panels + (panel * weight->blocks + i / QUANTISED_BLOCK) * words;
-            int64_t part = i % QUANTISED_BLOCK / PART;
+            const uint16_t *block = weight->panels + (panel * weight->blocks + i / QUANTIZED_BLOCK) * words;
+            int64_t part = i % QUANTIZED_BLOCK / PART;
             multiply_part(bits, is_linear, rows, sums, block + part * low * ROW_WORDS,
                           block + (2 * low + part * high) * ROW_WORDS, x->values + i * DIGITS, x->stride, table);
         }
@@ -182,7 +182,7 @@ INLINE void undo_codes(const int bits, const int is_linear, int8_t *out, const u
     const __m512i table = is_linear ? _mm512_setzero_si512() : _mm512_loadu_si512(means);
     (void)weight;
 #pragma GCC unroll 2
-    for (int part = 0; part < QUANTISED_BLOCK / PART; part++) {
+    for (int part = 0; part < QUANTIZED_BLOCK / PART; part++) {
         const uint16_t *of_part = at + part * low * ROW_WORDS, *above = at + (2 * low + part * high) * ROW_WORDS;
         ask_for_part(bits, of_part, above);
 #pragma GCC unroll 4

@@ -8,7 +8,7 @@
 #ifndef GRAPHDECODE_INTEGER_PRODUCTS_H
 #define GRAPHDECODE_INTEGER_PRODUCTS_H
 
-#include "linear/quantised_tiles.h"
+#include "linear/quantized_tiles.h"
 
 #if LANES == 16 && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define WITH_DIGITS 1
@@ -158,12 +158,12 @@ INLINE int write_span(const int is_checked, const struct integer_rows *to, int64
 static void undo_chunk(struct integer_chunk *chunk, const struct block_weight *weight, const int8_t *table, int64_t panel,
                        int64_t first) {
     const int64_t words = weight->bits * BLOCK_SIZE / 16;
-    const uint16_t *at = weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK) * words;
-    chunk->first = first, chunk->count = least_of(CHUNK, weight->blocks * QUANTISED_BLOCK - first);
+    const uint16_t *at = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
+    chunk->first = first, chunk->count = least_of(CHUNK, weight->blocks * QUANTIZED_BLOCK - first);
     chunk->span = first / weight->span;
     read_numbers(chunk->scales, chunk->mins, weight, panel, chunk->span,
                  (chunk->count + weight->span - 1) / weight->span);
-    for (int64_t i = 0; i < chunk->count; i += QUANTISED_BLOCK, at += words)
+    for (int64_t i = 0; i < chunk->count; i += QUANTIZED_BLOCK, at += words)
         FOR_CODES(weight, undo_codes, chunk->codes + i * PANEL * CODE_BYTES, at, weight, table)
 }
 

@@ -112,9 +112,9 @@ def native_linear(
         out.add_(bias)
 
 
-# torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantised
+# torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantized
 # weight is faster. It is vectorised for bf16 alone.
-_INT8_DEQUANTISE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
+_INT8_DEQUANTIZE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
 _INT8_PRODUCT = getattr(torch, "_weight_int8pack_mm", None)
 
 
@@ -123,7 +123,7 @@ def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tens
     """Write `x @ (qweight * scales[:, None]).T + bias` into `out`: int8 weights, activations untouched.
 
     Made for bf16 on a CPU: torch's int8 product is vectorised for bf16 alone, and fp32 activations take a product
-    with the dequantised weight from three rows on, which saves memory but no time.
+    with the dequantized weight from three rows on, which saves memory but no time.
 
     Args:
         out: [rows, out_features], contiguous, of x's dtype, or fp32.
@@ -135,7 +135,7 @@ def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tens
     if out.dtype != x.dtype:
         plain_product(out, x, qweight, None)
         out.mul_(scales)
-    elif _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
+    elif _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTIZE_ROWS[x.dtype]:
         out.copy_(_INT8_PRODUCT(x.contiguous(), qweight, scales))
     else:
         torch.mm(x, qweight.to(x.dtype).t(), out=out)
@@ -144,7 +144,7 @@ def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tens
         out.add_(bias)
 
 
-def quantise_int8(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def quantize_int8(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Return (int8 [n, k], scales [n] of the weight's dtype): symmetric, one scale per output feature.
 
     Args:

@@ -61,7 +61,7 @@ INLINE void undo_codes(const int bits, const int is_linear, int8_t *out, const u
     const int low = low_bits(bits), high = bits - low;
     const shorts zero = (shorts){0} + (int16_t)weight->zero;
 #pragma GCC unroll 32
-    for (int k = 0; k < QUANTISED_BLOCK; k++) { /* a pair of input features, and half of the panel */
+    for (int k = 0; k < QUANTIZED_BLOCK; k++) { /* a pair of input features, and half of the panel */
         const int place = k * low % 16, above = k * high % 16;
         const uint16_t *row = at + k * low / 16 * ROW_WORDS, *behind = at + (2 * low + k * high / 16) * ROW_WORDS;
         if (place == 0) ask_ahead(row);

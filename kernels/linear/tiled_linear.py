@@ -35,7 +35,7 @@ from .small_linear import (
     partial_sums,
     parts_at_once,
 )
-from .weight_tiles import WeightTiles, columns_of, dequantised
+from .weight_tiles import WeightTiles, columns_of, dequantized
 
 
 @triton.jit
@@ -409,7 +409,7 @@ def _tiled_linear(
     config: SmallLinearConfig,
 ) -> None:
     """Compute with torch's own operators, which need none of the configuration; see `tiled_linear`."""
-    weight = dequantised(tiles)[:, : x.shape[1]]
+    weight = dequantized(tiles)[:, : x.shape[1]]
     product = (x.float() if gain is None else normed(x, gain, eps)) @ weight.T
     if bias is not None:
         product += bias.float()

@@ -219,7 +219,7 @@ def exponent_scales(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
 
 
-def dequantised(tiles: WeightTiles) -> Tensor:
+def dequantized(tiles: WeightTiles) -> Tensor:
     """Return the weight in float32, [rows, columns], those that fill it up as well."""
     codes = from_words(tiles.words, tiles.high, tiles.code)
     weight = values_of(tiles.code).to(codes.device)[codes.int()]

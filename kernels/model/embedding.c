@@ -23,8 +23,8 @@ KERNEL(embedding) {
     }
 }
 
-#ifndef GRAPHDECODE_QUANTISED_EMBEDDING
-#define GRAPHDECODE_QUANTISED_EMBEDDING
+#ifndef GRAPHDECODE_QUANTIZED_EMBEDDING
+#define GRAPHDECODE_QUANTIZED_EMBEDDING
 #define SHARED_TOKENS 8 /* for which a chunk of their own is worth while */
 
 struct gathered_row {
@@ -49,12 +49,12 @@ static inline float number_at(const struct block_numbers *numbers, const struct 
 #endif
 
 struct NAME(embedding_job) {
-    const quantised_embedding_args *a;
+    const quantized_embedding_args *a;
     const struct block_weight *weight;
 };
 
 static void NAME(gather_rows)(const void *given, int64_t begin, int64_t end) {
-    const quantised_embedding_args *a = ((const struct NAME(embedding_job) *)given)->a;
+    const quantized_embedding_args *a = ((const struct NAME(embedding_job) *)given)->a;
     const struct block_weight *weight = ((const struct NAME(embedding_job) *)given)->weight;
     int64_t live = *a->live.data, words = weight->bits * BLOCK_SIZE / 16, hidden = a->out.size[1];
     for (int64_t i = begin; i < end; i++) {
@@ -65,8 +65,8 @@ static void NAME(gather_rows)(const void *given, int64_t begin, int64_t end) {
             float scale = number_at(&weight->scales, &row, span);
             float least = weight->mins.at ? number_at(&weight->mins, &row, span) : 0.0f;
             for (int64_t last = least_of(feature + weight->span, hidden); feature < last; feature++) {
-                const uint16_t *block = weight->panels + (row.panel * weight->blocks + feature / QUANTISED_BLOCK) * words;
-                int code = code_of(block, weight->bits, feature % QUANTISED_BLOCK, row.column);
+                const uint16_t *block = weight->panels + (row.panel * weight->blocks + feature / QUANTIZED_BLOCK) * words;
+                int code = code_of(block, weight->bits, feature % QUANTIZED_BLOCK, row.column);
                 float value = weight->bits == 8 ? (float)(int8_t)code : weight->floats[code];
                 element rounded = narrow(value * scale + least); /* as the plain table would have it */
                 out[feature] = a->scale == 1.0 ? rounded : narrow(widen(rounded) * (float)a->scale);
@@ -75,7 +75,7 @@ static void NAME(gather_rows)(const void *given, int64_t begin, int64_t end) {
     }
 }
 
-KERNEL(quantised_embedding) {
+KERNEL(quantized_embedding) {
     struct block_weight weight = BLOCK_WEIGHT(a);
     struct NAME(embedding_job) job = {a, &weight};
     read_weight(&weight, a->table.data);

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..linear.code_words import CODES
-from ..linear.quantised_linear import QuantisedPanels, undone
-from ..linear.weight_tiles import WeightTiles, dequantised
+from ..linear.quantized_linear import QuantizedPanels, undone
+from ..linear.weight_tiles import WeightTiles, dequantized
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Float32, Int32, Int64, Wide, Written, operator
 from ..norm.rms_norm import rms_norm
@@ -85,7 +85,7 @@ def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, sc
     out.copy_(rows if scale == 1.0 else rows.float().mul_(scale))
 
 
-# One program gathers one row of the table and normalises it: it reads hidden * itemsize bytes, a token id, the live
+# One program gathers one row of the table and normalizes it: it reads hidden * itemsize bytes, a token id, the live
 # count and the gain, and writes the row twice. Of dead tokens and unknown ids it reads row 0, as `embedding` does.
 @triton.jit
 def _embedding_norm_kernel(
@@ -176,7 +176,7 @@ def embedding_norm(
 
     Args:
         out: [tokens, hidden], contiguous.
-        residual: [tokens, hidden], contiguous, of the table's dtype, or fp32; rounded to it before it is normalised.
+        residual: [tokens, hidden], contiguous, of the table's dtype, or fp32; rounded to it before it is normalized.
         tokens: int64 [tokens].
         table: [vocab, hidden], rows may be strided.
         live: int32 [1], how many of the tokens are live; the others, and ids outside [0, vocab), read row 0.
@@ -189,15 +189,15 @@ def embedding_norm(
 
 
 @operator(is_compiled=True)
-def quantised_embedding(
-    out: Written[Tensor], tokens: Int64, weight: QuantisedPanels, live: Int32, vocab_size: int, scale: float = 1.0
+def quantized_embedding(
+    out: Written[Tensor], tokens: Int64, weight: QuantizedPanels, live: Int32, vocab_size: int, scale: float = 1.0
 ) -> None:
     """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids that no row has, read row 0. CPU alone.
 
     Args:
         out: [tokens, hidden], contiguous, floats of 32 or 16 bits; rows are rounded to its dtype before scaling.
         tokens: int64 [tokens].
-        weight: as `quantised_panels` returned it, [vocab_size, hidden].
+        weight: as `quantized_panels` returned it, [vocab_size, hidden].
         live: int32 [1], how many of the tokens are live.
         vocab_size: rows of the weight.
         scale: multiplies the rows, in fp32.
@@ -338,5 +338,5 @@ def tiled_embedding(out: Written[Tensor], tokens: Int64, tiles: WeightTiles, liv
     """
     alive = torch.arange(tokens.shape[0], device=tokens.device) < live
     known = alive & (tokens >= 0) & (tokens < tiles.words.shape[1])
-    table = dequantised(tiles)[:, : out.shape[1]]
+    table = dequantized(tiles)[:, : out.shape[1]]
     out.copy_(table[torch.where(known, tokens, 0)].to(out.dtype).float() * scale)

@@ -1,12 +1,12 @@
 /* The products of experts with their rows, over weights in panels, whole or of few bits; see expert_linear.py.
  *
  * A task is one panel of an expert that has pairs, or with a gate two of them, which stand side by side. Tiles and sums
- * are those of linear.c and quantised_linear.c, so that a row has the same bits with few others and with many where it
+ * are those of linear.c and quantized_linear.c, so that a row has the same bits with few others and with many where it
  * must, and activations those of act_mul.c, which come before this file in the unit.
  */
 #include "native.h"
 #include "linear/integer_products.h"
-#include "linear/quantised_tiles.h"
+#include "linear/quantized_tiles.h"
 #include "native_blocks.h"
 
 #ifndef GRAPHDECODE_EXPERT_LINEAR
@@ -178,8 +178,8 @@ KERNEL(expert_linear) {
     if (tasks > 0) parallel(threads, NAME(expert_tasks), a, tasks, items_of(SHARED_WORK * tasks, work));
 }
 
-#ifndef GRAPHDECODE_QUANTISED_EXPERT_LINEAR
-#define GRAPHDECODE_QUANTISED_EXPERT_LINEAR
+#ifndef GRAPHDECODE_QUANTIZED_EXPERT_LINEAR
+#define GRAPHDECODE_QUANTIZED_EXPERT_LINEAR
 #define GATHERED_PANELS 8 /* a thread's share at least where rows are many: gathering them costs as much as one */
 
 /* How many pairs of one expert are multiplied together: their rows stay in the second cache. */
@@ -190,13 +190,13 @@ static inline int64_t pairs_together(int64_t in) {
 
 struct NAME(few_bit_experts) {
     const struct block_weight *weight;
-    const quantised_expert_linear_args *a;
+    const quantized_expert_linear_args *a;
 };
 
 /* Rows of pairs, brought together in a thread's memory, with the sums of their spans. */
 struct NAME(pair_rows) {
     struct span_job of;
-    const quantised_input *x; /* [rows][in], or as few_rows() or pack_tiles() have them */
+    const quantized_input *x; /* [rows][in], or as few_rows() or pack_tiles() have them */
     int in_digits;
 #if WITH_DIGITS
     struct integer_rows digits;
@@ -205,13 +205,13 @@ struct NAME(pair_rows) {
 
 static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_experts) *job, int64_t expert,
                                                   const int32_t *pairs, int64_t count) {
-    const quantised_expert_linear_args *a = job->a;
+    const quantized_expert_linear_args *a = job->a;
     int64_t in = a->x.size[1], span = job->weight->span, spans = (in + span - 1) / span;
     int64_t whole = count + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
     const int32_t *columns = a->columns.data ? a->columns.data + expert * in : 0;
     float *at = scratch(whole * (spans + 2 * in + LANES) + in + 4 * LANES);
     float *totals = carved(&at, whole * spans);
-    quantised_input *rows = (quantised_input *)carved(&at, count * in);
+    quantized_input *rows = (quantized_input *)carved(&at, count * in);
     element *ordered = (element *)carved(&at, in);
     struct NAME(pair_rows) found = {{job->weight, count, spans, totals}, rows, 0};
 #if WITH_DIGITS
@@ -228,7 +228,7 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
 #if WITH_DIGITS
         if (found.in_digits) found.in_digits = NAME(row_in_integers)(&found.digits, r, row, job->weight, count);
 #endif
-        if (sizeof(quantised_input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
+        if (sizeof(quantized_input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
         else
             for (int64_t i = 0; i < in; i += LANES) store_f32((float *)rows + r * in + i, load(row + i));
     }
@@ -292,7 +292,7 @@ static void NAME(few_bit_tasks)(const void *given, int64_t begin, int64_t end) {
     }
 }
 
-KERNEL(quantised_expert_linear) {
+KERNEL(quantized_expert_linear) {
     int64_t experts = a->offsets.size[0] - 1, panels = (a->out.size[1] + PANEL - 1) / PANEL, busy = 0;
     const int32_t *offsets = a->offsets.data;
     for (int64_t expert = 0; expert < experts; expert++) busy += offsets[expert] < offsets[expert + 1];

@@ -6,7 +6,7 @@ an expert without a pair nothing is read. With a gate the product is that of a g
 most `limit`, and `up` within +-`limit`, it is `gate * sigmoid(alpha * gate) * (up + 1)`.
 
 On a CPU with compiled kernels whole weights are in panels (see `linear`), those of the gate and of `up` by turns. Those
-of few bits are in panels of blocks, with sums as `quantised_linear` has them, or on a GPU in tiles, as `tiled_linear`
+of few bits are in panels of blocks, with sums as `quantized_linear` has them, or on a GPU in tiles, as `tiled_linear`
 undoes them. Panels and tiles of all experts are those of one weight, one expert after another; in tiles a gate's rows
 stand before those of `up`. A row's result depends neither on other rows nor on the number of threads.
 
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ..linear.linear import to_panels
-from ..linear.quantised_linear import PANEL, QuantisedPanels, are_blocks_of, undone
+from ..linear.quantized_linear import PANEL, QuantizedPanels, are_blocks_of, undone
 from ..linear.small_linear import SmallLinearConfig, block_rows
 from ..linear.tiled_linear import TileForm, Words, tiled_sums
-from ..linear.weight_tiles import WeightTiles, columns_of, dequantised
+from ..linear.weight_tiles import WeightTiles, columns_of, dequantized
 from ..model.act_mul import ACTIVATIONS
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Int32, OneOf, Wide, Written, operator
@@ -268,21 +268,21 @@ def expert_linear(
 _BY_PANEL = ("panels", "scales", "mins", "factors", "min_factors")
 
 
-def panels_by_turns(gate: QuantisedPanels, up: QuantisedPanels) -> QuantisedPanels:
+def panels_by_turns(gate: QuantizedPanels, up: QuantizedPanels) -> QuantizedPanels:
     """Return one expert's panels, one of the gate and one of `up` by turns; the two are of one kind."""
     both = zip(_by_panel(gate), _by_panel(up), strict=True)
     turns: dict[str, Any] = {name: torch.stack((own, other), 1).flatten(0, 1) for (name, own), (_, other) in both}
     return gate._replace(**turns)
 
 
-def stacked_panels(made: Iterable[QuantisedPanels | None], count: int) -> QuantisedPanels | None:
+def stacked_panels(made: Iterable[QuantizedPanels | None], count: int) -> QuantizedPanels | None:
     """Return the panels of `count` experts as those of one weight; None where one has none, or they differ in kind.
 
     Args:
         made: of each; it is dropped before the next one is made.
         count: how many experts there are.
     """
-    whole: QuantisedPanels | None = None
+    whole: QuantizedPanels | None = None
     kind = None
     for expert, own in enumerate(made):
         if own is None or kind not in (None, _kind(own)):
@@ -298,7 +298,7 @@ def stacked_panels(made: Iterable[QuantisedPanels | None], count: int) -> Quanti
     return whole
 
 
-def _by_panel(weight: QuantisedPanels) -> Iterator[tuple[str, Tensor]]:
+def _by_panel(weight: QuantizedPanels) -> Iterator[tuple[str, Tensor]]:
     """Yield what a weight has for each panel, by name."""
     for name in _BY_PANEL:
         held = getattr(weight, name)
@@ -306,14 +306,14 @@ def _by_panel(weight: QuantisedPanels) -> Iterator[tuple[str, Tensor]]:
             yield name, held
 
 
-def _kind(weight: QuantisedPanels) -> tuple[object, ...]:
+def _kind(weight: QuantizedPanels) -> tuple[object, ...]:
     """Return what experts of one product have in common."""
     table = None if weight.table is None else tuple(weight.table.tolist())
     shapes = tuple((name, held.shape, held.dtype) for name, held in _by_panel(weight))
     return (shapes, table, weight.scale_dtype, weight.code)
 
 
-def _undone_expert(weight: QuantisedPanels, expert: int, experts: int, width: int, is_gated: bool) -> Tensor:
+def _undone_expert(weight: QuantizedPanels, expert: int, experts: int, width: int, is_gated: bool) -> Tensor:
     """Return what one expert's panels stand for, float32 [out_features, in_features], the gate first."""
     own: dict[str, Any] = {name: held.chunk(experts)[expert] for name, held in _by_panel(weight)}
     by_half = undone(weight._replace(**own)).unflatten(0, (-1, 1 + is_gated, PANEL)).transpose(0, 1).flatten(1, 2)
@@ -321,10 +321,10 @@ def _undone_expert(weight: QuantisedPanels, expert: int, experts: int, width: in
 
 
 @operator(is_compiled=lambda x, weight: are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1)
-def quantised_expert_linear(
+def quantized_expert_linear(
     out: Written[Wide],
     x: Tensor,
-    weight: QuantisedPanels,
+    weight: QuantizedPanels,
     columns: Int32 | None,
     bias: Tensor | None,
     pairs: Routed,
@@ -340,7 +340,7 @@ def quantised_expert_linear(
         columns: [experts, in_features], the input feature of each column of an expert's weight; None: as they stand.
         bias: [experts, out_features] or None.
         pairs: which are made, and how.
-        batch_invariant: as `quantised_linear` has it.
+        batch_invariant: as `quantized_linear` has it.
 
     Raises:
         ValueError: the gate is not known.
@@ -440,5 +440,5 @@ def tiled_expert_linear(
     Raises:
         ValueError: the gate is not known.
     """
-    weight = dequantised(tiles)[:, : x.shape[1]]
+    weight = dequantized(tiles)[:, : x.shape[1]]
     write_products(out, x, weight.unflatten(0, (len(pairs.offsets) - 1, -1)).__getitem__, bias, pairs)

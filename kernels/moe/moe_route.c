@@ -44,13 +44,13 @@ static void NAME(route_rows)(const void *job, int64_t begin, int64_t end) {
         }
         NAME(choose)(ids, weights, logits, experts, slots);
         float largest = weights[0];
-        for (int64_t expert = 0; expert < experts && !a->renormalise; expert++) {
+        for (int64_t expert = 0; expert < experts && !a->renormalize; expert++) {
             float logit = widen(logits[expert]);
             total += expf((logit > LOWEST ? logit : LOWEST) - largest);
         }
         for (int64_t slot = 0; slot < slots; slot++) {
             weights[slot] = expf(weights[slot] - largest);
-            if (a->renormalise) total += weights[slot];
+            if (a->renormalize) total += weights[slot];
         }
         for (int64_t slot = 0; slot < slots; slot++) weights[slot] /= total;
     }

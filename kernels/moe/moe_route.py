@@ -1,6 +1,6 @@
 """Routing of tokens to experts (Shazeer et al., 2017; Fedus et al., 2021, with several experts a token), and back.
 
-A row's `slots` largest router logits choose its experts; their weights are the softmax over these (renormalised), or
+A row's `slots` largest router logits choose its experts; their weights are the softmax over these (renormalized), or
 their share of the softmax over all experts. A pair is a row's slot, `row * slots + slot`. The pairs are also listed by
 expert, in their own order: the products of an expert read its weights once for all its rows. Dead rows choose nobody.
 A row's result is `sum over slots of weight * part`; where there is a shared expert (Yang et al., Qwen 2, 2024), its
@@ -28,7 +28,7 @@ def _route_kernel(
     stride,
     LOWEST: tl.constexpr,
     SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
@@ -57,7 +57,7 @@ def _route_kernel(
         top = tl.where(slot == s, best, top)
         left = tl.where(expert == at, -float("inf"), left)
     shares = tl.exp(top - largest)
-    if RENORMALISE:
+    if RENORMALIZE:
         total = tl.sum(shares)
     tl.store(ids + place, chosen, mask=slot < SLOTS)
     tl.store(weights + place, shares / total, mask=slot < SLOTS)
@@ -86,7 +86,7 @@ def _list_kernel(order, offsets, ids, pairs, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 def moe_route_triton(
-    ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, logits: Tensor, live: Tensor, renormalise: bool
+    ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, logits: Tensor, live: Tensor, renormalize: bool
 ) -> None:
     """Launch the two kernels; see `moe_route`."""
     (rows, slots), experts = ids.shape, logits.shape[1]
@@ -100,7 +100,7 @@ def moe_route_triton(
         logits.stride(0),
         LOWEST=LOWEST,
         SLOTS=slots,
-        RENORMALISE=renormalise,
+        RENORMALIZE=renormalize,
         BLOCK_S=triton.next_power_of_2(slots),
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=1,
@@ -118,7 +118,7 @@ def moe_route(
     offsets: Written[Int32],
     logits: Tensor,
     live: Int32,
-    renormalise: bool,
+    renormalize: bool,
 ) -> None:
     """Write which experts each row goes to, with what weights, and which pairs each expert has.
 
@@ -130,7 +130,7 @@ def moe_route(
         offsets: int32 [experts + 1], where each expert's pairs begin in `order`, and where the last one's end.
         logits: [rows, experts], rows may be strided; slots <= experts.
         live: int32 [1]; rows from there on are dead.
-        renormalise: whether a row's weights add up to 1.
+        renormalize: whether a row's weights add up to 1.
     """
     rows, slots = ids.shape
     alive = torch.arange(rows, device=logits.device) < live
@@ -138,7 +138,7 @@ def moe_route(
     wide = torch.where(wide > LOWEST, wide, LOWEST)
     chosen = wide.sort(dim=1, descending=True, stable=True).indices[:, :slots]
     shares = torch.softmax(wide, 1).gather(1, chosen)
-    if renormalise:
+    if renormalize:
         shares = torch.softmax(wide.gather(1, chosen), 1)
     ids.copy_(torch.where(alive[:, None], chosen, -1))
     weights.copy_(torch.where(alive[:, None], shares, 0.0))

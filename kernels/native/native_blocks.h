@@ -1,4 +1,4 @@
-/* Weights in blocks of few bits: from what is kept to bf16 or float; see quantised_linear.py for the layouts.
+/* Weights in blocks of few bits: from what is kept to bf16 or float; see quantized_linear.py for the layouts.
  *
  * What stands in a block are codes; a table says which integer, of at most 8 bits, each means, so that bf16 holds it exactly.
  * Scales and least values are numbers of their own, which a product applies to the sums of a group.
@@ -8,9 +8,9 @@
 
 #include "native_products.h"
 #define HALF_PANEL 16 /* output features whose words stand together */
-#define BLOCK_SIZE (QUANTISED_BLOCK * PANEL)
+#define BLOCK_SIZE (QUANTIZED_BLOCK * PANEL)
 #define CHUNK_BLOCKS 8 /* are undone together, and stay in the first cache */
-#define CHUNK (CHUNK_BLOCKS * QUANTISED_BLOCK)
+#define CHUNK (CHUNK_BLOCKS * QUANTIZED_BLOCK)
 #define LEAST_GROUP 16
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
 #define TABLE 64
@@ -122,8 +122,8 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
 INLINE void undo_floats(const int bits, float *out, vec *sums, const float *x, const uint16_t *at,
                         const struct block_weight *weight, const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
     const int unrolled = bits == 4 || bits == 8 ? 4 : 8; /* more compile for long, and gain nothing */
-    for (int first = 0; first < QUANTISED_BLOCK; first += unrolled) {
-        const int64_t place = weight->span < QUANTISED_BLOCK ? first / LEAST_GROUP : 0;
+    for (int first = 0; first < QUANTIZED_BLOCK; first += unrolled) {
+        const int64_t place = weight->span < QUANTIZED_BLOCK ? first / LEAST_GROUP : 0;
 #pragma GCC unroll 8
         for (int k = first; k < first + unrolled; k++) /* a pair of input features, and half of the panel */
 #pragma GCC unroll 2
@@ -173,7 +173,7 @@ INLINE vec signed_byte(uvec words, const int is_second) {
 /* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
 static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
 #pragma GCC unroll 4
-    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
+    for (int i = 0; i < QUANTIZED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
         ask_ahead(at);
         uvec even = load_words(at), odd = even >> 16;
 #pragma GCC unroll 2
@@ -188,7 +188,7 @@ static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
 static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
     const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
     const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
-    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
+    for (int i = 0; i < QUANTIZED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
         ask_ahead(at);
         for (int half = 0; half < 2; half++) {
             __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
@@ -213,7 +213,7 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
     const __m512i first = _mm512_loadu_si512(weight->pairs), second = _mm512_loadu_si512(weight->pairs + TABLE / 2);
     const __m512i mask = _mm512_set1_epi16((1 << low) - 1);
 #pragma GCC unroll 32
-    for (int k = 0; k < QUANTISED_BLOCK; k++) {
+    for (int k = 0; k < QUANTIZED_BLOCK; k++) {
         const uint16_t *row = at + k * low / 16 * ROW_WORDS;
         __m512i codes = shifted(_mm512_loadu_si512(row), -(k * low % 16));
         if (k * low % 16 == 0) ask_ahead(row);
@@ -244,7 +244,7 @@ static int64_t span_of(int64_t features, int64_t groups) {
 
 /* Say which groups share what, and what codes mean. */
 static void read_weight(struct block_weight *weight, const int8_t *table) {
-    int64_t features = weight->blocks * QUANTISED_BLOCK, groups = weight->scales.groups;
+    int64_t features = weight->blocks * QUANTIZED_BLOCK, groups = weight->scales.groups;
     weight->span = span_of(features, groups);
     struct block_numbers *numbers[] = {&weight->scales, &weight->mins};
     for (int i = 0; i < 2; i++) {
@@ -265,7 +265,7 @@ static void read_weight(struct block_weight *weight, const int8_t *table) {
     }
 }
 
-/* The weight that an operation was given; see `QuantisedPanels`. */
+/* The weight that an operation was given; see `QuantizedPanels`. */
 #define BLOCK_WEIGHT(a)                                                                                              \
     {.panels = (a)->panels.data,                                                                                     \
      .blocks = (a)->panels.size[1],                                                                                  \

@@ -12,7 +12,7 @@ from ..native.optional_triton import early_start_options, tl, triton, wait_and_t
 from ..native.registration import Float32, Wide, Written, operator
 
 
-# One program normalises one row: it reads the row (twice with a residual) and the weights, and writes the row
+# One program normalizes one row: it reads the row (twice with a residual) and the weights, and writes the row
 # (twice with a residual): (2 or 4) * hidden * itemsize bytes, plus the weights, which stay in L2.
 @triton.jit
 def _rms_norm_kernel(
@@ -142,7 +142,7 @@ def add_rms_norm(
 
     Args:
         out: [rows, hidden], contiguous.
-        residual: [rows, hidden], contiguous, of out's dtype, or fp32; the sum is rounded to it before it is normalised.
+        residual: [rows, hidden], contiguous, of out's dtype, or fp32; the sum is rounded to it before it is normalized.
         x: [rows, hidden], rows may be strided; of out's dtype, or fp32.
         weight: fp32 [hidden]; None: the sum itself goes into `out`.
         eps: added to the mean square of the sum.

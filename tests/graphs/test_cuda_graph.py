@@ -54,8 +54,8 @@ def test_memory_of_other_libraries_is_known_to_the_driver_alone() -> None:
     assert not memory.is_ownerless(base + 512)
 
 
-@torch.library.custom_op("graphdecode_tests::synchronising", mutates_args={"x"})
-def synchronising(x: Tensor) -> None:
+@torch.library.custom_op("graphdecode_tests::synchronizing", mutates_args={"x"})
+def synchronizing(x: Tensor) -> None:
     """Do, where no observer looks, what no capture allows."""
     x.add_(1.0)
     torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def test_the_report_counts_kernels_and_names_them(step, weight: Tensor) -> None:
 def test_a_capture_that_the_driver_refuses_names_the_line_and_leaves_the_process_fit(step, weight: Tensor) -> None:
     def broken(batch: Batch) -> None:
         step(batch)
-        synchronising(batch.x)
+        synchronizing(batch.x)
 
     buffers = make_buffers("cuda")
     running = GraphManager(step, buffers, [CAPACITY], constants=[weight])

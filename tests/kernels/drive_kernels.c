@@ -154,7 +154,7 @@ static void run_expert_linears(struct memory *m, int threads, int64_t gate) {
 
 static void run_experts(struct memory *m, int threads, int64_t gate) {
     {
-        moe_route_args a = {.renormalise = gate == GATE_SILU};
+        moe_route_args a = {.renormalize = gate == GATE_SILU};
         PLACE(ids, m->ids, BATCH, SLOTS), PLACE(weights, m->expert_weights, BATCH, SLOTS), PLACE(live, &m->live, 1);
         PLACE(order, m->order, BATCH * SLOTS), PLACE(offsets, m->offsets, EXPERTS + 1), PLACE(logits, m->x, BATCH, EXPERTS);
         a.logits.stride[0] = HIDDEN;

@@ -32,7 +32,7 @@ def run(version, name, *arguments):
         getattr(versions(name), version)(*arguments)
 
 
-def routed(version, logits, slots, live, renormalise=True):
+def routed(version, logits, slots, live, renormalize=True):
     """Return ids, weights, order and offsets, whatever nobody writes being hostile."""
     rows, experts = logits.shape
     ids = torch.full((rows, slots), 2**30, dtype=torch.int32)
@@ -40,7 +40,7 @@ def routed(version, logits, slots, live, renormalise=True):
     order = torch.full((rows * slots,), 2**30, dtype=torch.int32)
     offsets = torch.full((experts + 1,), 2**30, dtype=torch.int32)
     alive = torch.tensor([live], dtype=torch.int32)
-    run(version, "moe_route", ids, weights, order, offsets, logits, alive, renormalise)
+    run(version, "moe_route", ids, weights, order, offsets, logits, alive, renormalize)
     return ids, weights, order, offsets
 
 
@@ -50,15 +50,15 @@ def random(*shape, seed=1, dtype=torch.float32):
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("rows", "experts", "slots"), [(1, 4, 1), (7, 5, 5), (9, 60, 4), (40, 33, 8)])
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_each_row_goes_to_its_largest_logits_with_their_shares(version, rows, experts, slots, renormalise):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_each_row_goes_to_its_largest_logits_with_their_shares(version, rows, experts, slots, renormalize):
     wide = random(rows, experts + 3) * 3
     logits = wide[:, 1:-2]
-    ids, weights, order, offsets = routed(version, logits, slots, rows, renormalise)
+    ids, weights, order, offsets = routed(version, logits, slots, rows, renormalize)
     shares = torch.softmax(logits.double(), 1)
     expected = shares.topk(slots)
     assert torch.equal(ids.long(), expected.indices)
-    values = expected.values / expected.values.sum(1, keepdim=True) if renormalise else expected.values
+    values = expected.values / expected.values.sum(1, keepdim=True) if renormalize else expected.values
     torch.testing.assert_close(weights.double(), values, rtol=1e-5, atol=1e-6)
     assert offsets[0] == 0
     assert offsets[-1] == rows * slots

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.linear import quantise_int8, to_panels
-from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_panels
+from graphdecode.kernels.linear.linear import quantize_int8, to_panels
+from graphdecode.kernels.linear.quantized_linear import Numbers, quantized_panels
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig
 from graphdecode.kernels.moe.expert_linear import expert_panels
 from graphdecode.kernels.native import library as native
@@ -78,13 +78,13 @@ def combined(*elements: int, has_gate: bool) -> Case:
 def few_bits(out_features: int) -> Case:
     codes = torch.randint(0, 16, (out_features, 64), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     table = torch.arange(-8, 8, dtype=torch.int8)
-    held = quantised_panels(codes, 4, table, Numbers(random(out_features, 2, seed=5, scale=0.1)))
+    held = quantized_panels(codes, 4, table, Numbers(random(out_features, 2, seed=5, scale=0.1)))
     given = [unwritten(ROWS, out_features), random(ROWS, 64), *held, random(out_features)]
     return Case([*given, False], (1, 10), versions=("torch", "native"))
 
 
 def int8(*, in_panels: bool) -> Case:
-    qweight, scales = quantise_int8(random(70, 64, scale=0.1).bfloat16())
+    qweight, scales = quantize_int8(random(70, 64, scale=0.1).bfloat16())
     given = [unwritten(ROWS, 70), random(ROWS, 64), to_panels(qweight) if in_panels else qweight, scales.float()]
     return Case([*given, random(70)], (1, 3, 4), versions=("native",) if in_panels else ("torch",))
 
@@ -136,8 +136,8 @@ CASES: dict[str, Callable[[], Case]] = {
         versions=("native",),
         packed=(2, to_panels),
     ),
-    "quantised_linear": lambda: few_bits(70),
-    "quantised_linear in whole panels": lambda: few_bits(64),
+    "quantized_linear": lambda: few_bits(70),
+    "quantized_linear in whole panels": lambda: few_bits(64),
     **{
         f"small_linear {kind} {epilogue}": lambda kind=kind, epilogue=epilogue: small(kind, epilogue)
         for kind in ("dot", "gemv")
@@ -184,7 +184,7 @@ def test_what_is_float32_is_not_rounded_whatever_stands_beside_it(
         # the interpreter truncates where it stores bf16
         loose = 2 * torch.finfo(dtype).eps if place in case.elements else 2e-6
         actual, expected = given[place].cpu().float(), wide[place]
-        if (bare(name), version, dtype) == ("quantised_linear", "native", torch.float16):
+        if (bare(name), version, dtype) == ("quantized_linear", "native", torch.float16):
             loose = 1e-3  # activations are taken as integers, to 2^-16 of the largest
             assert not torch.equal(actual, actual.half().float())
         torch.testing.assert_close(actual, expected, rtol=loose, atol=loose, msg=lambda told, at=place: f"{at}: {told}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sampling_rows import neutral_slots, random_rows, set_row
 
-from graphdecode.kernels.linear.linear import native_linear, quantise_int8, to_panels
+from graphdecode.kernels.linear.linear import native_linear, quantize_int8, to_panels
 from graphdecode.kernels.model.act_mul import ACTIVATIONS
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
@@ -95,9 +95,9 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
 ):
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
     bias = torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
-    quantised, scales = quantise_int8(weight) if form == "int8" else (weight, None)
-    exact = quantised.double() * (1.0 if scales is None else scales.double()[:, None])
-    panels = to_panels(quantised)
+    quantized, scales = quantize_int8(weight) if form == "int8" else (weight, None)
+    exact = quantized.double() * (1.0 if scales is None else scales.double()[:, None])
+    panels = to_panels(quantized)
     for rows in (*range(1, 34), 50, 67):
         x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, 1:-2]
         out = torch.full((rows, out_features), torch.nan, dtype=dtype)
@@ -132,8 +132,8 @@ def test_a_prompts_rows_are_what_they_are_alone(rows, in_features, out_features,
 def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, form, generator):
     """Neither on how many rows there are, nor which others, nor how many threads work."""
     weight = torch.randn(1000, in_features, generator=generator).to(dtype)
-    quantised, scales = quantise_int8(weight) if form == "int8" else (weight, None)
-    panels = to_panels(quantised)
+    quantized, scales = quantize_int8(weight) if form == "int8" else (weight, None)
+    panels = to_panels(quantized)
     x = torch.randn(70, in_features, generator=generator).to(dtype)
     whole = torch.empty(70, 1000, dtype=dtype)
     threads = torch.get_num_threads()

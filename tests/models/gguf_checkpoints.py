@@ -129,7 +129,7 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
     return path
 
 
-def quantised_file(path: Path, name: str, types: dict[str, str]) -> Path:
+def quantized_file(path: Path, name: str, types: dict[str, str]) -> Path:
     """Write a random model whose matrices have block types, by the ends of their names."""
     plain = write(random_model(name), name, path.with_name("plain.gguf"))
     reader = gguf.GGUFReader(plain)

@@ -9,13 +9,13 @@ import gguf
 import pytest
 import torch
 from command_line import run_command
-from gguf_checkpoints import ARCHITECTURES, quantised_file, random_model, write
+from gguf_checkpoints import ARCHITECTURES, quantized_file, random_model, write
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.convert import converted_copy, quantised_copy
+from graphdecode.convert import converted_copy, quantized_copy
 from graphdecode.errors import ArgumentError
 from graphdecode.models import ModelSourceError
 from graphdecode.text.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def test_tokenizer_template_and_ends_come_along(tmp_path: Path) -> None:
 
 def test_blocks_are_expanded_into_the_type_that_is_asked_for(tmp_path: Path) -> None:
     types = {"attn_q.weight": "Q8_0", "ffn_down.weight": "Q4_0", "token_embd.weight": "Q8_0"}
-    plain = quantised_file(tmp_path / "model.gguf", "llama", types)
+    plain = quantized_file(tmp_path / "model.gguf", "llama", types)
     reader = gguf.GGUFReader(plain)
     writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "llama")
     for field in reader.fields.values():
@@ -121,8 +121,8 @@ def test_a_tokenizer_that_cannot_be_read_is_said_before_weights_are_written(
     says = "tokenizer.ggml.pre 'unheard-of' is not supported; supported are"
     copies: list[Callable[[], Path]] = [
         lambda: converted_copy(file, tmp_path / "folder"),
-        lambda: quantised_copy(file, tmp_path / "folder", "int8"),
-        lambda: quantised_copy(file, tmp_path / "copy.gguf", "q8_0"),
+        lambda: quantized_copy(file, tmp_path / "folder", "int8"),
+        lambda: quantized_copy(file, tmp_path / "copy.gguf", "q8_0"),
     ]
     for copy in copies:
         with pytest.raises(ModelSourceError, match=says) as refused:

@@ -8,8 +8,8 @@ from typing import Any
 import gguf_checkpoints
 import pytest
 import torch
-from gguf_checkpoints import quantised_file
-from quantised_checkpoints import FORMS, write_pair
+from gguf_checkpoints import quantized_file
+from quantized_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.engine.loading import load_runner
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture
 def blocks(tmp_path: Path) -> Path:
-    return quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
+    return quantized_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def beyond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         return model
 
     monkeypatch.setattr(gguf_checkpoints, "random_model", planted)
-    return quantised_file(tmp_path / "beyond.gguf", "llama", {"weight": "Q8_0"})
+    return quantized_file(tmp_path / "beyond.gguf", "llama", {"weight": "Q8_0"})
 
 
 @compiled

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_checkpoints import quantised_file
+from gguf_checkpoints import quantized_file
 
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.kept import KeptPanels
@@ -25,7 +25,7 @@ TYPES["weight"] = "Q4_1"
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
 def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_path: Path, name: str) -> None:
-    path = quantised_file(tmp_path / "small.gguf", name, TYPES)
+    path = quantized_file(tmp_path / "small.gguf", name, TYPES)
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     found = model.layers[1].linears
     assert {place: type(form) for place, form in found.items()} == {
@@ -47,7 +47,7 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
 
 
 def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: Path) -> None:
-    path = quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
+    path = quantized_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["qkv"]
     assert isinstance(form, KeptPanels)
     weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
@@ -64,7 +64,7 @@ def values(source: Gguf, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
 def test_the_output_layer_has_blocks_too_where_it_is_the_embedding(tmp_path: Path, name: str) -> None:
-    path = quantised_file(tmp_path / "small.gguf", name, {"embd.weight": "Q8_0", "output.weight": "Q8_0"})
+    path = quantized_file(tmp_path / "small.gguf", name, {"embd.weight": "Q8_0", "output.weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="bfloat16", quantize="gguf").head.lm_head
     assert isinstance(form, KeptPanels)
     assert form.nbytes <= 34 / 32 * 64 * (form.out_features + 31)
@@ -72,7 +72,7 @@ def test_the_output_layer_has_blocks_too_where_it_is_the_embedding(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
 def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_path: Path, name: str) -> None:
-    path = quantised_file(tmp_path / "small.gguf", name, {"embd.weight": "Q5_1", "output.weight": "Q8_0"})
+    path = quantized_file(tmp_path / "small.gguf", name, {"embd.weight": "Q5_1", "output.weight": "Q8_0"})
     model = load_model(path, device="cpu", dtype="float32", quantize="gguf")
     stem, lm_head = model.stem, model.head.lm_head
     assert isinstance(stem, BlocksStem)
@@ -88,7 +88,7 @@ def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_p
 
 @pytest.mark.parametrize(("axis", "kept"), [(0, (slice(32, 64),)), (1, (slice(None), slice(32, 64)))])
 def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Path, axis: int, kept: tuple) -> None:
-    path = quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q4_0"})
+    path = quantized_file(tmp_path / "small.gguf", "llama", {"weight": "Q4_0"})
     source, names = Gguf(path), LinearNames(("model.layers.0.self_attn.o_proj.weight",))
     options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), quantize="gguf")
     form = KeptPanels.load(source, names, Shard(1, 2, axis), options)
@@ -103,7 +103,7 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
 
 @pytest.mark.skipif(native.library() is None, reason="blocks are expanded")
 def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = quantised_file(tmp_path / "model.gguf", "llama", {"weight": "Q8_0"})
+    file = quantized_file(tmp_path / "model.gguf", "llama", {"weight": "Q8_0"})
 
     class Blocks:
         keeps_blocks = True
@@ -111,7 +111,7 @@ def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pyt
         def __init__(self, model: str | Path) -> None:
             held = Gguf(file)
             self.name, self.tensors, self.config = "blocks:", held.tensors, held.config
-            self.read, self.read_few_bits = held.read, held.read_few_bits
+            self.read, self.read_quantized = held.read, held.read_quantized
 
         @classmethod
         def opens(cls, model: str | Path) -> bool:

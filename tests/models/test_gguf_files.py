@@ -16,7 +16,7 @@ from gguf_checkpoints import random_model, write
 from huggingface_hub.utils import filter_repo_objects
 
 from graphdecode import GraphdecodeError
-from graphdecode.convert import quantised_copy
+from graphdecode.convert import quantized_copy
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.gguf_blocks import BLOCK_TYPES
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
@@ -111,7 +111,7 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
     before = shards[1].read_bytes()
     for taken in shards:
         with pytest.raises(ArgumentError, match="holds the model itself"):
-            quantised_copy(shards[0], taken, "q8_0", overwrite=True)
+            quantized_copy(shards[0], taken, "q8_0", overwrite=True)
     assert shards[1].read_bytes() == before
     shards[1].unlink()
     with pytest.raises(GraphdecodeError, match="m-00002-of-00003.gguf"):

@@ -96,19 +96,19 @@ def test_tokens_are_those_of_the_same_checkpoint_in_safetensors(tmp_path: Path, 
 
 
 def test_a_file_of_blocks_is_the_model_of_their_values(tmp_path: Path) -> None:
-    """The whole way: quantised by the library, read by us, and by transformers as the values that the library gives."""
+    """The whole way: quantized by the library, read by us, and by transformers as the values that the library gives."""
     model = random_model("qwen3")
     kind = gguf.GGMLQuantizationType.Q8_0
     writer_of = gguf.GGUFWriter.add_tensor
 
-    def quantised(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray) -> None:
+    def quantized(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray) -> None:
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
             writer_of(writer, name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
         else:
             writer_of(writer, name, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "add_tensor", quantised)
+        patch.setattr(gguf.GGUFWriter, "add_tensor", quantized)
         file = write(model, "qwen3", tmp_path / "model.gguf")
     source = Gguf(file)
     assert {each.dtype for each in source.tensors.values()} == {"F32", "Q8_0"}

@@ -70,7 +70,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_groups_stand_for_what_their_definition_says(kind):
     groups = made(**kind)
-    found = groups.dequantised()
+    found = groups.dequantized()
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.double().numpy(), stands_for(groups), rtol=1e-6)
 
@@ -80,14 +80,14 @@ def test_parts_by_rows_are_the_rows_of_the_whole(kind):
     groups = made(**kind)
     parts = [groups.part(Shard(rank, 3, 0)) for rank in range(3)]
     assert [part.shape for part in parts] == [(4, COLUMNS)] * 3
-    assert torch.equal(torch.cat([part.dequantised() for part in parts]), groups.dequantised())
+    assert torch.equal(torch.cat([part.dequantized() for part in parts]), groups.dequantized())
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.get("order")], ids=str)
 def test_parts_by_columns_begin_with_a_group(kind):
     whole = made(**kind)
     groups = whole.part(Shard(0, 1, 1))
-    assert torch.equal(groups.dequantised(), whole.dequantised())
+    assert torch.equal(groups.dequantized(), whole.dequantized())
     with pytest.raises(ValueError, match="within a group of 32"):
         groups.part(Shard(1, 2, 1))
 
@@ -95,14 +95,14 @@ def test_parts_by_columns_begin_with_a_group(kind):
 def test_a_part_may_be_of_rows_and_of_columns():
     whole = made("int4", zeros=True)
     part = Shard(0, 1, 1, begin=32, size=32, within=Shard(2, 3, 0))
-    assert torch.equal(whole.part(part).dequantised(), whole.dequantised()[8:, 32:64])
+    assert torch.equal(whole.part(part).dequantized(), whole.dequantized()[8:, 32:64])
 
 
 def test_columns_of_one_scale_are_shared_out_anywhere():
     groups = made("int8")
     channel = Groups("integer", 8, groups.codes, groups.scales[:, :1], None, COLUMNS)
     parts = [channel.part(Shard(rank, 3, 1)) for rank in range(3)]
-    assert torch.equal(torch.cat([part.dequantised() for part in parts], dim=1), channel.dequantised())
+    assert torch.equal(torch.cat([part.dequantized() for part in parts], dim=1), channel.dequantized())
 
 
 def test_columns_in_another_order_are_not_shared_out():
@@ -115,14 +115,14 @@ def test_layers_one_below_another_are_one_weight(kind):
     parts = [made(**kind), made(**kind)]
     whole = Groups.joined(parts)
     assert whole is not None
-    assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
 
 
 def test_zeros_of_one_layer_are_written_out_for_the_others():
     parts = [made("int4"), made("int4", zeros=True)]
     whole = Groups.joined(parts)
     assert whole is not None
-    assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
 
 
 def test_layers_that_differ_are_not_fused():

@@ -130,7 +130,7 @@ def test_a_tensor_that_is_not_needed_may_be_there(
     assert all(map(torch.equal, given, expected))
 
 
-def test_quantised_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
+def test_quantized_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
     save_checkpoint("llama-3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn)

@@ -104,7 +104,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(architecture
     if ours.experts is not None:
         assert ours.experts.count == theirs.num_experts
         assert ours.experts.top_k == theirs.num_experts_per_tok
-        assert ours.experts.renormalise == getattr(theirs, "norm_topk_prob", True)
+        assert ours.experts.renormalize == getattr(theirs, "norm_topk_prob", True)
         assert ours.experts.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert ours.experts.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", 0)
 

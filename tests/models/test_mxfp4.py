@@ -69,7 +69,7 @@ def test_a_block_is_what_ggml_takes_it_for() -> None:
     ggml = torch.cat([scales[..., None], order[..., :16] | order[..., 16:] << 4], -1).flatten(-2)
     expected = torch.from_numpy(quants.dequantize(ggml.numpy(), GGMLQuantizationType.MXFP4))
     groups = Groups("e2m1", 4, blocks.flatten(1), scales.view(torch.float8_e8m0fnu), None, 32)
-    assert torch.equal(groups.dequantised(), expected)
+    assert torch.equal(groups.dequantized(), expected)
 
 
 def test_any_part_is_that_of_the_whole(folders: tuple[Path, Path]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.experts import ExpertPanels, PlainExperts
 from graphdecode.models import Decoder, load_model
-from graphdecode.models.quantised.on_load import GROUP_SCHEMES, rounded
+from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 TEXTS = [[65, 66, 67], [68] * 37]
@@ -34,7 +34,7 @@ def undone(weight: Tensor, quantize: str) -> Tensor:
     if quantize == "q8_0":
         blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
         return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
-    return rounded(weight, GROUP_SCHEMES[quantize].sized(32 if quantize == "int4" else None, [32])).dequantised()
+    return rounded(weight, GROUP_SCHEMES[quantize].sized(32 if quantize == "int4" else None, [32])).dequantized()
 
 
 def with_rounded(name: str, tensor: Tensor, quantize: str) -> Tensor:

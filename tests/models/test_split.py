@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from gguf_checkpoints import ARCHITECTURES, quantised_file
-from quantised_checkpoints import FORMS, write_pair
+from gguf_checkpoints import ARCHITECTURES, quantized_file
+from quantized_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM
 from graphdecode.distributed import Collectives, SharedCollectives
@@ -188,7 +188,7 @@ def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setitem(ARCHITECTURES, "wide", ("llama", "Llama", WIDE))
-    path = quantised_file(tmp_path / "wide.gguf", "wide", {"weight": kind})
+    path = quantized_file(tmp_path / "wide.gguf", "wide", {"weight": kind})
 
     def load(shared: Collectives | None) -> Model:
         return load_model(path, device="cpu", dtype="float32", quantize="gguf", shared=shared)
@@ -235,4 +235,4 @@ def test_ranks_share_experts_that_are_rounded_while_they_are_read(
 def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None:
     packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
     with pytest.raises(ArgumentError, match=r"o_proj.weight, \[64, 64\], has columns of all groups.*desc_act"):
-        split(Checkpoint(packed), 0, 2).read_few_bits("model.layers.0.self_attn.o_proj.weight")
+        split(Checkpoint(packed), 0, 2).read_quantized("model.layers.0.self_attn.o_proj.weight")

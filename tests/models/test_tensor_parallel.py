@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_checkpoints import ARCHITECTURES, quantised_file
+from gguf_checkpoints import ARCHITECTURES, quantized_file
 
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphdecode.distributed import Leader, RankError
@@ -92,7 +92,7 @@ def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(
     architecture, kind, changes = ARCHITECTURES[name]
     monkeypatch.setitem(ARCHITECTURES, name, (architecture, kind, changes | {"intermediate_size": 128}))
     types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
-    file = quantised_file(tmp_path / "model.gguf", name, types)
+    file = quantized_file(tmp_path / "model.gguf", name, types)
     requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
     engine = same_on_one_and_on_two(file, ranks, requests, quantize="gguf")
     whole = load_model(file, device="cpu", dtype="float32", quantize="gguf")

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from gguf_checkpoints import quantised_file, random_model
-from quantised_checkpoints import FORMS, write_pair
+from gguf_checkpoints import quantized_file, random_model
+from quantized_checkpoints import FORMS, write_pair
 from test_gguf_blocks import values
-from test_quantised_experts import experts_in, logits
+from test_quantized_experts import experts_in, logits
 
 from graphdecode import GraphManager
 from graphdecode.graphs import check
-from graphdecode.kernels.linear.linear import quantise_int8
+from graphdecode.kernels.linear.linear import quantize_int8
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, partial_sums
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantised
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized
 from graphdecode.linear.experts import ExpertPanels, ExpertTiles, PlainExperts
 from graphdecode.linear.groups import Groups, packed
 from graphdecode.linear.kept import KeptPanels
@@ -71,7 +71,7 @@ def fused_products(form: WeightForm, x: torch.Tensor, gain: torch.Tensor) -> lis
 def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_their_values(
     tmp_path: Path, forms_of_a_gpu: None
 ) -> None:
-    path = quantised_file(tmp_path / "small.gguf", "llama", SMALL)
+    path = quantized_file(tmp_path / "small.gguf", "llama", SMALL)
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     assert isinstance(model, Decoder)
     found = model.layers[1].linears
@@ -120,7 +120,7 @@ def test_groups_in_tiles_have_the_same_values(kind: str, size: int) -> None:
     given = Groups(meaning, bits, held, scales, zeros, size, rows_of_scale)  # type: ignore[arg-type]
     tiles = given.tiles()
     assert tiles is not None
-    torch.testing.assert_close(dequantised(tiles)[:, :columns], given.dequantised(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dequantized(tiles)[:, :columns], given.dequantized(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8", "q8_0"])
@@ -147,7 +147,7 @@ def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
     assert tiles is not None
     counters = torch.zeros(8, dtype=torch.int32)
     form = KeptTiles((6, 64), None, (tiles,), (6,), counters, 132, False, 9, False, order)
-    torch.testing.assert_close(product(form), groups.dequantised().T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(product(form), groups.dequantized().T, rtol=1e-6, atol=1e-6)
     assert form.fused(1) is None
 
 
@@ -158,13 +158,13 @@ def test_int8_weights_are_those_of_the_rounded_ones(checkpoint: Callable[[str], 
     assert isinstance(tiled, Decoder)
     for place, form in tiled.layers[0].linears.items():
         assert isinstance(form, Int8Tiles)
-        codes, scales = quantise_int8(product(plain.layers[0].linears[place]).T)
+        codes, scales = quantize_int8(product(plain.layers[0].linears[place]).T)
         torch.testing.assert_close(product(form), (codes * scales[:, None]).T, rtol=1e-6, atol=1e-7)
 
 
 def test_a_step_with_tiles_can_be_captured_and_its_replay_is_eager(tmp_path: Path, forms_of_a_gpu: None) -> None:
     """Law: replay is eager."""
-    path = quantised_file(tmp_path / "small.gguf", "llama", SMALL)
+    path = quantized_file(tmp_path / "small.gguf", "llama", SMALL)
     model = load_model(path, device="cpu", dtype="float32", quantize="gguf")
     assert isinstance(model, Decoder)
     driven = DrivenDecoder(model, 3, max_length=32)
@@ -194,7 +194,7 @@ def test_four_bits_have_the_tokens_of_their_undone_weights_by_the_interpreted_ke
     tmp_path: Path, forms_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt and steps behind it, every product by the kernel that a GPU runs; it is in fp16, what is undone not."""
-    path = quantised_file(tmp_path / "small.gguf", "llama", SMALL)
+    path = quantized_file(tmp_path / "small.gguf", "llama", SMALL)
     texts, steps, launches = [[5, 6, 7], [65]], 2, 0
     plain = DrivenDecoder(load_model(path, device="cpu", dtype="float32"), 2, max_length=32)
     kept = DrivenDecoder(load_model(path, device="cpu", dtype="float16", quantize="gguf"), 2, max_length=32)
@@ -249,7 +249,7 @@ def test_experts_of_a_file_are_tiles_too(
     tmp_path: Path, forms_of_a_gpu: None, name: str, gate_up: str, down: str
 ) -> None:
     types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
-    path = quantised_file(tmp_path / "small.gguf", name, types)
+    path = quantized_file(tmp_path / "small.gguf", name, types)
     kept, plain = (load_model(path, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
     torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
     for experts in experts_in(kept):

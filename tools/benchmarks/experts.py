@@ -22,13 +22,13 @@ from graphdecode.graphs.inspect.observer import TorchDispatchMode, schema_of, va
 from graphdecode.kernels.native.library import joined
 from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.experts import ExpertForm, ExpertNames, Gate
-from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.forms import load_experts
 from graphdecode.linear.gguf_blocks import GgufBlocks
 from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import FormOptions, Shard, Stored
-from graphdecode.models.gguf.quantize import quantised_blocks
-from graphdecode.models.quantised.on_load import GROUP_SCHEMES, rounded
+from graphdecode.models.gguf.quantize import quantized_blocks
+from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
 from graphdecode.profiling.environment import read_bandwidth
 from harness import Out, Sizes, in_turn, medians, numbers, record, write
 
@@ -55,10 +55,12 @@ class RandomExperts:
         """Write a plain tensor."""
         out.copy_(self._drawn(name))
 
-    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+    def read_quantized(
+        self, name: str, shard: Shard | None = None, expert: int | None = None
+    ) -> QuantizedWeight | None:
         """Return a tensor in groups or blocks."""
         if self._kind.startswith("Q"):
-            return GgufBlocks(quantised_blocks(self._drawn(name), self._kind), self._kind)
+            return GgufBlocks(quantized_blocks(self._drawn(name), self._kind), self._kind)
         scheme = next((each for each in GROUP_SCHEMES.values() if each.type_name == self._kind), None)
         if scheme is None:
             return None

@@ -1,7 +1,7 @@
 """What weights of few bits should cost on a GPU: bytes, the code that undoes them, and the time of a step.
 
     tools/bench few-bits                  # the tables
-    tools/bench few-bits --write          # and into docs/quantisation.md
+    tools/bench few-bits --write          # and into docs/quantization.md
 
 No GPU has confirmed these figures. A product takes the time to read its weight, or to issue the instructions of its
 loop, whichever is longer; what a step costs beside that is what docs/kernels.md says of the same step in bf16.
@@ -32,7 +32,7 @@ from step_code.launches import Gpu, launches_of, recorded_step
 from step_code.model import Costs
 from step_code.sass import Code
 
-STEPS, DOCUMENT = ROOT / "docs" / "kernels.md", ROOT / "docs" / "quantisation.md"
+STEPS, DOCUMENT = ROOT / "docs" / "kernels.md", ROOT / "docs" / "quantization.md"
 KINDS = {
     "int8": (layout_of("s8", 0), torch.bfloat16),
     "fp8, 128 x 128": (layout_of("e4m3", 128), torch.float32),
@@ -226,7 +226,7 @@ def _loop_us(kind: str, size: int, loop: Loop) -> float:
 def main(
     arch: Annotated[int, typer.Option(help="Compute capability as one number.")] = 90,
     cache: Annotated[Path, typer.Option(help="Folder for what was compiled.")] = ROOT / ".kernel-figures",
-    is_written: Annotated[bool, typer.Option("--write", help="Write docs/quantisation.md.")] = False,
+    is_written: Annotated[bool, typer.Option("--write", help="Write docs/quantization.md.")] = False,
 ) -> None:
     os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
     loops = {

@@ -4,7 +4,7 @@
     tools/bench speculation --llama-python ENV/bin/python     beside llama.cpp's prompt lookup
     tools/bench speculation --model demo --kinds prose --new-tokens 32
 
-Prompts of four kinds: code to be edited, a page to be summarised, people to be written as JSON, and free prose. A turn
+Prompts of four kinds: code to be edited, a page to be summarized, people to be written as JSON, and free prose. A turn
 answers them greedily with the same engine; its speed is that of the tokens behind the first ones. The tokens are
 compared, too. llama.cpp runs in another environment's Python (it needs llama-cpp-python alone) on the same file.
 """

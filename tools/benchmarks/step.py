@@ -1,10 +1,10 @@
-"""The decode step beside its floor, and what each optimisation is worth.
+"""The decode step beside its floor, and what each optimization is worth.
 
     tools/bench step --out results/step                                 models that suit this machine
     tools/bench step --model shape:llama-3.2-1b --batch-sizes 1,64 --contexts 512,4096 --out results/step
 
 The floor is the time to move the bytes that a step must: the weights once, and each row's keys and values once, at the
-read bandwidth that is measured in the same run. The step runs eagerly, replayed, and replayed with each optimisation
+read bandwidth that is measured in the same run. The step runs eagerly, replayed, and replayed with each optimization
 switched off in turn; all of them take turns (A B A B ...), and medians are compared. On a GPU a trace of some steps
 tells the top kernels and the idle time between kernels. Writes step.json after every model.
 """

@@ -4,5 +4,5 @@ import sys
 
 from harness import ROOT
 
-# what comes first has its test_quantised_experts
+# what comes first has its test_quantized_experts
 sys.path += [str(ROOT / "tests" / folder) for folder in ("kernels", "models", "attention", ".")]

@@ -4,8 +4,8 @@
     tools/check few-bits one               some of it, for the set that GRAPHDECODE_ISA names
 
 What weights stand for is computed by the gguf library, by compressed-tensors and from the formats' definitions, in
-float64 (`tests/kernels/few_bits_weights.py`, `tests/models/quantised_checkpoints.py`). A difference is given as a share
-of what sums in float32 and one rounding to the result's dtype may cost: above 1 it is a fault.
+float64 (`tests/kernels/quantized_weights.py`, `tests/models/quantized_checkpoints.py`). A difference is given as a
+share of what sums in float32 and one rounding to the result's dtype may cost: above 1 it is a fault.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import test_append_attention as append_cases
 import test_decode_attention as decode_cases
 import test_experts as expert_cases
 import test_extend_attention as extend_cases
-import test_quantised_experts as few_bit_experts
+import test_quantized_experts as few_bit_experts
 import test_tiled_linear as tiled_cases
 import torch
 import typer
-from few_bits_weights import float8_weight, integer_weight, product, share_of_allowed, stored_weight
 from hostile_rows import quick_interpreter
 from interpreted_launches import strict
-from quantised_checkpoints import FORMS, write_pair
+from quantized_checkpoints import FORMS, write_pair
+from quantized_weights import float8_weight, integer_weight, product, share_of_allowed, stored_weight
 
 from graphdecode.kernels.linear.linear import native_linear, to_panels
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
-from graphdecode.kernels.model.embedding import quantised_embedding
+from graphdecode.kernels.linear.quantized_linear import QuantizedPanels
+from graphdecode.kernels.model.embedding import quantized_embedding
 from graphdecode.kernels.moe.expert_linear import GATES
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
@@ -65,7 +65,7 @@ Share = tuple[str, str, float]  # of a comparison: the form, the dtype, and the 
 app = typer.Typer(add_completion=False)
 
 
-def of_rows(name: str, rows: tuple[int, ...], held: QuantisedPanels, weight: torch.Tensor) -> Iterator[Share]:
+def of_rows(name: str, rows: tuple[int, ...], held: QuantizedPanels, weight: torch.Tensor) -> Iterator[Share]:
     """Yield the share of each product with so many rows, every other one with a bias."""
     draw = torch.Generator().manual_seed(1)
     out_features, columns = weight.shape
@@ -126,7 +126,7 @@ def embeddings(is_whole: bool) -> Iterator[Share]:
         held, tokens = GgufBlocks(stored, name).some_panels(), torch.arange(shape[0]).flip(0)
         for dtype in DTYPES:
             out = torch.full((len(tokens), shape[1]), torch.nan, dtype=dtype)
-            quantised_embedding(out, tokens, held, torch.tensor([len(tokens)], dtype=torch.int32), shape[0])
+            quantized_embedding(out, tokens, held, torch.tensor([len(tokens)], dtype=torch.int32), shape[0])
             expected = weight[tokens]
             step = 4 * 2**-24 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
             allowed = step * expected.abs() + 2**-24 * float(weight.abs().max())
@@ -135,7 +135,7 @@ def embeddings(is_whole: bool) -> Iterator[Share]:
 
 
 def plain(is_whole: bool) -> Iterator[Share]:
-    """Yield the shares of products with weights that are not quantised, in the dtype of the activations."""
+    """Yield the shares of products with weights that are not quantized, in the dtype of the activations."""
     for dtype, shape in combinations(DTYPES, SHAPES + NARROW if is_whole else SHAPES[:1]):
         draw = torch.Generator().manual_seed(2)
         weight, bias = (torch.randn(size, generator=draw).to(dtype) for size in (shape, shape[0]))

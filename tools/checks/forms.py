@@ -4,7 +4,7 @@
     tools/check forms unpack FOLDER --out FILE --vllm PYTHON    GPTQ's and AWQ's weights as vLLM has them
 
 FOLDER keeps the plain checkpoint in bf16 and one in each form. What a form stands for is written as a plain checkpoint
-in float32, from its definition (`tests/models/quantised_checkpoints.py`), compressed-tensors' own functions or those of
+in float32, from its definition (`tests/models/quantized_checkpoints.py`), compressed-tensors' own functions or those of
 bitsandbytes, which write these forms too: nearest values, nothing is calibrated. Each model runs in a process of its
 own. PYTHON are interpreters that have transformers with compressed-tensors and bitsandbytes, and vLLM's CPU build: how
 these read the same checkpoints (`tools/elsewhere.py`). FILE keeps what else it holds.
@@ -21,16 +21,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from quantised_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
+from quantized_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
 from safetensors.torch import load_file, save_file
 
-from benchmarks.quantised import AS_IT_COMES, PLAIN, PROMPTS, TEXT_TOKENS, TEXTS, expand
+from benchmarks.quantized import AS_IT_COMES, PLAIN, PROMPTS, TEXT_TOKENS, TEXTS, expand
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
 from harness import ROOT, command_of, elsewhere, read, record, replaced, told_by, write
 
 MODEL_FILE, FP16, UNDONE = "model.safetensors", "fp16", "undone"
-BY_BITSANDBYTES = {"nf4": False, "nf4 nested": True}  # whether its scales are quantised, too
+BY_BITSANDBYTES = {"nf4": False, "nf4 nested": True}  # whether its scales are quantized, too
 READ_BY_VLLM = ("int4 by 128", "gptq asym", "awq")
 READ_BY_TRANSFORMERS = ("int4 with zeros", "int8", "fp8", "fp8 blocks", *BY_BITSANDBYTES)
 app = typer.Typer(add_completion=False)
@@ -76,7 +76,7 @@ def write_pair(plain: Path, folder: Path, undone: Path, form: Form) -> None:
 
 
 def measured(model: str, dtype: str, *options: str) -> Any:
-    command = command_of("bench", "quantised", "one", model, "--dtype", dtype, "--no-times", "--answers", *options)
+    command = command_of("bench", "quantized", "one", model, "--dtype", dtype, "--no-times", "--answers", *options)
     found = told_by(command)
     return {name: found[name] for name in ("weight_bytes", "perplexity", "answers")}
 

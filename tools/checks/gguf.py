@@ -1,7 +1,7 @@
 """What a GGUF file answers here beside what llama.cpp and transformers make of the same file.
 
 Three comparisons: the token ids of 2,000 lines with llama.cpp's; greedy answers, and the perplexity of a text, with
-those of transformers on the dequantised weights.
+those of transformers on the dequantized weights.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def compare_ids(path: Path, python: str) -> bool:
 
 
 def reference_model(path: Path) -> Any:
-    """Return transformers' model of the dequantised weights, in float32."""
+    """Return transformers' model of the dequantized weights, in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 import family_checkpoints
 import gguf_checkpoints
 import typer
-from quantised_checkpoints import FORMS, write_pair
+from quantized_checkpoints import FORMS, write_pair
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphdecode import Engine, EngineConfig, Request, SamplingParams
@@ -39,7 +39,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
 from graphdecode.models.gguf.writing import GgufModel
-from graphdecode.models.quantised.on_load import QuantisedBlocks
+from graphdecode.models.quantized.on_load import QuantizedBlocks
 from harness import TOOLS, Out, Sizes, numbers, read, record, replaced, write
 
 _LIMIT_SECONDS = 300.0  # four ranks on two cores that others use too
@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
         def of_library(folder: Path, kind: str = kind) -> Path:
             folder.mkdir()
             types = {"weight": kind}
-            return gguf_checkpoints.quantised_file(folder / "model.gguf", "wide", types)
+            return gguf_checkpoints.quantized_file(folder / "model.gguf", "wide", types)
 
         yield Case("wide", f"GGUF {kind}", of_library, {"quantize": "gguf"})
     yield Case("wide", "GGUF Q4_K", lambda folder: in_blocks(wide(folder), "q4_k"), {"quantize": "gguf"})
@@ -110,7 +110,7 @@ def in_blocks(folder: Path, quantize: str) -> Path:
     """Write a checkpoint's weights into a GGUF file beside it; return the file."""
     source = Checkpoint(folder)
     config, path = source.config(), folder / "model.gguf"
-    file = GgufModel(QuantisedBlocks(source, family_of(config.architecture).weights(config), quantize), config)
+    file = GgufModel(QuantizedBlocks(source, family_of(config.architecture).weights(config), quantize), config)
     file.write(path, {}, file.names)
     return path
 

@@ -60,7 +60,7 @@ class GptOss(Sparse):
             count=count(settings, "num_local_experts"),
             top_k=count(settings, "num_experts_per_tok"),
             intermediate_size=fields["intermediate_size"],
-            renormalise=True,
+            renormalize=True,
             layers=(True,) * fields["num_hidden_layers"],
             alpha=float(clamp[0]),
             limit=float(clamp[1]),

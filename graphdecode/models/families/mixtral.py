@@ -33,6 +33,6 @@ class Mixtral(Sparse, Mistral):
             count=count(settings, "num_local_experts"),
             top_k=count(settings, "num_experts_per_tok"),
             intermediate_size=fields["intermediate_size"],
-            renormalise=True,
+            renormalize=True,
             layers=(True,) * fields["num_hidden_layers"],
         )

@@ -51,7 +51,7 @@ class Sparse(Llama):
             count=count(settings, "num_local_experts", settings.get("num_experts")),
             top_k=count(settings, "num_experts_per_tok"),
             intermediate_size=count(settings, "moe_intermediate_size"),
-            renormalise=flag(settings, "norm_topk_prob", False),
+            renormalize=flag(settings, "norm_topk_prob", False),
             shared_intermediate_size=0 if shared is None else count(settings, "shared_expert_intermediate_size"),
             layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
         )
@@ -74,7 +74,7 @@ class Sparse(Llama):
             gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down", is_partial=True)
             shared = GatedMlp(gate_up, down, config.activation)
         sparse = SparseMlp(
-            weights.linear(f"{at}router"), self.expert_block(config, weights, at), shared, experts.renormalise
+            weights.linear(f"{at}router"), self.expert_block(config, weights, at), shared, experts.renormalize
         )
         return sparse if weights.shared is None else SummedMlp(sparse, weights.shared, f"{at}experts")
 

@@ -49,7 +49,7 @@ def _q1_0(stored: np.ndarray, block: BlockType) -> np.ndarray:
     return (scales * signs).reshape(len(stored), -1)
 
 
-def quantised_blocks(weight: Tensor, block_type: str) -> Tensor:
+def quantized_blocks(weight: Tensor, block_type: str) -> Tensor:
     """Return a weight [rows, columns] in blocks, uint8 [rows, bytes of a row].
 
     Args:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from graphdecode.linear.few_bits import FewBits, part_of
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
+from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
@@ -80,7 +80,9 @@ class Gguf:
         """Write one tensor, or a part of it and no more, into `out`; blocks are undone a few rows at a time."""
         self._views[name].read(out, shard)
 
-    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+    def read_quantized(
+        self, name: str, shard: Shard | None = None, expert: int | None = None
+    ) -> QuantizedWeight | None:
         """Return a matrix, or a part of it, as it is stored; None where it is in no blocks, or that cuts one."""
         view = self._views[name]
         if len(view.shape) != 2 or view.shift or view.block_type not in GGUF_BLOCKS:

@@ -22,7 +22,7 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import ARCHITECTURES, EDGES, ONE_ROW, ROTATED, Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
-from graphdecode.models.quantised.on_load import QuantisedBlocks, plain_weight
+from graphdecode.models.quantized.on_load import QuantizedBlocks, plain_weight
 from graphdecode.models.weight_map import parts
 
 _FACTORS = "rope_freqs.weight"
@@ -45,7 +45,7 @@ class GgufModel:
         UnsupportedModelError: GGUF has no words for the architecture, or for something of the configuration.
     """
 
-    def __init__(self, source: QuantisedBlocks, config: ModelConfig) -> None:
+    def __init__(self, source: QuantizedBlocks, config: ModelConfig) -> None:
         self._source = source
         self._config = config
         found = {f"{kind.name}ForCausalLM": key for key, kind in ARCHITECTURES.items()}
@@ -119,7 +119,7 @@ class GgufModel:
 
     def _rows(self, name: str) -> Tensor:
         """Return a tensor as the file has it."""
-        held = self._source.read_few_bits(name)
+        held = self._source.read_quantized(name)
         if isinstance(held, GgufBlocks):
             blocks = held.stored
         else:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from family_checkpoints import save_checkpoint
-from quantised_checkpoints import FORMS, write_pair
+from quantized_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM, ArgumentError, SamplingParams
 from graphdecode.engine.loading import load_runner
@@ -20,8 +20,8 @@ from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.plain import Int8Panels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import load_model
-from graphdecode.models.gguf.quantize import quantised_blocks
-from graphdecode.models.quantised.on_load import GROUP_SCHEMES, rounded
+from graphdecode.models.gguf.quantize import quantized_blocks
+from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
 
 compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 
@@ -62,11 +62,11 @@ def test_a_group_is_rounded_to_its_nearest_codes(name: str, group_size: int | No
     plain = weight()
     groups = rounded(plain, scheme)
     assert groups.scales.shape == (96, 512 // (group_size or 512))
-    assert error(groups.dequantised(), plain) < most
+    assert error(groups.dequantized(), plain) < most
     codes = groups.values()
     step = groups.scales.repeat_interleave(512 // groups.scales.shape[1], 1)
     if name == "int8":  # no code beside it is nearer
-        assert ((groups.dequantised() - plain).abs() <= 0.5001 * step).all()
+        assert ((groups.dequantized() - plain).abs() <= 0.5001 * step).all()
         assert codes.abs().max() <= 127
 
 
@@ -78,14 +78,14 @@ def test_four_bits_are_closer_than_with_the_scale_of_the_largest_value() -> None
     by_group = plain.float().view(96, -1, 128)
     largest = by_group.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7
     simple = ((by_group / largest).round().clamp(-8, 7) * largest).flatten(1)
-    assert error(groups.dequantised(), plain) < 0.93 * error(simple, plain)
+    assert error(groups.dequantized(), plain) < 0.93 * error(simple, plain)
 
 
 @pytest.mark.parametrize(("block_type", "most"), [("Q8_0", 0.008), ("Q6_K", 0.02), ("Q5_0", 0.045), ("Q4_K", 0.08)])
 def test_blocks_are_what_the_library_undoes(block_type: str, most: float) -> None:
     plain = weight()
     plain[7, 9] = 0.0
-    blocks = quantised_blocks(plain, block_type)
+    blocks = quantized_blocks(plain, block_type)
     found = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[block_type])
     assert np.isfinite(found).all()
     assert error(torch.from_numpy(found), plain) < most
@@ -113,7 +113,7 @@ def test_blocks_of_five_bits_keep_large_values_better_than_with_a_scale_by_the_l
     theirs = gguf.quants.quantize(plain.numpy(), kind)
     lost = [
         float(((torch.from_numpy(gguf.quants.dequantize(blocks, kind)) - plain).square() * plain.square()).sum())
-        for blocks in (quantised_blocks(plain, "Q5_0").numpy(), theirs)
+        for blocks in (quantized_blocks(plain, "Q5_0").numpy(), theirs)
     ]
     assert lost[0] < 0.9 * lost[1]
 
@@ -171,5 +171,5 @@ def test_a_part_by_rows_is_rounded_as_the_whole() -> None:
     scheme = GROUP_SCHEMES["int4"].sized(64, [512])
     part = Shard(1, 3, 0)
     assert torch.equal(
-        rounded(plain, scheme).part(part).dequantised(), rounded(plain[part.slices((96, 512))], scheme).dequantised()
+        rounded(plain, scheme).part(part).dequantized(), rounded(plain[part.slices((96, 512))], scheme).dequantized()
     )

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from few_bits_weights import integer_weight, stored_weight
+from quantized_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
 
-from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_panels, undone
+from graphdecode.kernels.linear.quantized_linear import Numbers, quantized_panels, undone
 from graphdecode.kernels.moe.expert_linear import (
     Routed,
     panels_by_turns,
-    quantised_expert_linear,
+    quantized_expert_linear,
     stacked_panels,
 )
 from graphdecode.kernels.native import library as native
@@ -33,7 +33,7 @@ def experts_of(kind, is_gated, width=WIDTH, depth=DEPTH):
             elif kind == "e4m3":
                 codes = random(width, depth, seed=2 * expert + half).to(torch.float8_e4m3fn)
                 scales = random(width, depth // 128, seed=90 + expert)
-                held = quantised_panels(codes, 8, None, Numbers(scales))
+                held = quantized_panels(codes, 8, None, Numbers(scales))
                 halves.append((held, undone(held)[:width].double()))
             else:
                 bits, zero_points = kind
@@ -55,7 +55,7 @@ def check(kind, gate, dtype, rows, with_bias):
         logits[:, NOBODYS] = -9.0
         ids, _, order, offsets = routed("torch", logits, SLOTS, max(1, count - 2))
         out = torch.full((count * SLOTS, WIDTH), torch.nan, dtype=dtype)
-        quantised_expert_linear(out, x, held, None, bias, Routed(order, offsets, SLOTS, gate, ALPHA, LIMIT))
+        quantized_expert_linear(out, x, held, None, bias, Routed(order, offsets, SLOTS, gate, ALPHA, LIMIT))
         chosen = ids.view(-1)
         assert out[chosen < 0].isnan().all()
         for expert in range(EXPERTS):
@@ -118,9 +118,9 @@ def test_columns_may_have_an_order_of_their_own_in_each_expert(version):
         given = (out, x, held, columns.int(), None, Routed(order, offsets, SLOTS))
         if is_off:
             with native.switched_off():
-                quantised_expert_linear(*given)
+                quantized_expert_linear(*given)
         else:
-            quantised_expert_linear(*given)
+            quantized_expert_linear(*given)
         outs.append(out)
     expected = torch.stack(
         [weight[e] @ x[p // SLOTS, columns[e]].double() for p, e in enumerate(ids.view(-1).tolist())]
@@ -142,7 +142,7 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(kind, dtype):
             _, _, order, offsets = routed("native", logits[:count], SLOTS, count)
             out = torch.empty(count * SLOTS, WIDTH, dtype=dtype)
             pairs = Routed(order, offsets, SLOTS, "silu")
-            quantised_expert_linear(out, x[:count], held, None, None, pairs, batch_invariant=True)
+            quantized_expert_linear(out, x[:count], held, None, None, pairs, batch_invariant=True)
             results.append(out)
     finally:
         torch.set_num_threads(threads)
@@ -162,5 +162,5 @@ def test_the_operator_passes_opcheck():
     _, _, order, offsets = routed("torch", random(3, EXPERTS), SLOTS, 3)
     given = (torch.zeros(3 * SLOTS, WIDTH), random(3, DEPTH), *held, None, None, order, offsets)
     torch.library.opcheck(
-        torch.ops.graphdecode.quantised_expert_linear.default, (*given, SLOTS, "silu", 1.0, 0.0, False)
+        torch.ops.graphdecode.quantized_expert_linear.default, (*given, SLOTS, "silu", 1.0, 0.0, False)
     )

@@ -14,14 +14,14 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels, joined_panels
+from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, joined_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, joined_tiles
 from graphdecode.linear.weight_form import LinearNames, Shard, TensorSource
 
 _PANEL_ROWS, _TILE_ROWS = 1024, 4096  # are put in order together: what that needs beside the result is tens of MB
 
 
-class FewBits(ABC):
+class QuantizedWeight(ABC):
     """A weight [out_features, in_features] of few bits: a frozen dataclass, whose tensors may be views of a file.
 
     Attributes:
@@ -64,7 +64,7 @@ class FewBits(ABC):
         for begin in range(0, self.shape[0], count):
             yield self.rows(slice(begin, min(begin + count, self.shape[0])))
 
-    def panels(self, *, by_values: bool = True) -> QuantisedPanels | None:
+    def panels(self, *, by_values: bool = True) -> QuantizedPanels | None:
         """Return the weight as a CPU multiplies it; None where it cannot be put so.
 
         Args:
@@ -87,7 +87,7 @@ class FewBits(ABC):
         """Return the weight in groups that tiles have; None: there are none."""
 
     @abstractmethod
-    def some_panels(self) -> QuantisedPanels:
+    def some_panels(self) -> QuantizedPanels:
         """Return some rows of `for_panels` in panels."""
 
     @abstractmethod
@@ -96,10 +96,12 @@ class FewBits(ABC):
 
 
 @runtime_checkable
-class FewBitsSource(TensorSource, Protocol):
+class QuantizedSource(TensorSource, Protocol):
     """A source whose tensors may stand in few bits; the dtype of such a tensor is the layout's word for it."""
 
-    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+    def read_quantized(
+        self, name: str, shard: Shard | None = None, expert: int | None = None
+    ) -> QuantizedWeight | None:
         """Return a matrix, or a part of it and no more, as it is stored; None where it, or that part, is none.
 
         With an expert that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
@@ -108,23 +110,23 @@ class FewBitsSource(TensorSource, Protocol):
         """
 
 
-def part_of(whole: FewBits | None, shard: Shard | None) -> FewBits | None:
+def part_of(whole: QuantizedWeight | None, shard: Shard | None) -> QuantizedWeight | None:
     """Return a part of a weight; None where there is none, or it begins or ends within a group."""
     with suppress(ValueError):
         return None if whole is None else whole.part(shard)
     return None
 
 
-def read_parts(source: TensorSource, names: LinearNames, shard: Shard | None = None) -> list[FewBits] | None:
+def read_parts(source: TensorSource, names: LinearNames, shard: Shard | None = None) -> list[QuantizedWeight] | None:
     """Return a layer's tensors, or a part of each: those of one kind that are neighbours as one weight.
 
     None where one is not in few bits, or those of one kind are not alike.
     """
-    if not isinstance(source, FewBitsSource):
+    if not isinstance(source, QuantizedSource):
         return None
     found = []
     for name in names.weights:
-        held = source.read_few_bits(name, shard)
+        held = source.read_quantized(name, shard)
         if held is None:
             return None
         found.append(held)

@@ -1,8 +1,8 @@
 /* Products of rows of bf16 with blocks of few bits in matrix tiles: of few rows, and of many. A row's sums have one order
  * in both: those of a span, scaled and added in float, then its total times the span's least values.
  */
-#ifndef GRAPHDECODE_QUANTISED_TILES_H
-#define GRAPHDECODE_QUANTISED_TILES_H
+#ifndef GRAPHDECODE_QUANTIZED_TILES_H
+#define GRAPHDECODE_QUANTIZED_TILES_H
 
 #include "native_blocks.h"
 
@@ -78,16 +78,16 @@ INLINE void whole_rows_of_panel(const int tiles, float *sums, const struct span_
                                 int64_t stride, uint16_t *ring, int64_t panel, int64_t end) {
     const struct block_weight *weight = job->weight;
     _Alignas(64) float found[2][FEW_ROWS * PANEL];
-    int64_t step = least_of(weight->span, QUANTISED_BLOCK), features = weight->blocks * QUANTISED_BLOCK, span = 0;
+    int64_t step = least_of(weight->span, QUANTIZED_BLOCK), features = weight->blocks * QUANTIZED_BLOCK, span = 0;
     memset(sums, 0, job->rows * PANEL * sizeof *sums);
     for (int64_t feature = 0, left = 0; feature < features; feature += step) {
-        int64_t block = panel * weight->blocks + feature / QUANTISED_BLOCK;
-        if (feature % QUANTISED_BLOCK == 0) undo_ahead(ring, weight, block + UNDONE_AHEAD, end);
+        int64_t block = panel * weight->blocks + feature / QUANTIZED_BLOCK;
+        if (feature % QUANTIZED_BLOCK == 0) undo_ahead(ring, weight, block + UNDONE_AHEAD, end);
         if (left == 0) {
             begin_sums(tiles);
             left = least_of(weight->span, features - feature);
         }
-        tile_step(tiles, x + feature, stride, ring + block % RING * BLOCK_SIZE + feature % QUANTISED_BLOCK * PANEL);
+        tile_step(tiles, x + feature, stride, ring + block % RING * BLOCK_SIZE + feature % QUANTIZED_BLOCK * PANEL);
         left -= step;
         if (left > 0) continue;
         vec scale[1][VECTORS], least[1][VECTORS];
@@ -106,23 +106,23 @@ struct spread {
 };
 
 static struct spread spread_of(const struct span_job *job) {
-    int64_t parts = job->weight->span < QUANTISED_BLOCK ? QUANTISED_BLOCK / job->weight->span : 1;
+    int64_t parts = job->weight->span < QUANTIZED_BLOCK ? QUANTIZED_BLOCK / job->weight->span : 1;
     int64_t of_block = parts * job->rows, places = least_of(SPREAD, TILE_ROWS / of_block);
     return (struct spread){parts, of_block, places, places * of_block};
 }
 
 /* Return up to FEW_ROWS rows as they are multiplied: where they are, or in `out` up to SPREAD, [blocks][tile_rows]
- * [QUANTISED_BLOCK], with zeros behind each block's own. */
+ * [QUANTIZED_BLOCK], with zeros behind each block's own. */
 static const uint16_t *few_rows(uint16_t *out, const uint16_t *x, int64_t stride, const struct span_job *job) {
     if (job->rows > SPREAD) return x;
     struct spread as = spread_of(job);
-    int64_t part = QUANTISED_BLOCK / as.parts;
-    memset(out, 0, job->weight->blocks * as.tile_rows * QUANTISED_BLOCK * sizeof *out);
+    int64_t part = QUANTIZED_BLOCK / as.parts;
+    memset(out, 0, job->weight->blocks * as.tile_rows * QUANTIZED_BLOCK * sizeof *out);
     for (int64_t block = 0; block < job->weight->blocks; block++)
         for (int64_t row = 0; row < as.of_block; row++) {
             int64_t at = row / job->rows * part;
-            memcpy(out + (block * as.tile_rows + row) * QUANTISED_BLOCK + at,
-                   x + row % job->rows * stride + block * QUANTISED_BLOCK + at, part * sizeof *out);
+            memcpy(out + (block * as.tile_rows + row) * QUANTIZED_BLOCK + at,
+                   x + row % job->rows * stride + block * QUANTIZED_BLOCK + at, part * sizeof *out);
         }
     return out;
 }
@@ -151,7 +151,7 @@ static void spread_rows_of_panel(float *sums, const struct span_job *job, const 
                                  int64_t panel, int64_t end) {
     const struct block_weight *weight = job->weight;
     struct spread as = spread_of(job);
-    int64_t of_span = items_of(weight->span - 1, QUANTISED_BLOCK), first = panel * weight->blocks;
+    int64_t of_span = items_of(weight->span - 1, QUANTIZED_BLOCK), first = panel * weight->blocks;
     _Alignas(64) float found[TILE_ROWS * PANEL];
     memset(sums, 0, job->rows * PANEL * sizeof *sums);
     for (int64_t block = 0, span = 0; block < weight->blocks;) {
@@ -160,7 +160,7 @@ static void spread_rows_of_panel(float *sums, const struct span_job *job, const 
         for (; place < as.places && block < weight->blocks; place++)
             for (int64_t last = least_of(block + of_span, weight->blocks); block < last; block++) {
                 undo_ahead(ring, weight, first + block + UNDONE_AHEAD, end);
-                tile_step(1, x + (block * as.tile_rows - place * as.of_block) * QUANTISED_BLOCK, QUANTISED_BLOCK,
+                tile_step(1, x + (block * as.tile_rows - place * as.of_block) * QUANTIZED_BLOCK, QUANTIZED_BLOCK,
                           ring + (first + block) % RING * BLOCK_SIZE);
             }
         end_sums(1, found);
@@ -196,12 +196,12 @@ struct tile_chunk {
 
 static void undo_tile_chunk(struct tile_chunk *chunk, const struct span_job *job, int64_t panel, int64_t first) {
     const struct block_weight *weight = job->weight;
-    int64_t features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16, span = first / weight->span;
+    int64_t features = weight->blocks * QUANTIZED_BLOCK, words = weight->bits * BLOCK_SIZE / 16, span = first / weight->span;
     chunk->first = first, chunk->count = least_of(CHUNK, features - first), chunk->totals = job->totals + span;
     chunk->spans = (chunk->count + weight->span - 1) / weight->span;
-    for (int64_t block = 0; block < chunk->count / QUANTISED_BLOCK; block++)
+    for (int64_t block = 0; block < chunk->count / QUANTIZED_BLOCK; block++)
         pairs_undone(chunk->codes + block * BLOCK_SIZE,
-                     weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK + block) * words, weight);
+                     weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK + block) * words, weight);
     read_numbers(chunk->scales, chunk->mins, weight, panel, span, chunk->spans);
 }
 
@@ -212,7 +212,7 @@ INLINE void span_of_tile(const int tile, float *sums, const uint16_t *x, const u
     else _tile_zero(1);
     for (int64_t end = at + span; at < end; at += TILE_IN) {
         _tile_loadd(6, codes + at * PANEL, 4 * PANEL);
-        _tile_loadd(4, x + at / QUANTISED_BLOCK * QUANTISED_BLOCK * TILE_ROWS + at % QUANTISED_BLOCK, 2 * QUANTISED_BLOCK);
+        _tile_loadd(4, x + at / QUANTIZED_BLOCK * QUANTIZED_BLOCK * TILE_ROWS + at % QUANTIZED_BLOCK, 2 * QUANTIZED_BLOCK);
         if (tile == 0) _tile_dpbf16ps(0, 4, 6);
         else _tile_dpbf16ps(1, 4, 6);
     }
@@ -258,7 +258,7 @@ INLINE void tile_of_rows(const int has_mins, float *out, const uint16_t *x, cons
 static void many_rows_of_panel(float *sums, const struct span_job *job, const uint16_t *x, int64_t tile, int64_t tiles,
                                int64_t panel) {
     struct tile_chunk chunk;
-    int64_t features = job->weight->blocks * QUANTISED_BLOCK;
+    int64_t features = job->weight->blocks * QUANTIZED_BLOCK;
     memset(sums, 0, tiles * TILE_ROWS * PANEL * sizeof *sums);
     for (int64_t first = 0; first < features; first += CHUNK) {
         undo_tile_chunk(&chunk, job, panel, first);
@@ -273,15 +273,15 @@ static void many_rows_of_panel(float *sums, const struct span_job *job, const ui
     }
 }
 
-/* Rows as `many_rows_of_panel` takes them: [tiles][blocks][TILE_ROWS][QUANTISED_BLOCK], with zeros for rows that are missing. */
+/* Rows as `many_rows_of_panel` takes them: [tiles][blocks][TILE_ROWS][QUANTIZED_BLOCK], with zeros for rows that are missing. */
 static void pack_tiles(uint16_t *out, const uint16_t *x, int64_t stride, int64_t rows, int64_t blocks, int64_t begin,
                        int64_t end) {
     for (int64_t tile = begin; tile < end; tile++)
         for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++)
             for (int64_t block = 0; block < blocks; block++) {
-                uint16_t *to = out + ((tile * blocks + block) * TILE_ROWS + row % TILE_ROWS) * QUANTISED_BLOCK;
-                if (row < rows) memcpy(to, x + row * stride + block * QUANTISED_BLOCK, QUANTISED_BLOCK * sizeof *to);
-                else memset(to, 0, QUANTISED_BLOCK * sizeof *to);
+                uint16_t *to = out + ((tile * blocks + block) * TILE_ROWS + row % TILE_ROWS) * QUANTIZED_BLOCK;
+                if (row < rows) memcpy(to, x + row * stride + block * QUANTIZED_BLOCK, QUANTIZED_BLOCK * sizeof *to);
+                else memset(to, 0, QUANTIZED_BLOCK * sizeof *to);
             }
 }
 #endif

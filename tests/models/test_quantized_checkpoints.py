@@ -1,4 +1,4 @@
-"""Quantised checkpoints of Hugging Face are what their plain ones are."""
+"""Quantized checkpoints of Hugging Face are what their plain ones are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_checkpoints import edit_config, save_checkpoint
-from quantised_checkpoints import FORMS, write_pair
+from quantized_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, SamplingParams
@@ -50,9 +50,9 @@ def test_a_part_is_that_of_the_whole(pair: tuple[Path, Path], shard: Shard) -> N
     packed, plain = map(Checkpoint, pair)
     expected = read(plain, MLP, shard)
     torch.testing.assert_close(read(packed, MLP, shard), expected, rtol=2e-6, atol=1e-7)
-    groups = packed.read_few_bits(MLP, shard)
+    groups = packed.read_quantized(MLP, shard)
     if groups is not None:
-        torch.testing.assert_close(groups.dequantised(), expected, rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(groups.dequantized(), expected, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
@@ -70,7 +70,7 @@ def test_a_layer_keeps_its_codes(pair: tuple[Path, Path]) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_are_those_of_the_dequantised_model(pair: tuple[Path, Path]) -> None:
+def test_tokens_are_those_of_the_dequantized_model(pair: tuple[Path, Path]) -> None:
     answers = []
     for folder in pair:
         with LLM(folder, dtype="float32", max_batch_size=2, max_sequence_length=64) as llm:

@@ -1,4 +1,4 @@
-/* Linear layers over weights in blocks of few bits; see quantised_linear.py for the layouts.
+/* Linear layers over weights in blocks of few bits; see quantized_linear.py for the layouts.
  *
  * Some blocks of a panel are undone together, into memory that stays in the first cache, and all rows are multiplied with
  * them before the next. For bf16 what is undone are integers, which it holds exactly, and a span's sums are scaled in float;
@@ -7,11 +7,11 @@
  * comes before this file in the unit.
  */
 #include "linear/integer_products.h"
-#include "linear/quantised_tiles.h"
+#include "linear/quantized_tiles.h"
 #include "native_blocks.h"
 
-#ifndef GRAPHDECODE_QUANTISED
-#define GRAPHDECODE_QUANTISED
+#ifndef GRAPHDECODE_QUANTIZED
+#define GRAPHDECODE_QUANTIZED
 #define ROWS_MULTIPLIED 32 /* at a time */
 #define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* whose sums, with FLOAT_VECTORS each, stay in registers */
 #define FLOAT_VECTORS 2
@@ -57,17 +57,17 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
 #define WELL_KEPT 0
 #define INTEGER_ROWS 0
 #endif
-#undef quantised_input
+#undef quantized_input
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
-#define quantised_input uint16_t
+#define quantized_input uint16_t
 #else
-#define quantised_input float
+#define quantized_input float
 #endif
 
-struct NAME(quantised_job) {
+struct NAME(quantized_job) {
     struct span_job of;
-    const quantised_linear_args *a;
-    const quantised_input *x; /* in tiles where there are many rows */
+    const quantized_linear_args *a;
+    const quantized_input *x; /* in tiles where there are many rows */
     int64_t stride;
     void *made; /* what threads write before the product: totals, or rows in tiles */
 #if WITH_INTEGERS
@@ -85,14 +85,14 @@ static void NAME(row_totals)(float *totals, const element *row, int64_t span, in
 }
 
 static void NAME(span_totals)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantised_job) *job = given;
+    const struct NAME(quantized_job) *job = given;
     for (int64_t row = begin; row < end; row++)
         NAME(row_totals)((float *)job->made + row * job->of.spans,
                          (const element *)job->a->x.data + row * job->a->x.stride[0], job->of.weight->span,
                          job->a->x.size[1]);
 }
 
-static void NAME(write_panel)(const quantised_linear_args *a, const float *sums, int64_t row, int64_t rows,
+static void NAME(write_panel)(const quantized_linear_args *a, const float *sums, int64_t row, int64_t rows,
                               int64_t panel) {
     const struct results to = {a->out.data, a->out.stride[0], a->out.size[1], IS_WIDE(a->out), 0, a->bias.data};
     NAME(write_sums)(&to, sums, row, rows, panel);
@@ -100,7 +100,7 @@ static void NAME(write_panel)(const quantised_linear_args *a, const float *sums,
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
 static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantised_job_bf16 *job = given;
+    const struct quantized_job_bf16 *job = given;
     const struct block_weight *weight = job->of.weight;
     _Alignas(64) uint16_t ring[RING * BLOCK_SIZE];
     _Alignas(64) float sums[FEW_ROWS * PANEL];
@@ -115,8 +115,8 @@ static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
 }
 
 static void many_rows_of_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantised_job_bf16 *job = given;
-    int64_t tiles = (job->of.rows + TILE_ROWS - 1) / TILE_ROWS, features = job->of.weight->blocks * QUANTISED_BLOCK;
+    const struct quantized_job_bf16 *job = given;
+    int64_t tiles = (job->of.rows + TILE_ROWS - 1) / TILE_ROWS, features = job->of.weight->blocks * QUANTIZED_BLOCK;
     int64_t together = least_of(tiles, items_of(TILED_BYTES, features * 2 * TILE_ROWS));
     float *sums = lasting(together * TILE_ROWS * PANEL);
     struct tile_shapes before = tiles_begun();
@@ -131,26 +131,26 @@ static void many_rows_of_panels(const void *given, int64_t begin, int64_t end) {
 }
 
 static void rows_in_tiles(const void *given, int64_t begin, int64_t end) {
-    const struct quantised_job_bf16 *job = given;
+    const struct quantized_job_bf16 *job = given;
     pack_tiles(job->made, job->a->x.data, job->stride, job->of.rows, job->of.weight->blocks, begin, end);
 }
 #endif
 
 /* sums[row][column] of all rows with one panel; where there are no tiles. */
-static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const quantised_input *x, int64_t stride,
+static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const quantized_input *x, int64_t stride,
                                 int64_t panel) {
     const struct block_weight *weight = of->weight;
-    int64_t features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
-    _Alignas(64) quantised_input undone[CHUNK * PANEL];
+    int64_t features = weight->blocks * QUANTIZED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
+    _Alignas(64) quantized_input undone[CHUNK * PANEL];
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS] = {0};
     memset(sums, 0, of->rows * PANEL * sizeof *sums);
     for (int64_t first = 0; first < features; first += CHUNK) {
         int64_t count = least_of(CHUNK, features - first), span = first / weight->span;
-        const uint16_t *block = weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK) * words;
+        const uint16_t *block = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
         read_numbers(scales, mins, weight, panel, span, (count + weight->span - 1) / weight->span);
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS) /* integers, which bf16 holds: a span's sums are scaled */
         _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
-        for (int64_t i = 0; i < count; i += QUANTISED_BLOCK, block += words)
+        for (int64_t i = 0; i < count; i += QUANTIZED_BLOCK, block += words)
             pairs_undone(undone + i * PANEL, block, weight);
         for (int64_t at = 0; at < count; at += weight->span, span++)
             for (int64_t row = 0; row < of->rows; row += ROWS_MULTIPLIED) {
@@ -160,7 +160,7 @@ static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const qu
                 add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span);
             }
 #else
-        for (int64_t i = 0; i < count; i += QUANTISED_BLOCK, block += words) {
+        for (int64_t i = 0; i < count; i += QUANTIZED_BLOCK, block += words) {
             const vec (*scale)[VECTORS] = scales + i / weight->span, (*least)[VECTORS] = mins + i / weight->span;
             if (of->rows == 1) add_block(sums, x + first + i, block, weight, scale, least);
             else floats_undone(undone + i * PANEL, block, weight, scale, least);
@@ -171,7 +171,7 @@ static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const qu
 }
 
 static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantised_job) *job = given;
+    const struct NAME(quantized_job) *job = given;
     float *sums = lasting(job->of.rows * PANEL);
     for (int64_t panel = begin; panel < end; panel++) {
         NAME(rows_of_panel)(sums, &job->of, job->x, job->stride, panel);
@@ -206,14 +206,14 @@ static int NAME(row_in_integers)(const struct integer_rows *to, int64_t row, con
 }
 
 static void NAME(rows_in_integers)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantised_job) *job = given;
+    const struct NAME(quantized_job) *job = given;
     const element *x = job->a->x.data;
     for (int64_t row = begin; row < end; row++)
         NAME(row_in_integers)(&job->integers, row, x + row * job->a->x.stride[0], job->of.weight, job->of.rows);
 }
 
 static void NAME(integer_panels)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantised_job) *job = given;
+    const struct NAME(quantized_job) *job = given;
     int64_t together = items_of(INTEGER_BYTES, least_of(job->integers.stride, 2 * CHUNKS * CHUNK));
     float *sums = lasting(least_of(together, job->of.rows) * PANEL);
     for (int64_t row = 0; row < job->of.rows; row += together)
@@ -224,11 +224,11 @@ static void NAME(integer_panels)(const void *given, int64_t begin, int64_t end) 
         }
 }
 
-static void NAME(quantised_linear_of)(const quantised_linear_args *a, int64_t threads);
+static void NAME(quantized_linear_of)(const quantized_linear_args *a, int64_t threads);
 
 /* Multiply rows as integers, if these keep them well. Where they keep one of a few and not another, each is multiplied by
  * itself, so that no row decides how its neighbour is. */
-static int NAME(multiplied_as_integers)(struct NAME(quantised_job) *job, float *at, int64_t threads, int64_t least) {
+static int NAME(multiplied_as_integers)(struct NAME(quantized_job) *job, float *at, int64_t threads, int64_t least) {
     int64_t rows = job->of.rows, in = job->a->x.size[1], kept = rows;
     job->integers = integer_rows_at(at, rows, in, job->of.spans);
     if (rows > CHECKED_ROWS) parallel(threads, NAME(rows_in_integers), job, rows, items_of(SHARED_WORK, in));
@@ -238,23 +238,23 @@ static int NAME(multiplied_as_integers)(struct NAME(quantised_job) *job, float *
     }
     if (kept == rows) parallel(threads, NAME(integer_panels), job, job->a->panels.size[0], least);
     for (int64_t row = 0; row < rows && kept < rows && rows > 1; row++) {
-        quantised_linear_args one = *job->a;
+        quantized_linear_args one = *job->a;
         one.x.data = (void *)((element *)job->a->x.data + row * one.x.stride[0]), one.x.size[0] = 1;
         one.out.data = (char *)job->a->out.data + row * one.out.stride[0] * width_of(IS_WIDE(one.out)), one.out.size[0] = 1;
-        NAME(quantised_linear_of)(&one, threads);
+        NAME(quantized_linear_of)(&one, threads);
     }
     return kept == rows || rows > 1;
 }
 #endif
 
-KERNEL(quantised_linear) {
+KERNEL(quantized_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1], panels = a->panels.size[0];
     int64_t least = items_of(SHARED_WORK, rows * in * PANEL);
     struct block_weight weight = BLOCK_WEIGHT(a);
     if (rows < 1) return;
     read_weight(&weight, a->table.data);
-    struct NAME(quantised_job) job = {{&weight, rows, (in + weight.span - 1) / weight.span}, a,
-                                      (const quantised_input *)a->x.data, a->x.stride[0]};
+    struct NAME(quantized_job) job = {{&weight, rows, (in + weight.span - 1) / weight.span}, a,
+                                      (const quantized_input *)a->x.data, a->x.stride[0]};
     int64_t whole = rows + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
     float *at = scratch(whole * (job.of.spans + in + LANES) + 2 * LANES);
 #if WITH_INTEGERS
@@ -262,7 +262,7 @@ KERNEL(quantised_linear) {
         return;
 #endif
     job.made = carved(&at, whole * job.of.spans), job.of.totals = job.made;
-    if (weight.mins.at && sizeof(quantised_input) == 2)
+    if (weight.mins.at && sizeof(quantized_input) == 2)
         parallel(threads, NAME(span_totals), &job, rows, items_of(SHARED_WORK, in));
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     if (has_tiles && rows > FEW_ROWS) {
@@ -275,20 +275,20 @@ KERNEL(quantised_linear) {
         return;
     }
 #endif
-    if (sizeof(quantised_input) != sizeof(element)) {
+    if (sizeof(quantized_input) != sizeof(element)) {
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = 0; i < in; i += LANES)
                 store_f32(at + row * in + i, load((const element *)a->x.data + row * a->x.stride[0] + i));
-        job.x = (const quantised_input *)at, job.stride = in;
+        job.x = (const quantized_input *)at, job.stride = in;
     }
     parallel(threads, NAME(rows_of_panels), &job, panels, least);
 }
 
 /* Some bits of all codes of a block, from `shift` up, as rows of words in `out`: `code` has the codes of the panel's output
  * features, one behind another. */
-static void NAME(pack_plane)(uint32_t *out, uint8_t code[PANEL][QUANTISED_BLOCK], int bits, int shift) {
+static void NAME(pack_plane)(uint32_t *out, uint8_t code[PANEL][QUANTIZED_BLOCK], int bits, int shift) {
     const int in_word = 16 / bits, mask = (1 << bits) - 1;
-    for (int row = 0; row < QUANTISED_BLOCK / in_word; row++)
+    for (int row = 0; row < QUANTIZED_BLOCK / in_word; row++)
         for (int column = 0; column < HALF_PANEL; column++) {
             uint32_t pair = 0; /* of words: those of an input feature, and of the next */
             for (int place = 0; place < in_word; place++) {
@@ -302,7 +302,7 @@ static void NAME(pack_plane)(uint32_t *out, uint8_t code[PANEL][QUANTISED_BLOCK]
 
 /* The same for codes of 4 bits that stand as most types have them: what is done with a byte is done with four. */
 static void NAME(pack_nibbles)(uint32_t *out, const uint8_t *stored[PANEL]) {
-    for (int row = 0; row < QUANTISED_BLOCK / 4; row++)
+    for (int row = 0; row < QUANTIZED_BLOCK / 4; row++)
         for (int column = 0; column < HALF_PANEL; column++) {
             uint32_t low, high, both;
             memcpy(&low, stored[column] + row % 4 * 4, 4), memcpy(&high, stored[column + HALF_PANEL] + row % 4 * 4, 4);
@@ -313,10 +313,10 @@ static void NAME(pack_nibbles)(uint32_t *out, const uint8_t *stored[PANEL]) {
 
 static void NAME(pack_panels)(const void *job, int64_t begin, int64_t end) {
     const pack_codes_args *a = job;
-    static const uint8_t nothing[QUANTISED_BLOCK];
-    const int bits = (int)a->bits, low = low_bits(bits), is_halved = a->codes.size[2] < QUANTISED_BLOCK;
+    static const uint8_t nothing[QUANTIZED_BLOCK];
+    const int bits = (int)a->bits, low = low_bits(bits), is_halved = a->codes.size[2] < QUANTIZED_BLOCK;
     const uint8_t *stored[PANEL];
-    uint8_t code[PANEL][QUANTISED_BLOCK];
+    uint8_t code[PANEL][QUANTIZED_BLOCK];
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t block = 0; block < a->codes.size[1]; block++) {
             uint32_t *out = (uint32_t *)a->out.data + ((panel * a->codes.size[1] + block) * bits) * ROW_WORDS;
@@ -328,7 +328,7 @@ static void NAME(pack_panels)(const void *job, int64_t begin, int64_t end) {
                 NAME(pack_nibbles)(out, stored);
                 continue;
             }
-            for (int i = 0; i < PANEL; i++) memcpy(code[i], stored[i], QUANTISED_BLOCK);
+            for (int i = 0; i < PANEL; i++) memcpy(code[i], stored[i], QUANTIZED_BLOCK);
             if (low == 8) NAME(pack_plane)(out, code, 8, 0);
             else if (low == 4) NAME(pack_plane)(out, code, 4, 0);
             else NAME(pack_plane)(out, code, 2, 0);

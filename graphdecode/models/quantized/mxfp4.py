@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.weight_form import Shard, Stored
-from graphdecode.models.quantised.packed_tensor import PackedTensor, Read
+from graphdecode.models.quantized.packed_tensor import PackedTensor, Read
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16  # of a block
@@ -37,7 +37,7 @@ class _Experts(PackedTensor):
         """Write its values, or those of a part; only the experts of the part are read."""
         experts, *rest = (slice(None),) if shard is None else shard.slices(self.stored.shape)
         blocks, scales = (read(name, (experts,)) for name in self.tensors)
-        rows = _rows(blocks.flatten(0, 1), scales.flatten(0, 1)).dequantised()
+        rows = _rows(blocks.flatten(0, 1), scales.flatten(0, 1)).dequantized()
         out.copy_(rows.view(len(blocks), -1, rows.shape[1]).transpose(1, 2)[(slice(None), *rest)])
 
 

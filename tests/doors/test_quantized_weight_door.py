@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import Numbers, QuantisedPanels, quantised_panels
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantised, tiled
+from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_panels
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized, tiled
 from graphdecode.kernels.native import library as native
 from graphdecode.linear import FormOptions, Shard, Stored, load_linear
-from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import LinearNames
 
 TABLE = torch.tensor([-1, 0, 1, 0], dtype=torch.int8)
@@ -23,7 +23,7 @@ OPTIONS = FormOptions(torch.device("cpu"), torch.float32, LinearTuner())
 
 
 @dataclass(frozen=True)
-class Ternary(FewBits):
+class Ternary(QuantizedWeight):
     path = "ternary"
     codes: Tensor  # uint8 [out_features, in_features]
     scales: Tensor  # [out_features, 1]
@@ -48,8 +48,8 @@ class Ternary(FewBits):
     def for_panels(self, *, by_values: bool) -> Ternary:
         return self
 
-    def some_panels(self) -> QuantisedPanels:
-        return quantised_panels(self.codes, 2, TABLE, Numbers(self.scales))
+    def some_panels(self) -> QuantizedPanels:
+        return quantized_panels(self.codes, 2, TABLE, Numbers(self.scales))
 
     def for_tiles(self) -> Ternary:
         return self
@@ -75,7 +75,7 @@ class Source:
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         raise AssertionError("it is never undone")
 
-    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits:
+    def read_quantized(self, name: str, shard: Shard | None = None, expert: int | None = None) -> QuantizedWeight:
         return self.weights[name].part(shard)
 
 
@@ -104,4 +104,4 @@ def test_a_gpu_has_its_values_too() -> None:
     weight = Source().weights["q"]
     tiles = weight.tiles()
     assert tiles is not None
-    torch.testing.assert_close(dequantised(tiles)[:, :96], weight.values())
+    torch.testing.assert_close(dequantized(tiles)[:, :96], weight.values())

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import Numbers, QuantisedPanels, quantised_linear, quantised_panels
+from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_linear, quantized_panels
 from graphdecode.kernels.native.instructions import instructions
 
 ROWS_IN_ALL_DIGITS = 2 if "-mavx512vnni" in instructions().flags else 0
@@ -30,7 +30,7 @@ def stored_weight(block_type: str, shape: tuple[int, int], seed: int = 0) -> tup
 
 def integer_weight(
     bits: int, groups: int, dtype: torch.dtype, zero_points: bool, shape: tuple[int, int] = (70, 384)
-) -> tuple[QuantisedPanels, Tensor]:
+) -> tuple[QuantizedPanels, Tensor]:
     """Return integers with scales and zero points, as checkpoints of integers have them, and the values in float64."""
     generator = torch.Generator().manual_seed(bits * groups)
     codes = torch.randint(0, 1 << bits, shape, generator=generator)
@@ -40,26 +40,26 @@ def integer_weight(
     by_group = integers.view(*scales.shape, -1).double() - (0 if zeros is None else zeros[..., None])
     mins = None if zeros is None else Numbers(-zeros.to(torch.int8), scales)  # a multiple of the scales
     table = None if bits == 8 else torch.arange(-(1 << bits - 1), 1 << bits - 1, dtype=torch.int8)
-    held = quantised_panels(codes.to(torch.uint8), bits, table, Numbers(scales), mins)
+    held = quantized_panels(codes.to(torch.uint8), bits, table, Numbers(scales), mins)
     return held, (by_group * scales.double()[..., None]).flatten(1)
 
 
-def float8_weight(groups: int) -> tuple[QuantisedPanels, Tensor]:
+def float8_weight(groups: int) -> tuple[QuantizedPanels, Tensor]:
     """Return each value of float8 many times, [70, 384], and the values in float64."""
     codes = torch.arange(256).to(torch.uint8).repeat(70, 2)[:, :384].clone()
     codes[codes & 127 == 127] = 0  # not a number
     floats = codes.view(torch.float8_e4m3fn)
     scales = torch.rand(70, groups, generator=torch.Generator().manual_seed(6))
     weight = (floats.double().view(70, groups, -1) * scales.double()[..., None]).flatten(1)
-    return quantised_panels(floats, 8, None, Numbers(scales)), weight
+    return quantized_panels(floats, 8, None, Numbers(scales)), weight
 
 
 def product(
-    x: Tensor, held: QuantisedPanels, out_features: int, bias: Tensor | None = None, *, batch_invariant: bool = False
+    x: Tensor, held: QuantizedPanels, out_features: int, bias: Tensor | None = None, *, batch_invariant: bool = False
 ) -> Tensor:
     """Return a product, written over what is no number."""
     out = torch.full((len(x), out_features), torch.nan, dtype=x.dtype)
-    quantised_linear(out, x, held, bias, batch_invariant=batch_invariant)
+    quantized_linear(out, x, held, bias, batch_invariant=batch_invariant)
     return out
 
 

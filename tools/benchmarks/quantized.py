@@ -1,7 +1,7 @@
 """What a model loses and gains in each form of few bits: perplexity, resident memory, and a step's time, on a CPU.
 
-    tools/bench quantised prepare FOLDER --llama-python PYTHON   SmolLM2 in bf16, and a copy in each form
-    tools/bench quantised measure FOLDER --out FILE              each in a process of its own, one after another
+    tools/bench quantized prepare FOLDER --llama-python PYTHON   SmolLM2 in bf16, and a copy in each form
+    tools/bench quantized measure FOLDER --out FILE              each in a process of its own, one after another
 
 Perplexity is that of two committed texts, computed in bf16 as all else. A step's time is the median over turns of a
 long answer's time less a short one's; its floor is the time to read the weights once. GGUF's types are written by
@@ -21,7 +21,7 @@ import typer
 from safetensors.torch import save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.convert import quantised_copy
+from graphdecode.convert import quantized_copy
 from graphdecode.models import resolve_model_path
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.profiling.environment import read_bandwidth
@@ -104,7 +104,7 @@ def prepare(folder: Path, llama_python: LlamaPython = None) -> None:
         expand(folder / PLAIN)
     for name, (quantize, group_size) in ROUNDED.items():
         if not (folder / name).exists():
-            quantised_copy(folder / PLAIN, folder / name, quantize, group_size=group_size, progress=True)
+            quantized_copy(folder / PLAIN, folder / name, quantize, group_size=group_size, progress=True)
     for name, kind in LLAMA_TYPES.items():
         if llama_python is not None and not (folder / f"{name}.gguf").exists():
             file = resolve_model_path("smollm2")
@@ -179,7 +179,7 @@ def measure(
     for form in only.split(",") if only else [form for form in there if form not in done]:
         model = resolve_model_path("smollm2") if form == AS_IT_COMES else folder / form
         options = ["--quantize", "gguf"] * (model.suffix == ".gguf") + ["--no-times"] * (not times)
-        row = {"form": form} | told_by(command_of("bench", "quantised", "one", model, *options))
+        row = {"form": form} | told_by(command_of("bench", "quantized", "one", model, *options))
         result |= record(read_bandwidth=bandwidth, rows=replaced(result["rows"], row, "form"))
         print(f"{form}: {row['perplexity']}", flush=True)
         write(out, result)

@@ -1,4 +1,4 @@
-"""Experts stay in the few bits of their checkpoint, and a model with them is the dequantised one."""
+"""Experts stay in the few bits of their checkpoint, and a model with them is the dequantized one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from gguf_checkpoints import quantised_file
-from quantised_checkpoints import FORMS, write_pair
+from gguf_checkpoints import quantized_file
+from quantized_checkpoints import FORMS, write_pair
 from test_mxfp4 import folders  # noqa: F401 (a fixture)
 
 from graphdecode import LLM, SamplingParams
@@ -47,7 +47,7 @@ def logits(model: Decoder) -> torch.Tensor:
 )
 def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_up: str, down: str) -> None:
     types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
-    file = quantised_file(tmp_path / "model.gguf", name, types)
+    file = quantized_file(tmp_path / "model.gguf", name, types)
     kept, plain = (load_model(file, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
     torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
     hidden = kept.config.hidden_size
@@ -69,7 +69,7 @@ def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_
 def test_a_gate_in_another_type_is_undone_with_what_it_is_for(tmp_path: Path) -> None:
     types = {"gate_exps.weight": "Q4_0", "up_exps.weight": "Q8_0", "down_exps.weight": "Q8_0"}
     for name in ("mixtral", "gpt-oss"):
-        file = quantised_file(tmp_path / f"{name}.gguf", name, types)
+        file = quantized_file(tmp_path / f"{name}.gguf", name, types)
         kept, plain = (load_model(file, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
         torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
         assert all(isinstance(experts.gate_up, PlainExperts) for experts in experts_in(kept))

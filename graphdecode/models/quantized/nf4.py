@@ -1,8 +1,8 @@
-"""bitsandbytes' nf4 (Dettmers et al., 2023, QLoRA): blocks of a flattened weight, whose scales may be quantised too.
+"""bitsandbytes' nf4 (Dettmers et al., 2023, QLoRA): blocks of a flattened weight, whose scales may be quantized too.
 
 Of a weight NAME there are `NAME`, uint8 [values / 2, 1], the first of two values in the upper half of a byte;
 `NAME.absmax`, the scales; `NAME.quant_map`; and `NAME.quant_state.bitsandbytes__nf4`, JSON as bytes. Scales that are
-quantised are bytes, to be looked up in `NAME.nested_quant_map`, times `NAME.nested_absmax` of blocks of them, and moved
+quantized are bytes, to be looked up in `NAME.nested_quant_map`, times `NAME.nested_absmax` of blocks of them, and moved
 by an offset that the JSON has.
 """
 
@@ -18,7 +18,7 @@ import torch
 from graphdecode.linear.groups import TABLES, Groups
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError, count, number
-from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, is_one_of, require
+from graphdecode.models.quantized.packed_tensor import PackedTensor, Read, is_one_of, require
 from graphdecode.models.weight_map import CheckpointError
 
 _STATE = ".quant_state.bitsandbytes__nf4"

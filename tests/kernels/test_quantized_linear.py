@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from few_bits_weights import check, float8_weight, integer_weight, product, stored_weight
+from quantized_weights import check, float8_weight, integer_weight, product, stored_weight
 
-from graphdecode.kernels.linear.quantised_linear import (
+from graphdecode.kernels.linear.quantized_linear import (
     Numbers,
     codes_of,
     pack_codes,
-    quantised_linear,
-    quantised_panels,
+    quantized_linear,
+    quantized_panels,
     undone,
 )
 from graphdecode.kernels.native import library as native
@@ -105,7 +105,7 @@ def test_an_outlier_leaves_its_neighbours_what_they_are(dtype, outlier):
     codes = torch.randint(0, 16, (70, 384), generator=torch.Generator().manual_seed(10)).to(torch.uint8)
     codes[:, 100] = 8
     table, scales = torch.arange(-8, 8, dtype=torch.int8), torch.ones(70, 12, dtype=torch.float16)
-    held = quantised_panels(codes, 4, table, Numbers(scales))
+    held = quantized_panels(codes, 4, table, Numbers(scales))
     x = (torch.randn(2, 384, generator=torch.Generator().manual_seed(11)) / 100).to(dtype)
     x[:, 100] = outlier
     check(product(x, held, 70), x, codes.double() - 8)
@@ -144,7 +144,7 @@ def test_parts_of_a_row_that_are_written_leave_the_rest_alone():
     stored, weight = stored_weight("Q4_K", (70, 256))
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(5))
     wide = torch.full((40, 100), 7.0)
-    quantised_linear(wide[:, 20:90], x, GgufBlocks(stored, "Q4_K").panels())
+    quantized_linear(wide[:, 20:90], x, GgufBlocks(stored, "Q4_K").panels())
     check(wide[:, 20:90], x, weight)
     assert (wide[:, :20] == 7).all()
     assert (wide[:, 90:] == 7).all()

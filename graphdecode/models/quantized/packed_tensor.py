@@ -22,7 +22,7 @@ _VALUES_AT_ONCE = 1 << 22  # are undone together, in fp32
 
 @dataclass(frozen=True)
 class PackedTensor(ABC):
-    """A weight, as a checkpoint without quantisation would have it.
+    """A weight, as a checkpoint without quantization would have it.
 
     Attributes:
         stored: its shape, and what it is stored as, one of GROUP_TYPES.
@@ -49,7 +49,7 @@ class PackedTensor(ABC):
         first, last, _ = rows.indices(self.stored.shape[0])
         step = max(1, _VALUES_AT_ONCE // groups.shape[1])
         for begin in range(first, last, step):
-            some = groups.rows(slice(begin, min(begin + step, last))).dequantised()
+            some = groups.rows(slice(begin, min(begin + step, last))).dequantized()
             out[begin - first : begin - first + step].copy_(some[:, columns[0]] if columns else some)
 
 
@@ -58,7 +58,7 @@ class Method(Protocol):
 
     Attributes:
         name: that.
-        spare: how tensors end that concern activations, which are not quantised here.
+        spare: how tensors end that concern activations, which are not quantized here.
         of_integers: weights are integers of few bits.
     """
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.few_bits import FewBits, part_of
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.linear.groups import GROUP_TYPES, Code, Groups, packed
+from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
-from graphdecode.models.gguf.quantize import dequantize, quantised_blocks
+from graphdecode.models.gguf.quantize import dequantize, quantized_blocks
 from graphdecode.models.weight_map import Part, WeightMap, parts
 
 
@@ -266,19 +266,21 @@ class RoundedSource(ABC):
             whole = self._values(name)
             out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
-    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+    def read_quantized(
+        self, name: str, shard: Shard | None = None, expert: int | None = None
+    ) -> QuantizedWeight | None:
         """Return a rounded weight, or a part of it; None for other tensors, and parts within a group."""
         return part_of(self._rounded(name), shard) if name in self._kinds else None
 
     @abstractmethod
-    def _rounded(self, name: str) -> FewBits: ...
+    def _rounded(self, name: str) -> QuantizedWeight: ...
 
     @abstractmethod
     def _values(self, name: str) -> Tensor:
         """Return what a rounded weight stands for."""
 
 
-class QuantisedGroups(RoundedSource):
+class QuantizedGroups(RoundedSource):
     """A source whose products' weights are in groups; the output layer and embeddings stay as they are.
 
     Args:
@@ -303,10 +305,10 @@ class QuantisedGroups(RoundedSource):
         return rounded(plain_weight(self._source, name), self.scheme)
 
     def _values(self, name: str) -> Tensor:
-        return self._rounded(name).dequantised()
+        return self._rounded(name).dequantized()
 
 
-class QuantisedBlocks(RoundedSource):
+class QuantizedBlocks(RoundedSource):
     """A source whose products' weights, the output layer's and the embedding are in blocks of GGUF.
 
     Args:
@@ -326,15 +328,15 @@ class QuantisedBlocks(RoundedSource):
 
     def _rounded(self, name: str) -> GgufBlocks:
         kind = self._kinds[name]
-        return GgufBlocks(quantised_blocks(plain_weight(self._source, name), kind), kind)
+        return GgufBlocks(quantized_blocks(plain_weight(self._source, name), kind), kind)
 
     def _values(self, name: str) -> Tensor:
         return dequantize(self._rounded(name).stored.numpy(), BLOCK_OF[self._kinds[name]])
 
 
-def quantised_on_load(
+def quantized_on_load(
     source: TensorSource, config: ModelConfig, name: str, group_size: int | None
-) -> QuantisedGroups | QuantisedBlocks:
+) -> QuantizedGroups | QuantizedBlocks:
     """Return a source that rounds the weights of another one, those of each expert by themselves.
 
     Args:
@@ -355,10 +357,10 @@ def quantised_on_load(
     if stored != weight_map:
         source = ExpertsApart(source, stored, weight_map, has_turns=family.experts_interleaved)
     if name in GROUP_SCHEMES:
-        return QuantisedGroups(source, weight_map, name, group_size)
+        return QuantizedGroups(source, weight_map, name, group_size)
     if group_size is not None:
         raise ArgumentError(f"quantize={name!r} has blocks of one size: leave the group size out")
-    return QuantisedBlocks(source, weight_map, name)
+    return QuantizedBlocks(source, weight_map, name)
 
 
 def plain_weight(source: TensorSource, name: str) -> Tensor:

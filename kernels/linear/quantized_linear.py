@@ -30,7 +30,7 @@ LEAST_GROUP = 16
 _SCALE_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-class QuantisedPanels(NamedTuple):
+class QuantizedPanels(NamedTuple):
     """A weight in panels; see above.
 
     Attributes:
@@ -66,9 +66,9 @@ class Numbers(NamedTuple):
     factors: Tensor | None = None
 
 
-def quantised_panels(
+def quantized_panels(
     codes: Tensor, bits: int, table: Tensor | None, scales: Numbers, mins: Numbers | None = None
-) -> QuantisedPanels:
+) -> QuantizedPanels:
     """Return a weight in panels; output features that are missing to a whole panel are zeros.
 
     Args:
@@ -80,7 +80,7 @@ def quantised_panels(
         mins: of the same groups; of the scales' dtype.
     """
     factors, min_factors = scales.factors, None if mins is None else mins.factors
-    return QuantisedPanels(
+    return QuantizedPanels(
         _packed(codes.view(torch.uint8), bits),
         _by_panel(scales.values),
         table,
@@ -92,7 +92,7 @@ def quantised_panels(
     )
 
 
-def joined_panels(parts: list[QuantisedPanels]) -> QuantisedPanels:
+def joined_panels(parts: list[QuantizedPanels]) -> QuantizedPanels:
     """Return parts of one weight as one; all but the last have whole panels."""
     first = parts[0]
     if len(parts) == 1:
@@ -118,7 +118,7 @@ def _low_bits(bits: int) -> int:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Return codes as words [panels, blocks, words]; see `quantised_panels`."""
+    """Return codes as words [panels, blocks, words]; see `quantized_panels`."""
     by_block = codes if codes.dim() == 3 else codes.unflatten(1, (-1, BLOCK))
     rows, blocks = by_block.shape[:2]
     words = torch.empty(-(-rows // PANEL), blocks, BLOCK * PANEL * bits // 16, dtype=torch.int16)
@@ -175,7 +175,7 @@ def _places(words: Tensor, bits: int) -> Tensor:
     return in_word.view(*words.shape[:2], BLOCK, PANEL)
 
 
-def undone(weight: QuantisedPanels) -> Tensor:
+def undone(weight: QuantizedPanels) -> Tensor:
     """Return what a weight in panels stands for, float32 [panels * 32, in_features]."""
     codes = codes_of(weight.panels)
     if weight.code == "e4m3":
@@ -197,7 +197,7 @@ def _numbers(values: Tensor, factors: Tensor | None) -> Tensor:
     return found.transpose(1, 2).flatten(0, 1)[..., None]
 
 
-def are_blocks_of(weight: QuantisedPanels, in_features: int) -> bool:
+def are_blocks_of(weight: QuantizedPanels, in_features: int) -> bool:
     """Whether compiled kernels multiply so many input features with a weight's groups."""
     features, groups = weight.panels.shape[1] * BLOCK, weight.scales.shape[1]
     return in_features == features and (groups == 1 or features // groups % LEAST_GROUP == 0)
@@ -205,12 +205,12 @@ def are_blocks_of(weight: QuantisedPanels, in_features: int) -> bool:
 
 @operator(
     is_compiled=lambda out, x, weight: are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1 and out.stride(1) == 1,
-    constants={"QUANTISED_BLOCK": BLOCK},
+    constants={"QUANTIZED_BLOCK": BLOCK},
 )
-def quantised_linear(
+def quantized_linear(
     out: Written[Wide],
     x: Tensor,
-    weight: QuantisedPanels,
+    weight: QuantizedPanels,
     bias: Tensor | None = None,
     *,
     batch_invariant: bool = False,
@@ -220,7 +220,7 @@ def quantised_linear(
     Args:
         out: [rows, out_features], of x's dtype, or fp32; rows may be strided.
         x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
-        weight: as `quantised_panels` returned it.
+        weight: as `quantized_panels` returned it.
         bias: [out_features] or None.
         batch_invariant: multiply few rows as many are, so that a row's bits do not depend on their number.
     """

@@ -20,7 +20,7 @@ from graphdecode.errors import shown
 from graphdecode.linear.groups import Groups, packed, unpacked
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError, flag
-from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, group_size_of, is_one_of, reordered, require
+from graphdecode.models.quantized.packed_tensor import PackedTensor, Read, group_size_of, is_one_of, reordered, require
 from graphdecode.models.weight_map import CheckpointError
 
 _SCALES = ("F16", "BF16", "F32")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.convert import converted_copy, copies
-from graphdecode.convert import quantised_copy as copy
+from graphdecode.convert import quantized_copy as copy
 from graphdecode.errors import ArgumentError
 from graphdecode.models import UnsupportedModelError
 from graphdecode.models.checkpoint import Checkpoint
@@ -180,7 +180,7 @@ def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path: Pa
 def test_a_large_model_is_written_in_files_with_an_index(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphdecode.models.quantised.compressed_tensors._SHARD_BYTES", 40_000)
+    monkeypatch.setattr("graphdecode.models.quantized.compressed_tensors._SHARD_BYTES", 40_000)
     made = copy(model, tmp_path / "copy", "int4")
     files = sorted(path.name for path in made.glob("*.safetensors"))
     assert len(files) > 1
@@ -285,7 +285,7 @@ def test_ctrl_c_at_the_shell_takes_the_bar_away_and_leaves_nothing(tmp_path: Pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its_end, env=environment) as process:
         os.close(its_end)
         seen = ""
-        while not re.search(r"quantising: +\d+%\|.*\| [1-9]\d*/93 ", seen):
+        while not re.search(r"quantizing: +\d+%\|.*\| [1-9]\d*/93 ", seen):
             seen += os.read(terminal, 65536).decode(errors="replace")
         assert len(list(tmp_path.iterdir())) == 2  # the model, and what is being written
         process.send_signal(signal.SIGINT)

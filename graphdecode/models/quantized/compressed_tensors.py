@@ -2,7 +2,7 @@
 
 Of a module NAME there are `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
 `NAME.weight_shape`: int32, low bits first, with integers that are moved into what is not negative. Zero points, where
-there are some, are packed likewise along the rows, or int8. Which modules are quantised, the tensors say: those of the
+there are some, are packed likewise along the rows, or int8. Which modules are quantized, the tensors say: those of the
 ignore list have a plain weight.
 """
 
@@ -22,8 +22,8 @@ from graphdecode.errors import shown
 from graphdecode.linear.groups import Code, Groups, unpacked
 from graphdecode.linear.weight_form import Stored, TensorSource
 from graphdecode.models.fields import UnsupportedModelError
-from graphdecode.models.quantised.on_load import QuantisedGroups, plain_weight
-from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, is_one_of, reordered, require
+from graphdecode.models.quantized.on_load import QuantizedGroups, plain_weight
+from graphdecode.models.quantized.packed_tensor import PackedTensor, Read, is_one_of, reordered, require
 from graphdecode.models.weight_map import CheckpointError
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")
@@ -32,7 +32,7 @@ _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zer
 
 
 class _Scheme(NamedTuple):
-    """How a group of modules is quantised."""
+    """How a group of modules is quantized."""
 
     code: Code
     bits: int
@@ -238,7 +238,7 @@ _METADATA = {"format": "pt"}  # without which transformers does not read a file
 _INDEX = "model.safetensors.index.json"
 
 
-def quantization_config(source: QuantisedGroups) -> dict[str, Any]:
+def quantization_config(source: QuantizedGroups) -> dict[str, Any]:
     """Return what a config.json says of a source's weights: all linear layers but the output layer's and routers."""
     scheme, is_float = source.scheme, source.scheme.code == "e4m3"
     routers = [part.name for place, found in source.weight_map.items() if place.endswith(".router") for part in found]
@@ -305,7 +305,7 @@ def _name_files(folder: Path, count: int, written: dict[str, int], total: int) -
 
 def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file that stand for one tensor of the model."""
-    groups = source.read_few_bits(name) if isinstance(source, QuantisedGroups) else None
+    groups = source.read_quantized(name) if isinstance(source, QuantizedGroups) else None
     if not isinstance(groups, Groups):
         yield name, plain_weight(source, name)
         return

@@ -14,7 +14,7 @@ from graphdecode.errors import shown
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError
-from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, is_one_of
+from graphdecode.models.quantized.packed_tensor import PackedTensor, Read, is_one_of
 from graphdecode.models.weight_map import CheckpointError
 
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")

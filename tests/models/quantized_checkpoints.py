@@ -1,4 +1,4 @@
-"""Small checkpoints in each quantised form, and the plain ones that they stand for, from the definitions of the forms.
+"""Small checkpoints in each quantized form, and the plain ones that they stand for, from the definitions of the forms.
 
 What stands for what is computed here in float64 and rounded once to float32; nothing of the package is used for it.
 """
@@ -28,7 +28,7 @@ NF4 = (
 
 
 class Written(NamedTuple):
-    """One weight: its tensors in the quantised form by what their names end with, and what it stands for in float64."""
+    """One weight: its tensors in the quantized form by what their names end with, and what it stands for in float64."""
 
     tensors: dict[str, Tensor]
     stands_for: Tensor

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from few_bits_weights import stored_weight
+from quantized_weights import stored_weight
 
-from graphdecode.kernels.model.embedding import embedding, quantised_embedding
+from graphdecode.kernels.model.embedding import embedding, quantized_embedding
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
@@ -24,9 +24,9 @@ def test_rows_are_those_of_the_undone_table(block_type, dtype, is_compiled):
         found, expected = torch.full((2, len(TOKENS), 512), torch.nan, dtype=dtype)
         embedding(expected, TOKENS, weight.to(dtype), LIVE, scale)
         if is_compiled:
-            quantised_embedding(found, TOKENS, held, LIVE, 70, scale)
+            quantized_embedding(found, TOKENS, held, LIVE, 70, scale)
         else:
             with native.switched_off():
-                quantised_embedding(found, TOKENS, held, LIVE, 70, scale)
+                quantized_embedding(found, TOKENS, held, LIVE, 70, scale)
         torch.testing.assert_close(found, expected, rtol=2e-7 if dtype == torch.float32 else 2**-8, atol=1e-7)
         assert (found == expected).float().mean() > 0.99  # a fused multiplication and addition rounds once
