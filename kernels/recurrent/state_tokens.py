@@ -1,0 +1,50 @@
+"""Where the states of a pass's tokens are: the record that all recurrent operators take."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..native.optional_triton import tl, triton
+from ..native.registration import Int32
+
+
+class StateTokens(NamedTuple):
+    """The tokens of a pass and their states; tokens of one row stand together, in order.
+
+    A state is a row of a tensor [states + 1, ...], whose last row belongs to nobody. A row whose token has position 0
+    begins with a state of zeros, so that nobody has to clear states between two sequences.
+    """
+
+    rows: Int32  # [t], the batch row of each token
+    positions: Int32  # [t]
+    live: Int32  # [1]; tokens from there on are padding: nothing is read or written for them
+    state_rows: Int32  # [b], the state of each batch row
+
+    def runs(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield begin, end, state and whether it is new, of the tokens of each row; reads on the host."""
+        count = min(int(self.live), self.rows.shape[0])
+        rows, positions, states = (each.tolist() for each in (self.rows[:count], self.positions, self.state_rows))
+        begin = 0
+        for end in range(1, count + 1):
+            if end == count or rows[end] != rows[begin]:
+                yield begin, end, states[rows[begin]], positions[begin] == 0
+                begin = end
+
+
+@triton.jit
+def run_length(rows, begin, live, BLOCK: tl.constexpr):
+    """Return how many tokens from `begin` on have its row; they stand together."""
+    row = tl.load(rows + begin)
+    length = 0
+    found = BLOCK
+    while found == BLOCK:
+        at = begin + length + tl.arange(0, BLOCK)
+        found = tl.sum(((tl.load(rows + at, mask=at < live, other=-1) == row) & (at < live)).to(tl.int32))
+        length += found
+    return length
+
+
+def is_contiguous(*tensors: Tensor) -> bool:
+    """Whether the compiled kernels can take these: all contiguous."""
+    return all(tensor.is_contiguous() for tensor in tensors)
