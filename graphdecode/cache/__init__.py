@@ -13,14 +13,18 @@ from .layer_cache import CacheScales, LayerCache, untouched_zeros
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
+from .recurrent_state import LayerState, Recurrent, RecurrentState
 
 __all__ = [
     "CacheFullError",
     "CacheScales",
     "LayerCache",
+    "LayerState",
     "PageLedger",
     "PagePool",
     "PagedKVCache",
+    "Recurrent",
+    "RecurrentState",
     "UnknownSequenceError",
     "copy_page",
     "fill_page_row",

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import UnknownSequenceError, require_positive
+from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .layer_cache import LayerCache
 from .ledger import PageLedger
 from .pool import PagePool
+from .recurrent_state import LayerState, Recurrent, RecurrentState
 
 
 class PagedKVCache:
@@ -29,10 +30,13 @@ class PagedKVCache:
         device: where the tensors are.
         prefix_caching: whether `add` finds the pages of prefixes that were published.
         scales: of keys and of values of each layer, where the dtype is fp8; None: 1.0.
+        recurrent: what each layer keeps of a sequence in place of keys and values, None where it keeps these; empty:
+            all keep keys and values.
+        state_rows: sequences that can have such a state at a time.
 
     Attributes:
         layers: keys and values of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zeros, and
-            their scales; on a CPU they take memory as pages are written.
+            their scales; on a CPU they take memory as pages are written. Or its states, a row for each sequence.
         ledger: who owns which page.
         trash_page: the page that nobody owns, `total_num_pages`: what unused entries of a page table name.
 
@@ -53,6 +57,8 @@ class PagedKVCache:
         device: torch.device | str,
         prefix_caching: bool = False,
         scales: Sequence[tuple[float, float]] | None = None,
+        recurrent: Sequence[Recurrent | None] = (),
+        state_rows: int = 0,
     ) -> None:
         require_positive(
             num_layers=num_layers,
@@ -69,10 +75,18 @@ class PagedKVCache:
         self.prefix_caching = prefix_caching
         self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
-        self.layers = [
+        self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
+        self.layers: list[LayerState] = [
             LayerCache.zeros(shape, dtype, device, key_scale=key_scale, value_scale=value_scale)
-            for key_scale, value_scale in scales or [(1.0, 1.0)] * num_layers
+            if kept is None
+            else RecurrentState.zeros(kept, state_rows, device)
+            for (key_scale, value_scale), kept in zip(
+                scales or [(1.0, 1.0)] * num_layers, recurrent or [None] * num_layers, strict=True
+            )
         ]
+        self.trash_state_row = state_rows
+        self._free_state_rows = list(range(state_rows))
+        self._state_rows: dict[Hashable, int] = {}  # of the sequences that have a state
 
     @property
     def pool(self) -> PagePool:
@@ -91,11 +105,29 @@ class PagedKVCache:
         the whole prompt, at most all tokens but one. None looks for no prefix.
 
         Raises:
+            CacheFullError: all recurrent states are in use.
             ValueError: the sequence exists.
         """
         if sequence_id in self.ledger.pages:
             raise ValueError(f"sequence {sequence_id!r} is in the cache already")
-        return self.ledger.open(sequence_id, token_ids)
+        if self.has_states and not self._free_state_rows:
+            raise CacheFullError(f"all {self.trash_state_row} recurrent states are in use")
+        cached = self.ledger.open(sequence_id, token_ids)
+        if self.has_states:
+            self._state_rows[sequence_id] = self._free_state_rows.pop()
+        return cached
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep recurrent states."""
+        return self.trash_state_row > 0
+
+    def state_row_of(self, sequence_id: Hashable) -> int:
+        """Return the row of a sequence's recurrent states, the same as long as it is in the cache.
+
+        Where no layer has some, the one that belongs to nobody.
+        """
+        return self._state_rows.get(sequence_id, self.trash_state_row)
 
     def reserve(self, sequence_id: Hashable, length: int) -> bool:
         """Make sure that a sequence has pages for `length` tokens, and return whether it got new ones.
@@ -139,7 +171,8 @@ class PagedKVCache:
             ValueError: `length` goes past the sequence's pages.
         """
         self._check_length(sequence_id, length, len(self._pages(sequence_id)))
-        copy_page(self.layers, self.ledger.truncate(sequence_id, length))
+        paged = [layer for layer in self.layers if isinstance(layer, LayerCache)]
+        copy_page(paged, self.ledger.truncate(sequence_id, length))
 
     def free(self, sequence_id: Hashable) -> None:
         """Give back a sequence's pages. Those of published prefixes stay findable until they are evicted.
@@ -149,6 +182,8 @@ class PagedKVCache:
         """
         self._pages(sequence_id)
         self.ledger.close(sequence_id)
+        if self.has_states:
+            self._free_state_rows.append(self._state_rows.pop(sequence_id))
 
     def hide(self, sequence_id: Hashable) -> None:
         """Make a sequence's pages unfindable, those that it shares as well: what is in them is not to be trusted.
@@ -170,6 +205,8 @@ class PagedKVCache:
     def reset(self) -> None:
         """Forget all sequences and prefixes; the tensors stay as they are."""
         self.ledger.clear()
+        self._state_rows.clear()
+        self._free_state_rows = list(range(self.trash_state_row))
 
     def _pages(self, sequence_id: Hashable) -> list[int]:
         pages = self.ledger.pages.get(sequence_id)
@@ -186,12 +223,12 @@ class PagedKVCache:
             )
 
     def __repr__(self) -> str:
-        keys = self.layers[0].keys
+        shape = self._page_shape
         size = sum(layer.nbytes for layer in self.layers) / 2**20
         prefixes = ", prefix caching" if self.prefix_caching else ""
         return (
             f"PagedKVCache({len(self.ledger.pages)} sequences, {self.pool}, {len(self.layers)} layers of "
-            f"{list(keys.shape)} {str(keys.dtype).removeprefix('torch.')}, {size:.1f} MiB in all, on {keys.device}"
+            f"{list(shape)} {str(self.dtype).removeprefix('torch.')}, {size:.1f} MiB in all, on {self._device}"
             f"{prefixes})"
         )
 

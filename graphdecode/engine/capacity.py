@@ -65,14 +65,16 @@ def plan_capacity(
     """
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
-    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
+    paged_layers = model.num_hidden_layers - sum(kept is not None for kept in model.recurrent)
+    token_bytes = 2 * paged_layers * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
     page_bytes = token_bytes * config.page_size
     total = config.total_num_pages
     if isinstance(total, str):
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
             free = max(free - graph_bytes(config, model, widths), 0)
-        affordable = int(free * config.memory_fraction) // page_bytes - 1
+        free = max(free - state_bytes_of(config, model), 0)
+        affordable = int(free * config.memory_fraction) // max(page_bytes, 1) - 1
         if affordable < 1:
             raise ArgumentError(
                 f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes"
@@ -80,6 +82,11 @@ def plan_capacity(
         total = min(affordable, config.max_batch_size * pages_per_row)
     token_limit = min(max_sequence_length, total * config.page_size)
     return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
+
+
+def state_bytes_of(config: BucketConfig, model: ModelShape) -> int:
+    """Return the bytes of the recurrent states of all rows, those of padding included."""
+    return (config.max_batch_size + 1) * sum(kept.nbytes for kept in model.recurrent if kept is not None)
 
 
 def graph_bytes(config: BucketConfig, model: ModelShape, widths: Collection[int] = (1,)) -> int:
@@ -142,6 +149,7 @@ def _needs(
         ("total_num_pages", pages, "keys and values", (pages + 1) * capacity.page_bytes + pages * _LEDGER_BYTES),
         ("max_sequence_length", positions, "page tables and rotary angles", tables),
         ("max_batch_size", rows, "counts of tokens, logits and masks", rows * row),
+        ("max_batch_size", rows, "recurrent states", state_bytes_of(config, model)),
         ("max_automata", config.max_automata, "classes of tokens", 4 * vocab_size * config.max_automata),
         ("max_automaton_states", states, "states of automata", states * state_bytes(vocab_size)),
         ("steps_per_launch", config.steps_per_launch, f"tokens of {rows} rows", rows * ring),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphdecode.buckets import MOST_DRAFTS
-from graphdecode.cache import PagedKVCache
+from graphdecode.cache import PagedKVCache, Recurrent
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
@@ -203,6 +203,19 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
     return partial(SpeculativeStep, source=source, num_drafts=most, adapts=isinstance(settings.num_tokens, str))
 
 
+def _check_states(settings: EngineConfig, recurrent: Collection[Recurrent | None], draft: Model | None) -> None:
+    """Raise ArgumentError if what is asked for needs states of an earlier token, which are not kept."""
+    if (recurrent and settings.speculation != "off") or (draft is not None and draft.config.recurrent):
+        raise ArgumentError(
+            f"speculation={settings.speculation!r} needs the states before each draft; models with recurrent states "
+            "run without speculation alone"
+        )
+    if recurrent and settings.tensor_parallel_size > 1:
+        raise ArgumentError(
+            f"tensor_parallel_size={settings.tensor_parallel_size}: models with recurrent states run on one rank alone"
+        )
+
+
 def make_runner(
     decoder: Model,
     config: EngineConfig | BucketConfig,
@@ -239,7 +252,8 @@ def make_runner(
         settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
         capacity = plan_room(settings, decoder.config, decoder.dtype, device)
         mixes = bool(ranks.least(mixes))
-    buckets = settings.buckets
+    buckets, recurrent = settings.buckets, decoder.config.recurrent
+    _check_states(settings, recurrent, draft)
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
@@ -249,20 +263,25 @@ def make_runner(
         head_dim=decoder.config.head_dim,
         dtype=resolve_cache_dtype(settings.kv_cache_dtype, decoder.dtype),
         device=device,
-        prefix_caching=settings.prefix_cache,
+        prefix_caching=settings.prefix_cache and not recurrent,  # a prefix's state is gone with its sequence
         scales=decoder.cache_scales,
+        recurrent=recurrent,
+        state_rows=buckets.max_batch_size if recurrent else 0,
     )
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     return kind(
         StepSetting(
             decoder,
             cache.layers,
+            cache.trash_page,
+            cache.dtype,
             buckets.page_size,
             capacity.pages_per_row,
             buckets,
             settings.batch_invariant,
             settings.prefill_tokens(device.type),
             mixes,
+            cache.trash_state_row,
         ),
         cache,
         capacity,

@@ -211,7 +211,7 @@ class EngineLoop:
             kept = rows[row].sampling.token_mask
             assert kept is not None
             kept[:] = mask
-        self.runner.stage([sequence.row_inputs(self._pages_of(sequence.request_id)) for sequence in rows])
+        self.runner.stage([sequence.row_inputs(self.scheduler.cache) for sequence in rows])
         self._staged = rows
         self._held = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)

@@ -38,6 +38,7 @@ class PromptChunk:
     # the tokens that follow those of the chunk, one for each, where their log-probabilities are wanted
     scored: Sequence[int] = ()
     num_logprobs: int = 0  # most likely tokens that are wanted beside them
+    state_row: int | None = None  # of the sequence's recurrent states; None: nobody's
 
     @property
     def end(self) -> int:
@@ -56,7 +57,7 @@ class Prompts:
     def __init__(self, setting: StepSetting) -> None:
         self._model = setting.model
         self._caches = setting.caches
-        self._trash_page = setting.trash_page
+        self._trash_page, self._trash_state_row = setting.trash_page, setting.trash_state_row
         self._page_size = setting.page_size
         self._longest = setting.max_pages_per_row * setting.page_size
         self.max_tokens = max_tokens = setting.prefill_tokens
@@ -67,6 +68,7 @@ class Prompts:
             Slot("positions", ("batch",), torch.int32, staged=_CHUNKS),
             Slot("cu_seqlens_q", (rows + 1,), torch.int32, staged=_CHUNKS),
             Slot("cu_seqlens_kv", (rows + 1,), torch.int32, staged=_CHUNKS),
+            Slot("state_rows", (rows,), torch.int32, pad=setting.trash_state_row, staged=_CHUNKS),
             Slot("page_table", (rows, setting.max_pages_per_row), torch.int32, pad=self._trash_page, staged=_CHUNKS),
         ]
         device = self._model.device
@@ -95,6 +97,7 @@ class Prompts:
             buffers.cu_seqlens_q[: rows + 1],
             buffers.cu_seqlens_kv[: rows + 1],
             buffers.page_table[:rows],
+            buffers.state_rows[:rows],
         )
 
     def run(self, chunks: Chunks) -> Any:
@@ -131,6 +134,7 @@ class Prompts:
             end += length
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
+            staged["state_rows"][row] = self._trash_state_row if chunk.state_row is None else chunk.state_row
             fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)
         staged["cu_seqlens_q"][len(chunks) + 1 :] = end
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]

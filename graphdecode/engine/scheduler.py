@@ -6,7 +6,6 @@ import sys
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -114,11 +113,12 @@ class Sequence:
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
         )
 
-    def row_inputs(self, pages: SequenceOf[int]) -> RowInputs:
-        """Return what a step is told of it, and of its pages of the cache."""
+    def row_inputs(self, cache: PagedKVCache) -> RowInputs:
+        """Return what a step is told of it, and of its place in the cache."""
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
-        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide)
+        pages, state_row = cache.pages_of(self.request_id), cache.state_row_of(self.request_id)
+        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide, state_row)
 
 
 class Scheduler:
@@ -171,9 +171,8 @@ class Scheduler:
             return 0
         scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
         likely = sequence.params.prompt_logprobs or 0
-        chunks.append(
-            (sequence, PromptChunk(tokens[start:end], start, self.cache.pages_of(sequence.request_id), scored, likely))
-        )
+        pages, state_row = self.cache.pages_of(sequence.request_id), self.cache.state_row_of(sequence.request_id)
+        chunks.append((sequence, PromptChunk(tokens[start:end], start, pages, scored, likely, state_row)))
         return end - start
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:

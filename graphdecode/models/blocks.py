@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention import AttentionOptions, HeadTurn
-from graphdecode.cache import LayerCache
+from graphdecode.cache import LayerCache, LayerState
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
 from graphdecode.kernels.model.embedding import embedding, embedding_norm
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from graphdecode.kernels.recurrent.state_tokens import StateTokens
 from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
@@ -48,7 +49,7 @@ class StepOperators(NamedTuple):
 
     def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: HeadTurn) -> None:
         """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
-        _, rows, positions, live, page_table = tokens
+        _, rows, positions, live, page_table, _ = tokens
         key, value, pages = cache.scales
         where = (rows, positions, live, page_table)
         self.rope_append(q, cache.keys, cache.values, qkv, *where, *turn, k_scale=key, v_scale=value, scales=pages)
@@ -62,6 +63,7 @@ class Tokens(NamedTuple):
     positions: Tensor  # int32 [t]
     live: Tensor  # int32 [1]
     page_table: Tensor  # int32 [b, pages of a row]
+    state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
 
 
 class Block:
@@ -179,6 +181,15 @@ class ResidualStream:
         if len(self._parts) > 1:
             raise NotImplementedError("a block looks for its tokens' rows itself: it cannot be run over two parts")
         return self._parts[0]
+
+    def state_parts(self) -> Iterator[tuple[slice, StateTokens]]:
+        """Yield the tokens of each part of the pass, in order, and where their recurrent states are."""
+        begin = 0
+        for part in self._parts:
+            assert part.state_rows is not None  # the engine gives them to a model that has states
+            end = begin + part.ids.shape[0]
+            yield slice(begin, end), StateTokens(part.rows, part.positions, part.live, part.state_rows)
+            begin = end
 
     @property
     def live(self) -> Tensor:
@@ -315,8 +326,16 @@ class ResidualStream:
         return self._hidden.new_empty((self._hidden.shape[0], columns), dtype=dtype)
 
 
+class Mixer(Block):
+    """The part of a layer in which tokens see those before them: attention, or an operator over a state."""
+
+    @abstractmethod
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+        """Take `hidden` and what the layer keeps, and give what is to be added to the residual."""
+
+
 @dataclass(frozen=True)
-class Attention(Block):
+class Attention(Mixer):
     """Rotary grouped-query attention over the layer's cache; queries and keys may be normed per head."""
 
     qkv: WeightForm  # [(heads + 2 kv_heads) * head_dim, hidden]
@@ -329,10 +348,10 @@ class Attention(Block):
     cos_sin: Tensor
     options: AttentionOptions  # what becomes of the logits, and which keys a query sees
 
-    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Append the tokens' keys and values to the cache, and give what they attend to."""
-        qkv = stream.room_of(self.qkv)
-        stream.feed(self.qkv, qkv)
+        assert isinstance(cache, LayerCache)
+        qkv = self.project(stream)
         attended = stream.room(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
         turn = self.rotation(qkv)
         if stream.append_and_attend is not None:
@@ -342,7 +361,17 @@ class Attention(Block):
             stream.operators.append(q, cache, qkv, stream.tokens, turn)
             assert stream.attend is not None  # of a pass of one part
             stream.attend(attended, q, cache, self.options)
-        stream.give(self.o, attended.view(qkv.shape[0], -1))
+        self.finish(stream, attended.view(qkv.shape[0], -1))
+
+    def project(self, stream: ResidualStream) -> Tensor:
+        """Return queries, keys and values of the tokens, [t, (heads + 2 kv_heads) * head_dim], contiguous."""
+        qkv = stream.room_of(self.qkv)
+        stream.feed(self.qkv, qkv)
+        return qkv
+
+    def finish(self, stream: ResidualStream, attended: Tensor) -> None:
+        """Give the output product of what the tokens attended to, [t, heads * head_dim]."""
+        stream.give(self.o, attended)
 
     def rotation(self, qkv: Tensor) -> HeadTurn:
         """Return how queries and keys are normed and turned; an attention that norms them itself does it here."""
@@ -379,7 +408,7 @@ class Layer(Block):
     """A decoder layer: some blocks, and the order in which they and the residual stream meet."""
 
     @abstractmethod
-    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Take a stream from the layer before, and give what is to be added to the residual."""
 
 
@@ -480,18 +509,18 @@ class SparseMlp(FeedForward):
 
 @dataclass(frozen=True)
 class PreNormLayer(Layer):
-    """Attention and an MLP, each behind a norm: `x + scale * attention(norm(x))`, then `x + scale * mlp(norm(x))`."""
+    """A mixer and an MLP, each behind a norm: `x + scale * mixer(norm(x))`, then `x + scale * mlp(norm(x))`."""
 
     input_norm: Norm
-    attention: Attention
+    mixer: Mixer
     post_norm: Norm
     mlp: FeedForward
     residual_scale: float = 1.0
 
-    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Run the layer."""
         stream.norm(self.input_norm)
-        self.attention.run(stream, cache)
+        self.mixer.run(stream, cache)
         stream.change(scale=self.residual_scale)
         stream.norm(self.post_norm)
         self.mlp.run(stream)
@@ -509,7 +538,7 @@ class SandwichLayer(Layer):
     mlp: FeedForward
     after_mlp: Norm
 
-    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Run the layer."""
         stream.norm(self.before_attention)
         self.attention.run(stream, cache)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphdecode.attention import AttentionOptions
+from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids, whole
 from graphdecode.models.rope import RopeConfig
@@ -76,7 +77,14 @@ class ModelConfig:
     logits_soft_cap: float = 0.0  # caps them where it is > 0
     eos_token_ids: tuple[int, ...]  # tokens that end an answer
     dtype: torch.dtype  # of the checkpoint
+    # what each layer keeps of a sequence in place of keys and values, None where it keeps these; empty: all do
+    recurrent: tuple[Recurrent | None, ...] = ()
+    mixer: Any = None  # sizes of the mixer of layers with such a state, of a type of its own
     few_bits: bool = False  # its weights are integers of few bits with scales, which are not of that dtype
+
+    def keeps_state(self, layer: int) -> bool:
+        """Whether a layer keeps a recurrent state in place of keys and values."""
+        return bool(self.recurrent) and self.recurrent[layer] is not None
 
     def attention_options(self, layer: int) -> AttentionOptions:
         """Return what becomes of the logits of a layer's attention; a layer's weights may add to it."""

@@ -16,7 +16,7 @@ from graphdecode.attention import (
     extend_over,
 )
 from graphdecode.buffers import Batch
-from graphdecode.cache import LayerCache
+from graphdecode.cache import LayerCache, LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import (
@@ -107,10 +107,10 @@ class Decoder:
         """Return how many of them a step of so many rows reads at most: of experts, those that it can go to."""
         return sum(block.read_bytes(rows) for block in self.blocks)
 
-    def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+    def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
+        tokens = self._tokens_of(batch)
 
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
@@ -121,20 +121,22 @@ class Decoder:
         # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
         return self.head.run(self._run_layers([tokens], caches, attend, None if attention.is_invariant else append))
 
-    def mix(self, batch: Batch, chunks: Chunks, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+    def mix(
+        self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
+    ) -> Tensor:
         """Run one decode step and compute chunks of prompts in one pass; see `MixingModel.mix`.
 
         Products, norms and what else takes each token by itself are one launch for all tokens, the chunks' first.
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        of_chunks = Tokens(*chunks[:4], chunks.page_table)
-        of_rows = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
+        of_chunks = Tokens(*chunks[:4], chunks.page_table, chunks.state_rows)
+        of_rows = self._tokens_of(batch)
         count = chunks.token_ids.shape[0]
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
             self._operators.append(q, cache, qkv[:count], of_chunks, turn)
-            extend_over(cache, out[:count], q, *chunks[4:], options)
+            extend_over(cache, out[:count], q, *chunks[4:7], options)
             # last, for a row whose prompt ends here attends to the keys of its chunk
             pages = (cache.keys, cache.values)
             attention.append_and_run(out[count:], qkv[count:], *pages, batch.page_table, turn, options, cache.scales)
@@ -143,16 +145,16 @@ class Decoder:
         return self.head.run(stream.narrowed(count, count + batch.size))
 
     def prefill(
-        self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None
+        self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> ResidualStream:
         """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
-        tokens = Tokens(*chunks[:4], chunks.page_table)
+        tokens = Tokens(*chunks[:4], chunks.page_table, chunks.state_rows)
 
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, cache, *tokens[1:], options)
+                attention.run(out, q, cache, *tokens[1:5], options)
             else:
-                extend_over(cache, out, q, *chunks[4:], options)
+                extend_over(cache, out, q, *chunks[4:7], options)
 
         with torch.no_grad():
             return self._run_layers([tokens], caches, attend)
@@ -162,10 +164,14 @@ class Decoder:
         with torch.no_grad():
             return self.head.run(stream.narrowed(begin, end))
 
+    def _tokens_of(self, batch: Batch) -> Tokens:
+        states = batch.state_rows if self.config.recurrent else None
+        return Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table, states)
+
     def _run_layers(
         self,
         parts: Sequence[Tokens],
-        caches: list[LayerCache],
+        caches: Sequence[LayerState],
         attend: Attend | None,
         append: AppendAndAttend | None = None,
     ) -> ResidualStream:

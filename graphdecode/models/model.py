@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
 from graphdecode.buffers import Batch
-from graphdecode.cache import LayerCache
+from graphdecode.cache import LayerState, Recurrent
 
 
 class Chunks(NamedTuple):
@@ -22,6 +23,7 @@ class Chunks(NamedTuple):
     cu_seqlens_q: Tensor  # int32 [b + 1], where each row's tokens begin
     cu_seqlens_kv: Tensor  # int32 [b + 1], cumulative lengths, these tokens included
     page_table: Tensor  # int32 [b, pages]
+    state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states; None where no layer has some
 
 
 class ModelShape(Protocol):
@@ -54,6 +56,10 @@ class ModelShape(Protocol):
     @property
     def windows(self) -> tuple[int, ...]:
         """Distinct window sizes of the layers: keys before a query's own, -1 for all. Steps are planned for each."""
+
+    @property
+    def recurrent(self) -> tuple[Recurrent | None, ...]:
+        """What each layer keeps of a sequence in place of keys and values, or None; empty: all keep these."""
 
     @property
     def max_position_embeddings(self) -> int:
@@ -106,7 +112,7 @@ class Model(Protocol):
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
         """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
 
-    def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+    def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Feed each row's token, append its keys and values, and return the logits, float32 [b, vocab].
 
         Args:
@@ -116,7 +122,9 @@ class Model(Protocol):
             attention: its workspaces are planned here, once for all layers.
         """
 
-    def prefill(self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None) -> Any:
+    def prefill(
+        self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
+    ) -> Any:
         """Append the keys and values of many tokens.
 
         Args:
@@ -142,7 +150,9 @@ class Model(Protocol):
 class MixingModel(Protocol):
     """A model whose decode steps can take chunks of prompts along; its methods beside those of `Model`."""
 
-    def mix(self, batch: Batch, chunks: Chunks, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+    def mix(
+        self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
+    ) -> Tensor:
         """Run `decode` and `prefill` in one pass, and return the logits of the rows, float32 [b, vocab].
 
         A row may be the one whose prompt ends with a chunk of the pass: it feeds the token behind it.

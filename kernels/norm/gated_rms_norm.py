@@ -1,8 +1,10 @@
 """RMSNorm with a gate, in groups of channels, as layers with recurrent state have it behind their heads.
 
 `norm(x * silu(gate))` (Mamba2), or with `norm_first` `norm(x) * silu(gate)` (gated delta nets); float32 in between.
+Without a gain there is no norm, and the gate may be `sigmoid(gate)` (gated attention).
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -15,7 +17,7 @@ from .rms_norm import normed
 @triton.jit
 def _gated_rms_norm_kernel(
     out, x, gate, weight, groups, weights, x_stride, gate_stride, eps,
-    GROUP: tl.constexpr, NORM_FIRST: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, NORM_FIRST: tl.constexpr, SIGMOID: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK)
@@ -23,7 +25,7 @@ def _gated_rms_norm_kernel(
     columns = group * GROUP + lanes
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    z = z / (1.0 + tl.exp(-z))
+    z = (1.0 if SIGMOID else z) / (1.0 + tl.exp(-z))
     if not NORM_FIRST:
         values = values * z
     if HAS_WEIGHT:
@@ -35,14 +37,14 @@ def _gated_rms_norm_kernel(
 
 
 def gated_rms_norm_triton(
-    out: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, norm_first: bool
+    out: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, norm_first: bool, sigmoid: bool
 ) -> None:
     """Launch the kernel; see `gated_rms_norm`. It has run in Triton's interpreter and been compiled ahead of time."""
     rows, width = out.shape
     block = triton.next_power_of_2(group)
     _gated_rms_norm_kernel[(rows, width // group)](
         out, x, gate, weight, width // group, 1 if weight is None else weight.shape[0], x.stride(0), gate.stride(0),
-        eps, GROUP=group, NORM_FIRST=norm_first, HAS_WEIGHT=weight is not None, BLOCK=block,
+        eps, GROUP=group, NORM_FIRST=norm_first, SIGMOID=sigmoid, HAS_WEIGHT=weight is not None, BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
 
@@ -59,6 +61,7 @@ def gated_rms_norm(
     eps: float,
     group: int,
     norm_first: bool,
+    sigmoid: bool = False,
 ) -> None:
     """Write the gated norm of `x` into `out`.
 
@@ -70,9 +73,10 @@ def gated_rms_norm(
         eps: added to the mean square of a group.
         group: channels that are normed together; they divide the width.
         norm_first: whether the norm stands before the gate.
+        sigmoid: whether the gate is `sigmoid(gate)` in place of `silu(gate)`.
     """
     shape = (out.shape[0], -1, group)
-    values, active = x.float(), silu(gate.float())
+    values, active = x.float(), (torch.sigmoid if sigmoid else silu)(gate.float())
     values = values if norm_first else values * active
     if weight is not None:
         values = normed(values.reshape(shape), weight.view(-1, group), eps).flatten(1)

@@ -146,8 +146,9 @@ def causal_conv(
             given = b * x_part
         history = torch.zeros_like(state[row]) if is_new else state[row]
         padded = torch.cat((history, given))  # [width - 1 + n, channels]
-        total = sum(padded[j : j + end - begin] * weight[j] for j in range(width))
-        total = total if bias is None else total + bias
+        total = torch.zeros_like(given) if bias is None else bias.expand_as(given).clone()
+        for j in range(width):
+            total += padded[j : j + end - begin] * weight[j]
         total = torch.nn.functional.silu(total) if silu else total
         out[begin:end] = total if x.shape[1] == channels else total * c
         state[row] = padded[end - begin :]

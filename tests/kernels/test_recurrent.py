@@ -212,17 +212,18 @@ def test_selective_scan_is_the_formula(version, dtype, rows, heads, groups, stat
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("weights", ["whole", "group", "none"])
-def test_gated_norm_is_the_formula(version, dtype, norm_first, weights) -> None:
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_gated_norm_is_the_formula(version, dtype, norm_first, weights, sigmoid) -> None:
     run, where = version("gated_rms_norm")
     x, gate = drawn(3, 40, dtype=dtype)[:, :36], drawn(3, 40, seed=1, dtype=dtype)[:, 2:38]
     weight = {"whole": drawn(36, seed=2), "group": drawn(12, seed=2), "none": None}[weights]
-    active = gate.double() * gate.double().sigmoid()
+    active = gate.double().sigmoid() * (1.0 if sigmoid else gate.double())
     expected = (x.double() if norm_first else x.double() * active).view(3, 3, 12)
     if weight is not None:
         expected = expected / (expected.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double().view(-1, 12)
     expected = expected.flatten(1) * (active if norm_first else 1.0)
     out = torch.full((3, 36), torch.nan, dtype=dtype, device=where)
-    run(out, x.to(where), gate.to(where), None if weight is None else weight.to(where), 1e-5, 12, norm_first)
+    run(out, x.to(where), gate.to(where), None if weight is None else weight.to(where), 1e-5, 12, norm_first, sigmoid)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, Slot, StepBuffers
-from graphdecode.cache import LayerCache, fill_page_row
+from graphdecode.cache import LayerState, fill_page_row
 from graphdecode.config import BucketConfig
 from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.steps.step import RowInputs, Step, StepLogprobs, StepSetting, StepTokens
@@ -166,6 +166,7 @@ class DecodeStep(Step):
             Slot("pre_step_seqlens", ("batch",), torch.int32, staged=_ROWS),
             Slot("finished", ("batch",), torch.int32, staged=_ROWS),
             Slot("rows", ("batch",), torch.int32, staged=_ROWS),
+            Slot("state_rows", ("batch",), torch.int32, pad=setting.trash_state_row, staged=_ROWS),
             Slot("automaton", ("batch",), torch.int32, staged=_ROWS),
             Slot("automaton_state", ("batch",), torch.int32, pad=NO_AUTOMATON, staged=_ROWS),
             Slot("page_table", ("batch", pages), torch.int32, pad=self._trash_page, staged=_PAGES),
@@ -236,6 +237,8 @@ class DecodeStep(Step):
         staged["pre_step_seqlens"][:count] = [len(inputs.token_ids) - 1 for inputs in rows]
         staged["finished"][:count] = 0
         staged["rows"][:count] = np.arange(count, dtype=np.int32)
+        trash = self._setting.trash_state_row
+        staged["state_rows"][:count] = [trash if each.state_row is None else each.state_row for each in rows]
         for flag in dict.fromkeys(spec.flag for spec in self._specs):
             self._stage_block(flag, rows)
         for row, inputs in enumerate(rows):
@@ -327,7 +330,7 @@ def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
         staged[position % BAD_WORD_LENGTH] = inputs.token_ids[position]
 
 
-def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerCache]) -> None:
+def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerState]) -> None:
     """Declare what a pass of a model writes beside the slots: its cache, and workspaces of its products."""
     for layer, cache in enumerate(caches):
         for name, tensor in cache.tensors.items():
@@ -347,7 +350,7 @@ def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: boo
         page_size=setting.page_size,
         max_pages_per_row=setting.max_pages_per_row,
         dtype=setting.model.dtype,
-        kv_dtype=setting.caches[0].keys.dtype,
+        kv_dtype=setting.kv_dtype,
         windows=config.windows,
         batch_invariant=batch_invariant,
         device=setting.model.device,

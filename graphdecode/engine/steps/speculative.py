@@ -112,14 +112,13 @@ class ModelDrafts(DraftSource):
                 f"a draft model needs the target's vocabulary of {setting.model.config.vocab_size} tokens, got "
                 f"{config.vocab_size}"
             )
-        pages = setting.caches[0].keys.shape[0]
+        pages = setting.trash_page + 1
         shape = (pages, setting.page_size, config.num_key_value_heads, config.head_dim)
         self._model = model
         self._num_drafts = num_drafts
-        has_codes = setting.caches[0].keys.itemsize == 1
-        dtype = setting.caches[0].keys.dtype if has_codes else model.dtype
+        dtype = setting.kv_dtype if setting.kv_dtype.itemsize == 1 else model.dtype
         self._caches = [LayerCache.zeros(shape, dtype, device) for _ in range(model.num_layers)]
-        own = replace(setting, model=model, caches=self._caches)
+        own = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)
         self._attention = decode_attention_of(own, 2 * setting.config.max_batch_size, batch_invariant=False)
         self._rows = torch.arange(2 * setting.config.max_batch_size, dtype=torch.int32, device=device)
         self._last_place = setting.max_pages_per_row * setting.page_size - 1

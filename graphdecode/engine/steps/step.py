@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from graphdecode.buckets import BucketLadder, StepShape
 from graphdecode.buffers import Batch, StepBuffers
-from graphdecode.cache import LayerCache
+from graphdecode.cache import LayerState
 from graphdecode.config import BucketConfig
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
@@ -181,6 +182,7 @@ class RowInputs:
     # whether tokens may be guessed ahead: not where the host says after each one what may follow
     may_draft: bool = True
     guide: Guide | None = None  # the automaton that holds the answer to its form, if the device can follow it
+    state_row: int | None = None  # of its recurrent states; None: nobody's
 
 
 class StepLogprobs(NamedTuple):
@@ -219,13 +221,16 @@ class StepSetting:
     """The model, caches and sizes that a step is built on; nothing in it changes while the step lives."""
 
     model: Model  # the decoder
-    caches: list[LayerCache]  # keys and values of each layer
+    caches: Sequence[LayerState]  # keys and values, or states, of each layer
+    trash_page: int  # the page that nobody owns
+    kv_dtype: torch.dtype  # of keys and values
     page_size: int  # tokens of a page
     max_pages_per_row: int  # width of the page table
     config: BucketConfig  # rows, steps a launch, warm-up
     batch_invariant: bool = False  # a row's bits depend neither on its neighbours nor on the bucket
     prefill_tokens: int = 1  # of a pass of prompts at most
     mixes: bool = False  # whether steps are to take prompts along where they can
+    trash_state_row: int = 0  # of recurrent states, the row that nobody owns
 
     @property
     def row_shapes(self) -> list[StepShape]:
@@ -241,11 +246,6 @@ class StepSetting:
         if self.config.max_batch_size == 1 or not isinstance(self.model, MixingModel):
             return []
         return mixed_shapes(self.model.device.type, self.prefill_tokens, self.config.ladder)
-
-    @property
-    def trash_page(self) -> int:
-        """The page that nobody owns: the last one."""
-        return self.caches[0].keys.shape[0] - 1
 
     @property
     def sampling_capacity(self) -> SamplingCapacity:

@@ -5,6 +5,7 @@ from graphdecode.models.families.gemma3 import Gemma3
 from graphdecode.models.families.gpt_oss import GptOss
 from graphdecode.models.families.granite import Granite
 from graphdecode.models.families.granite_hybrid import GraniteHybrid
+from graphdecode.models.families.lfm2 import Lfm2
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mistral import Mistral
 from graphdecode.models.families.mixtral import Mixtral
@@ -14,6 +15,7 @@ from graphdecode.models.families.phi3 import Phi3
 from graphdecode.models.families.qwen2 import Qwen2
 from graphdecode.models.families.qwen2_moe import Qwen2Moe
 from graphdecode.models.families.qwen3 import Qwen3
+from graphdecode.models.families.qwen3_5 import Qwen3Next, Qwen35
 from graphdecode.models.families.qwen3_moe import Qwen3Moe
 from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
@@ -24,6 +26,7 @@ __all__ = [
     "GptOss",
     "Granite",
     "GraniteHybrid",
+    "Lfm2",
     "Llama",
     "Mistral",
     "Mixtral",
@@ -34,6 +37,8 @@ __all__ = [
     "Qwen2Moe",
     "Qwen3",
     "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen35",
     "SmolLM3",
 ]
 
@@ -53,3 +58,6 @@ register_family(Olmo3())
 register_family(SmolLM3())
 register_family(Granite())
 register_family(GraniteHybrid())
+register_family(Lfm2())
+register_family(Qwen35())
+register_family(Qwen3Next())

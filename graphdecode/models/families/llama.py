@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, PreNormLayer, SandwichLayer
+from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, Mixer, PreNormLayer, SandwichLayer
 from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
@@ -73,11 +73,15 @@ class Llama(Family):
         at, eps = f"layers.{index}.", config.rms_norm_eps
         return PreNormLayer(
             input_norm=weights.norm(f"{at}input_norm", eps),
-            attention=self.attention(config, weights, index),
+            mixer=self.mixer(config, weights, index),
             post_norm=weights.norm(f"{at}post_norm", eps),
             mlp=self.feed_forward(config, weights, index),
             residual_scale=config.residual_scale,
         )
+
+    def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
+        """Return what a layer mixes its tokens by."""
+        return self.attention(config, weights, index)
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         """Return a layer's attention; its queries and keys are normed where the map has places for that."""

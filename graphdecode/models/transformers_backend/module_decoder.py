@@ -7,7 +7,7 @@ sees follows from the cache, its position and the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_over
 from graphdecode.buffers import Batch
-from graphdecode.cache import LayerCache
+from graphdecode.cache import LayerCache, LayerState
 from graphdecode.kernels.cache.kv_format import format_of, mixed, within
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.linear.weight_form import WeightForm
@@ -44,6 +44,7 @@ class AdoptedConfig:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     few_bits: bool = field(default=False, init=False)
+    recurrent: tuple[()] = field(default=(), init=False)  # all layers keep keys and values
     num_parameters: int  # numbers in all its tensors, each counted once
 
     @property
@@ -149,7 +150,7 @@ class _Pass(NamedTuple):
     """One pass of the module over some tokens, and where its attention reads and writes."""
 
     tokens: Tokens
-    caches: list[LayerCache]
+    caches: Sequence[LayerState]
     attend: Attend
     is_known: bool = False  # their keys and values are in the caches already
 
@@ -207,7 +208,7 @@ class ModuleDecoder:
             for name, form in self._forms
         }
 
-    def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+    def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
@@ -218,16 +219,16 @@ class ModuleDecoder:
         return self._logits(_Pass(tokens, caches, attend))
 
     def prefill(
-        self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None
+        self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> _Pass:
         """Append the keys and values of many tokens; see `Model.prefill`."""
         tokens = Tokens(*chunks[:4], chunks.page_table)
 
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, cache, *tokens[1:], options)
+                attention.run(out, q, cache, *tokens[1:5], options)
             else:
-                extend_over(cache, out, q, *chunks[4:], options)
+                extend_over(cache, out, q, *chunks[4:7], options)
 
         passed = _Pass(tokens, caches, attend)
         with torch.no_grad():  # what comes after the layers is for logits
@@ -236,7 +237,7 @@ class ModuleDecoder:
 
     def logits(self, passed: _Pass, begin: int, end: int) -> Tensor:
         """Feed some tokens of a prefill once more, now for their logits; see `Model.logits`."""
-        ids, rows, positions, live, table = passed.tokens
+        ids, rows, positions, live, table, _ = passed.tokens
         part, count = slice(begin, end), end - begin
         table = table.index_select(0, rows[begin : begin + 1])
         tokens = Tokens(ids[part], torch.zeros_like(rows[part]), positions[part], live.clamp(max=count), table)
@@ -258,6 +259,7 @@ class ModuleDecoder:
         if self._pass is None:
             raise UnsupportedModelError("the module can only be run by its decoder, which knows its cache")
         tokens, cache = self._pass.tokens, self._pass.caches[layer]
+        assert isinstance(cache, LayerCache)  # as all layers of a module have
         self.config.check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
         v_dim = v.shape[2]
         v = torch.nn.functional.pad(v, (0, q.shape[2] - v_dim))  # a cache has one size for keys and values

@@ -1,0 +1,181 @@
+"""Decoders of which some layers keep a recurrent state in place of keys and values; shared by their families."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphdecode.cache import Recurrent
+from graphdecode.errors import shown
+from graphdecode.kernels.recurrent.selective_scan import ScanWeights
+from graphdecode.models.blocks import Mixer
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.family import edges
+from graphdecode.models.recurrent_blocks import Mamba2
+from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weights import Weights
+
+_OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # places of a layer that a recurrent one does not have
+
+
+class Hybrid(Llama):
+    """A Llama of which some layers have another mixer; `ModelConfig.recurrent` says which."""
+
+    @abstractmethod
+    def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of a recurrent layer's mixer; see `Llama.layer_weights`."""
+
+    @abstractmethod
+    def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
+        """Return the mixer of a recurrent layer, whose places begin with `at`."""
+
+    def weights(self, config: ModelConfig) -> WeightMap:
+        """Return all tensors that such a model has, by their place in it."""
+        places = edges(config)
+        for index in range(config.num_hidden_layers):
+            at, name = f"layers.{index}.", f"model.layers.{index}."
+            layer = self.layer_weights(config, at, name)
+            if config.keeps_state(index):
+                others = {place: part for place, part in layer.items() if _part(place, at) not in _OF_ATTENTION}
+                layer = others | self.mixer_weights(config, at, name)
+            places |= layer
+        return places
+
+    def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
+        """Return a layer's attention, or the mixer that it has in its place."""
+        if config.keeps_state(index):
+            return self.recurrent_mixer(config, weights, f"layers.{index}.")
+        return self.attention(config, weights, index)
+
+
+def _part(place: str, at: str) -> str:
+    return place.removeprefix(at).partition(".")[0]
+
+
+def recurrent_layers(
+    kinds: Any, layers: int, state: Recurrent, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
+) -> tuple[Recurrent | None, ...]:
+    """Return what each layer keeps, as a config.json lists the kinds of its layers.
+
+    Raises:
+        UnsupportedModelError: the list does not name each layer's kind, or names one that is neither.
+    """
+    known = (*recurrent, *attention)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise UnsupportedModelError(
+            f"layer_types must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
+        )
+    kept = tuple(state if kind in recurrent else None for kind in kinds)
+    return kept if any(kept) else ()
+
+
+def conv_weight(weights: Weights, place: str) -> Tensor:
+    """Return the weight of a convolution, float32 [width, channels]; sources have [channels, 1, width]."""
+    return weights.tensor(place, torch.float32).squeeze(1).T.contiguous()
+
+
+class Mamba2Sizes(NamedTuple):
+    """Sizes of a Mamba2 mixer."""
+
+    heads: int
+    head_dim: int  # channels of a head
+    groups: int  # of heads that share B and C
+    states: int  # channels of a head's state
+    width: int  # inputs that the convolution sees
+    conv_bias: bool
+    proj_bias: bool
+    has_norm: bool = True  # of the heads' outputs, in `groups` groups of channels
+    norm_first: bool = False  # the norm stands before the gate
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def channels(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of x, B and C."""
+        return self.channels + 2 * self.groups * self.states
+
+    @property
+    def state(self) -> Recurrent:
+        """What a layer keeps."""
+        shapes = (self.width - 1, self.conv_channels), (self.heads, self.states, self.head_dim)
+        return Recurrent((("conv_state", shapes[0]), ("ssm_state", shapes[1])))
+
+
+def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
+    """Return the places of a Mamba2 mixer whose tensors' names begin with `name`."""
+    sizes, hidden = config.mixer, config.hidden_size
+    rows = sizes.channels + sizes.conv_channels + sizes.heads
+    vectors = {"a_log": "A_log", "skip": "D", "dt_bias": "dt_bias"}
+    places: WeightMap = {f"{at}{place}": (Part(f"{name}{own}", (sizes.heads,)),) for place, own in vectors.items()}
+    places[f"{at}conv"] = (Part(f"{name}conv1d.weight", (sizes.conv_channels, 1, sizes.width)),)
+    if sizes.conv_bias:
+        places[f"{at}conv_bias"] = (Part(f"{name}conv1d.bias", (sizes.conv_channels,)),)
+    if sizes.has_norm:
+        places[f"{at}mixer_norm"] = (Part(f"{name}norm.weight", (sizes.channels,)),)
+    return places | {
+        **product(f"{at}in_proj", {f"{name}in_proj": rows}, hidden, split=None, bias=sizes.proj_bias),
+        **product(f"{at}out_proj", {f"{name}out_proj": hidden}, sizes.channels, split=None, bias=sizes.proj_bias),
+    }
+
+
+def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
+    """Return the Mamba2 mixer at a place."""
+    sizes = config.mixer
+    heads = ScanWeights(*(weights.tensor(f"{at}{place}", torch.float32) for place in ("a_log", "skip", "dt_bias")))
+    return Mamba2(
+        in_proj=weights.linear(f"{at}in_proj"),
+        conv=conv_weight(weights, f"{at}conv"),
+        conv_bias=weights.tensor(f"{at}conv_bias", torch.float32) if sizes.conv_bias else None,
+        heads=heads,
+        gain=weights.tensor(f"{at}mixer_norm", torch.float32) if sizes.has_norm else None,
+        eps=config.rms_norm_eps,
+        group=sizes.channels // sizes.groups,
+        norm_first=sizes.norm_first,
+        step_limits=sizes.step_limits,
+        out_proj=weights.linear(f"{at}out_proj"),
+    )
+
+
+def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
+    """Return the sizes that a config.json names as Bamba does.
+
+    Raises:
+        UnsupportedModelError: the heads do not make up `mamba_expand * hidden_size` channels.
+    """
+    heads, channels = count(settings, "mamba_n_heads"), count(settings, "mamba_expand") * count(settings, "hidden_size")
+    given = settings.get("mamba_d_head", "auto")
+    head_dim = channels // heads if given == "auto" else count(settings, "mamba_d_head")
+    if heads * head_dim != channels:
+        raise UnsupportedModelError(
+            f"mamba_n_heads {heads} of mamba_d_head {head_dim} must make up mamba_expand * hidden_size = {channels}"
+        )
+    limits = [_unbounded(limit) for limit in settings.get("time_step_limit") or (0.0, float("inf"))]
+    made = Mamba2Sizes(
+        heads,
+        head_dim,
+        groups=count(settings, "mamba_n_groups"),
+        states=count(settings, "mamba_d_state"),
+        width=count(settings, "mamba_d_conv"),
+        conv_bias=flag(settings, "mamba_conv_bias", True),
+        proj_bias=flag(settings, "mamba_proj_bias", False),
+        step_limits=(limits[0], limits[1]),
+    )
+    return made._replace(**changes)
+
+
+def _unbounded(limit: Any) -> float:
+    """Return a limit as a number; transformers writes infinity as `{"__float__": "Infinity"}`."""
+    value = limit.get("__float__") if isinstance(limit, dict) else limit
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UnsupportedModelError(f"time_step_limit must be two numbers, got {shown(limit)}") from None

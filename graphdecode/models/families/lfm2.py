@@ -1,0 +1,110 @@
+"""LFM2 (Liquid AI, 2025): short gated convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from graphdecode.cache import Recurrent
+from graphdecode.models.blocks import Mixer
+from graphdecode.models.config import ModelConfig, count, flag, number
+from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
+from graphdecode.models.families.qwen3 import head_norms
+from graphdecode.models.recurrent_blocks import ShortConv
+from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weights import Weights
+
+
+class ConvSizes(NamedTuple):
+    """Sizes of the convolutions."""
+
+    width: int  # inputs that one sees
+    has_bias: bool  # convolutions and the products around them have a bias
+
+
+class Lfm2(Hybrid):
+    """LFM2, dense."""
+
+    architecture = "Lfm2ForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+    }
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json; some have two names."""
+        settings = self.defaults | settings
+        settings |= {"rms_norm_eps": settings["norm_eps"], "intermediate_size": _intermediate_size(settings)}
+        settings["tie_word_embeddings"] = settings.get("tie_embedding", settings["tie_word_embeddings"])
+        return super().config(settings)
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return which layers convolve, and how."""
+        width, layers = count(settings, "conv_L_cache"), fields["num_hidden_layers"]
+        attending = settings.get("full_attn_idxs") or range(layers)
+        kinds = settings.get("layer_types") or ["full_attention" if i in attending else "conv" for i in range(layers)]
+        state = Recurrent((("conv_state", (width - 1, fields["hidden_size"])),))
+        return {
+            "recurrent": recurrent_layers(kinds, layers, state, ("conv",)),
+            "mixer": ConvSizes(width, flag(settings, "conv_bias", False)),
+        }
+
+    def weights(self, config: ModelConfig) -> WeightMap:
+        """Return all tensors that such a model has; the last norm has a name of its own."""
+        return super().weights(config) | {"final_norm": (Part("model.embedding_norm.weight", (config.hidden_size,)),)}
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of one layer; see `Llama.layer_weights`."""
+        names = {
+            "input_layernorm": "operator_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "self_attn.o_proj": "self_attn.out_proj",
+            "self_attn.q_norm": "self_attn.q_layernorm",
+            "self_attn.k_norm": "self_attn.k_layernorm",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+        }
+        places = super().layer_weights(config, at, name) | head_norms(config, at, name)
+        return {place: tuple(_renamed(part, name, names) for part in parts) for place, parts in places.items()}
+
+    def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of a convolution and the products around it."""
+        hidden, conv, (width, bias) = config.hidden_size, f"{name}conv.", config.mixer
+        places: WeightMap = {f"{at}conv": (Part(f"{conv}conv.weight", (hidden, 1, width)),)}
+        if bias:
+            places[f"{at}conv_bias"] = (Part(f"{conv}conv.bias", (hidden,)),)
+        return places | {
+            **product(f"{at}in_proj", {f"{conv}in_proj": 3 * hidden}, hidden, split=None, bias=bias),
+            **product(f"{at}out_proj", {f"{conv}out_proj": hidden}, hidden, split=None, bias=bias),
+        }
+
+    def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
+        """Return the convolution of a layer."""
+        bias = weights.tensor(f"{at}conv_bias", torch.float32) if config.mixer.has_bias else None
+        return ShortConv(
+            weights.linear(f"{at}in_proj"), conv_weight(weights, f"{at}conv"), bias, weights.linear(f"{at}out_proj")
+        )
+
+
+def _intermediate_size(settings: dict[str, Any]) -> int:
+    size = count(settings, "block_ff_dim", settings.get("intermediate_size"))
+    if not flag(settings, "block_auto_adjust_ff_dim", True):
+        return size
+    multiple = count(settings, "block_multiple_of", 256)
+    size = int(number(settings, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return -(-size // multiple) * multiple
+
+
+def _renamed(part: Part, layer: str, names: dict[str, str]) -> Part:
+    own = part.name.removeprefix(layer)
+    for known, new in names.items():
+        if own.startswith(f"{known}."):
+            own = new + own.removeprefix(known)
+    return part._replace(name=layer + own)

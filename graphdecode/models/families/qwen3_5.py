@@ -1,0 +1,175 @@
+"""Qwen3.5 (text) and Qwen3-Next (Qwen Team, 2025): gated delta nets, and gated attention in every fourth layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphdecode.cache import Recurrent
+from graphdecode.models.blocks import Attention, Mixer
+from graphdecode.models.config import ModelConfig, count
+from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
+from graphdecode.models.families.llama import attention_biases, head_run
+from graphdecode.models.families.qwen3 import head_norms
+from graphdecode.models.families.sparse import Sparse
+from graphdecode.models.recurrent_blocks import DeltaNet, GatedAttention
+from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weights import Weights
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a gated delta net."""
+
+    key_heads: int
+    key_dim: int  # channels of a key head
+    heads: int  # value heads
+    value_dim: int  # channels of a value head
+    width: int  # inputs that the convolution sees
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all values."""
+        return self.heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state(self) -> Recurrent:
+        """What a layer keeps."""
+        shapes = (self.width - 1, self.conv_channels), (self.heads, self.key_dim, self.value_dim)
+        return Recurrent((("conv_state", shapes[0]), ("delta_state", shapes[1])))
+
+
+class Qwen35(Hybrid):
+    """Qwen3.5's decoder, dense."""
+
+    architecture = "Qwen3_5ForCausalLM"
+    norm_offset = 1.0
+    has_partial_rotary = True
+    defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+    }
+
+    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return which products have a bias."""
+        return attention_biases(settings)
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return which layers are delta nets, and their sizes."""
+        layers, every = fields["num_hidden_layers"], count(settings, "full_attention_interval", 4)
+        kinds = settings.get("layer_types") or [
+            "full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)
+        ]
+        names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+        sizes = DeltaSizes(*(count(settings, f"linear_{name}") for name in names))
+        recurrent = recurrent_layers(kinds, layers, sizes.state, ("linear_attention",))
+        return super().options(settings, fields) | {"recurrent": recurrent, "mixer": sizes}
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of one layer; its queries come with their gates."""
+        q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
+        rows: dict[str, Any] = {"q_proj": 2 * q, "k_proj": kv, "v_proj": kv}
+        names = {f"{name}self_attn.{own}": size for own, size in rows.items()}
+        return (
+            super().layer_weights(config, at, name)
+            | product(f"{at}qkv", names, config.hidden_size, split=0, bias=config.qkv_bias)
+            | head_norms(config, at, name)
+        )
+
+    def attention(self, config: ModelConfig, weights: Weights, index: int) -> GatedAttention:
+        """Return attention whose results are gated."""
+        plain = super().attention(config, weights, index)
+        heads, dim, device = config.num_attention_heads, config.head_dim, weights.device
+        columns = torch.arange(plain.qkv.out_features, device=device)
+        queries, gates = columns[: 2 * heads * dim].view(heads, 2, dim).unbind(1)
+        order = torch.cat((queries.flatten(), columns[2 * heads * dim :]))
+        fields = {name: getattr(plain, name) for name in Attention.__dataclass_fields__}
+        return GatedAttention(**fields, qkv_order=order, gate_order=gates.flatten())
+
+    def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of a delta net."""
+        sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
+        return {
+            f"{at}conv": (Part(f"{own}conv1d.weight", (sizes.conv_channels, 1, sizes.width)),),
+            f"{at}a_log": (Part(f"{own}A_log", (sizes.heads,)),),
+            f"{at}dt_bias": (Part(f"{own}dt_bias", (sizes.heads,)),),
+            f"{at}mixer_norm": (Part(f"{own}norm.weight", (sizes.value_dim,)),),
+            **self.projections(sizes, hidden, at, own),
+            **product(f"{at}out_proj", {f"{own}out_proj": hidden}, sizes.value_size, split=None),
+        }
+
+    def projections(self, sizes: DeltaSizes, hidden: int, at: str, own: str) -> WeightMap:
+        """Return the places of the products for queries, keys, values and gates, and for decays and strengths."""
+        qkvz = {f"{own}in_proj_qkv": sizes.conv_channels, f"{own}in_proj_z": sizes.value_size}
+        ab = {f"{own}in_proj_a": sizes.heads, f"{own}in_proj_b": sizes.heads}
+        return product(f"{at}qkvz", qkvz, hidden, split=None) | product(f"{at}ab", ab, hidden, split=None)
+
+    def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return the columns of the two products in the order of `DeltaNet`; None: they have it."""
+        return None, None
+
+    def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
+        """Return the delta net of a layer."""
+        qkvz_order, ab_order = self.orders(config.mixer, weights.device)
+        return DeltaNet(
+            qkvz=weights.linear(f"{at}qkvz"),
+            ab=weights.linear(f"{at}ab"),
+            qkvz_order=qkvz_order,
+            ab_order=ab_order,
+            conv=conv_weight(weights, f"{at}conv"),
+            a_log=weights.tensor(f"{at}a_log", torch.float32),
+            dt_bias=weights.tensor(f"{at}dt_bias", torch.float32),
+            gain=weights.tensor(f"{at}mixer_norm", torch.float32),
+            eps=config.rms_norm_eps,
+            out_proj=weights.linear(f"{at}out_proj"),
+        )
+
+
+class Qwen3Next(Sparse, Qwen35):
+    """Qwen3-Next, with experts; a delta net's products are interleaved by key heads."""
+
+    architecture = "Qwen3NextForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = Qwen35.defaults | {
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "shared_expert_intermediate_size": 512,
+    }
+
+    def projections(self, sizes: DeltaSizes, hidden: int, at: str, own: str) -> WeightMap:
+        """Return the places of the products for queries, keys, values and gates, and for decays and strengths."""
+        qkvz = {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size}
+        ba = {f"{own}in_proj_ba": 2 * sizes.heads}
+        return product(f"{at}qkvz", qkvz, hidden, split=None) | product(f"{at}ab", ba, hidden, split=None)
+
+    def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return the columns of the two products in the order of `DeltaNet`: each key head has its own of all."""
+        each = sizes.heads // sizes.key_heads
+        qkvz, ba = (
+            torch.arange(sizes.key_heads * sum(widths), device=device).view(sizes.key_heads, -1).split(widths, 1)
+            for widths in (
+                (sizes.key_dim, sizes.key_dim, each * sizes.value_dim, each * sizes.value_dim),
+                (each, each),
+            )
+        )
+        return torch.cat([columns.flatten() for columns in qkvz]), torch.cat([c.flatten() for c in reversed(ba)])
