@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from graphdecode.kernels.norm.gated_rms_norm import gated_rms_norm
 from graphdecode.kernels.recurrent.causal_conv import causal_conv
 from graphdecode.kernels.recurrent.gated_delta import DeltaGates, gated_delta
 from graphdecode.kernels.recurrent.selective_scan import ScanWeights, selective_scan
-from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.blocks import Attention, Mixer, ResidualStream
+from graphdecode.linear.weight_form import WeightForm, tensors_in
+from graphdecode.models.blocks import Attention, Mixer, Norm, ResidualStream
 
 
 def reordered(stream: ResidualStream, product: Tensor, order: Tensor | None, use: str) -> Tensor:
@@ -46,8 +46,17 @@ class GatedAttention(Attention):
         stream.give(self.o, gated)
 
 
+class RecurrentMixer(Mixer):
+    """A mixer over a state; its float32 tensors are read by every step."""
+
+    def read_bytes(self, rows: int | None = None) -> int:
+        """Return the bytes of products, norms and what belongs to the state's operators."""
+        held = [tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name))]  # type: ignore[arg-type]
+        return super().read_bytes(rows) + sum(tensor.nbytes for tensor in held if tensor.is_floating_point())
+
+
 @dataclass(frozen=True)
-class ShortConv(Mixer):
+class ShortConv(RecurrentMixer):
     """`out(c * conv(b * x))`, where `b`, `c`, `x` are one product (LFM2)."""
 
     in_proj: WeightForm  # [3 * channels, hidden]
@@ -67,7 +76,7 @@ class ShortConv(Mixer):
 
 
 @dataclass(frozen=True)
-class DeltaNet(Mixer):
+class DeltaNet(RecurrentMixer):
     """Gated delta net (Yang et al., 2024): convolution, delta rule over heads, norm with a gate."""
 
     qkvz: WeightForm  # [2 * key channels + 2 * value channels, hidden]
@@ -77,8 +86,7 @@ class DeltaNet(Mixer):
     conv: Tensor  # float32 [width, 2 * key channels + value channels]
     a_log: Tensor  # float32 [value heads]
     dt_bias: Tensor  # float32 [value heads]
-    gain: Tensor  # float32 [channels of a value head]
-    eps: float  # of the norm
+    norm: Norm  # of each value head
     out_proj: WeightForm  # [hidden, value channels]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
@@ -96,20 +104,19 @@ class DeltaNet(Mixer):
             causal_conv(convolved[part], qkvz[part, :channels], conv_state, self.conv, None, True, tokens)
             gated_delta(read[part], convolved[part], state, DeltaGates(ab[part], self.a_log, self.dt_bias), tokens)
         normed = stream.room(self.out_proj.in_features, use="normed")
-        gated_rms_norm(normed, read, qkvz[:, channels:], self.gain, self.eps, len(self.gain), True)
+        gated_rms_norm(normed, read, qkvz[:, channels:], self.norm.weight, self.norm.eps, len(self.norm.weight), True)
         stream.give(self.out_proj, normed)
 
 
 @dataclass(frozen=True)
-class Mamba2(Mixer):
+class Mamba2(RecurrentMixer):
     """Mamba2 (Dao and Gu, 2024): convolution, selective scan over heads, norm with a gate."""
 
     in_proj: WeightForm  # [channels + convolved channels + heads, hidden]: gate, x B C, steps
     conv: Tensor  # float32 [width, channels + 2 * groups * state channels]
     conv_bias: Tensor | None  # float32 [channels + 2 * groups * state channels], or None
     heads: ScanWeights  # decay, skip and bias of each head
-    gain: Tensor | None  # float32 [channels]; None: there is no norm
-    eps: float  # of the norm
+    norm: Norm | None  # of all heads' channels, in groups
     group: int  # channels that are normed together
     norm_first: bool  # whether the norm stands before the gate
     step_limits: tuple[float, float]  # least and greatest step
@@ -128,5 +135,6 @@ class Mamba2(Mixer):
             causal_conv(convolved[part], xbc[part], conv_state, self.conv, self.conv_bias, True, tokens)
             selective_scan(read[part], convolved[part], state, steps[part], self.heads, tokens, *self.step_limits)
         normed = stream.room(channels, use="normed")
-        gated_rms_norm(normed, read, gate, self.gain, self.eps, self.group, self.norm_first)
+        weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
+        gated_rms_norm(normed, read, gate, weight, eps, self.group, self.norm_first)
         stream.give(self.out_proj, normed)

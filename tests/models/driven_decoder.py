@@ -10,7 +10,7 @@ from torch import Tensor
 from graphdecode import Slot, StepBuffers
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch
-from graphdecode.cache import LayerCache
+from graphdecode.cache import LayerCache, LayerState, RecurrentState
 from graphdecode.models import Chunks, Decoder
 
 PAGE_SIZE = 8
@@ -25,10 +25,12 @@ class DrivenDecoder:
         pages_per_row = -(-max_length // PAGE_SIZE)
         self.trash_page = rows * pages_per_row
         shape = (self.trash_page + 1, PAGE_SIZE, config.num_key_value_heads, config.head_dim)
-        self.caches = [
-            LayerCache(*(torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2)))
-            for _ in range(model.num_layers)
-        ]
+        self.caches: list[LayerState] = []
+        for kept in config.recurrent or [None] * model.num_layers:
+            pages = [torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2)]
+            self.caches.append(LayerCache(*pages) if kept is None else RecurrentState.zeros(kept, rows, device))
+            for tensor in self.caches[-1]:
+                tensor.fill_(math.nan)
         self.attention = PagedDecodeAttention(
             max_batch_size=rows,
             num_qo_heads=config.num_attention_heads,
@@ -43,13 +45,14 @@ class DrivenDecoder:
             Slot("tokens", ("batch",), torch.int64, pad=1),
             Slot("pre_step_seqlens", ("batch",), torch.int32),
             Slot("rows", ("batch",), torch.int32),
+            Slot("state_rows", ("batch",), torch.int32, pad=rows),
             Slot("page_table", ("batch", pages_per_row), torch.int32, pad=self.trash_page),
             Slot("logits", ("batch", config.vocab_size), torch.float32),
         ]
         self.buffers = StepBuffers(slots, max_batch_size=rows, device=device)
-        for layer, (keys, values) in enumerate(self.caches):
-            self.buffers.adopt(f"k_cache_{layer}", keys)
-            self.buffers.adopt(f"v_cache_{layer}", values)
+        for layer, cache in enumerate(self.caches):
+            for name, tensor in cache.tensors.items():
+                self.buffers.adopt(f"{name}_{layer}", tensor)
         for index, tensor in enumerate(self.attention.workspace):
             self.buffers.adopt(f"workspace_{index}", tensor)
         order = torch.randperm(self.trash_page, generator=torch.Generator().manual_seed(seed))
@@ -58,6 +61,16 @@ class DrivenDecoder:
     def step(self, batch: Batch) -> None:
         """What would be captured: the decode step, its logits copied into their slot."""
         batch.logits.copy_(self.model.decode(batch, self.caches, self.attention))
+
+    def states(self) -> list[Tensor]:
+        """Return the recurrent states of all rows as they stand."""
+        return [tensor.clone() for cache in self.caches if isinstance(cache, RecurrentState) for tensor in cache]
+
+    def restore(self, states: list[Tensor]) -> None:
+        """Go back to these states: a step may then be run once more."""
+        own = [tensor for cache in self.caches if isinstance(cache, RecurrentState) for tensor in cache]
+        for tensor, before in zip(own, states, strict=True):
+            tensor.copy_(before)
 
     def chunks(self, texts: dict[int, list[int]], starts: dict[int, int], padding: int = 0) -> Chunks:
         """Return the tokens of some rows, each behind the `starts` tokens that it has already, and hostile padding."""
@@ -79,6 +92,7 @@ class DrivenDecoder:
             cumulative(list(lengths.values())),
             cumulative([starts[row] + length for row, length in lengths.items()]),
             self._page_table[list(texts)],
+            int32(list(texts)),
         )
 
     def prefill(self, texts: list[list[int]], starts: list[int]) -> None:
@@ -91,7 +105,7 @@ class DrivenDecoder:
         self.buffers.set_live_rows(count)
         self.buffers.tokens[:count] = torch.tensor(tokens)
         self.buffers.pre_step_seqlens[:count] = torch.tensor(positions, dtype=torch.int32)
-        self.buffers.rows[:count] = torch.arange(count, dtype=torch.int32)
+        self.buffers.rows[:count] = self.buffers.state_rows[:count] = torch.arange(count, dtype=torch.int32)
         self.buffers.page_table[:count] = self._page_table[:count]
 
     def decode(self, tokens: list[int], positions: list[int]) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -18,8 +20,12 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -34,10 +40,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -81,6 +91,15 @@ GRANITE_4 = {
     "residual_multiplier": 0.22,
     "logits_scaling": 3.0,
     "mamba_n_heads": 4,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 24,
 }
 OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
 
@@ -170,7 +189,28 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "granite-4": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE_4 | {"position_embedding_type": "rope"}),
     "granite-4-nope": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE_4),
+    "granite-4-mamba": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        GRANITE_4 | MAMBA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "bamba": (BambaConfig, BambaForCausalLM, MAMBA | {"attn_layer_indices": [1]}),
+    "mamba2": (Mamba2Config, Mamba2ForCausalLM, {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-biases": (
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
+    "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, DELTA_NET),
+    "qwen3-next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        DELTA_NET | EXPERTS | {"num_experts": 15, "shared_expert_intermediate_size": 16},
+    ),
 }
+OFFSET_NORMS = ("gemma", "qwen3.5", "qwen3-next")  # whose gains are kept as their distance from 1
+RECURRENT = ("granite-4-mamba", "bamba", "mamba2", "lfm2", "lfm2-biases", "qwen3.5", "qwen3-next")
 
 
 def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
@@ -179,8 +219,8 @@ def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
     torch.manual_seed(sum(map(ord, name)))
     model = model_class(config_class(**(SMALL | changes)))
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight", "sinks")):
-            is_gain = "norm" in parameter_name and "gemma" not in name  # Gemma's is its distance from 1
+        if parameter_name.endswith(("bias", "norm.weight", "sinks", "A_log")):
+            is_gain = "norm" in parameter_name and not name.startswith(OFFSET_NORMS)
             torch.nn.init.normal_(parameter, float(is_gain), 0.2)
     model.save_pretrained(folder, **options)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from graphdecode import GraphManager
 from graphdecode.graphs import check
+from graphdecode.linear.weight_form import tensors_in
 from graphdecode.models import load_model
 from graphdecode.models.blocks import SparseMlp
 from graphdecode.models.family import family_of
+from graphdecode.models.recurrent_blocks import RecurrentMixer
 
 ROWS = 6
 BUCKETS = (1, 2, 4, 6)
@@ -51,8 +53,10 @@ def test_nothing_in_the_step_is_forbidden_in_a_graph(driven: DrivenDecoder) -> N
 def test_replay_is_eager_and_padding_inert_in_every_bucket(driven: DrivenDecoder) -> None:
     graphs = GraphManager(driven.step, driven.buffers, BUCKETS, constants=driven.model.constants)
     graphs.capture(progress=False)
+    states = driven.states()
     for count in range(1, ROWS + 1):
         stage(driven, count)
+        driven.restore(states)
         graphs.run_eager(count)
         eager = live_state(driven, count)
         assert eager[0].isfinite().all()
@@ -61,6 +65,7 @@ def test_replay_is_eager_and_padding_inert_in_every_bucket(driven: DrivenDecoder
             stage(driven, count)
             if poisoned:
                 driven.buffers.poison(count)
+            driven.restore(states)
             graphs.replay(count)
             assert_same_bits(live_state(driven, count), eager)
     graphs.close()
@@ -71,15 +76,18 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     declared = {id(tensor) for tensor in model.constants}
     linears = [linear for block in model.blocks for linear in block.linears.values()]
     norms = [value for block in model.blocks for name, value in block.parts() if name == "weight"]
-    experts = [block.mlp.experts for block in model.layers if isinstance(block.mlp, SparseMlp)]
+    experts = [block.mlp.experts for block in model.layers if isinstance(getattr(block, "mlp", None), SparseMlp)]
     assert bool(experts) == (model.config.experts is not None)
-    assert experts or len(linears) == 4 * model.num_layers + 1
+    mixers = [block.mixer for block in model.layers if isinstance(getattr(block, "mixer", None), RecurrentMixer)]
+    assert experts or mixers or len(linears) == 4 * model.num_layers + 1
     places = family_of(model.config.architecture).weights(model.config).values()
     assert len(norms) == sum("norm" in parts[0].name for parts in places)
     of_experts = [tensor for block in experts for tensor in block.tensors]
-    read = [*(tensor for linear in linears for tensor in linear.tensors), *norms, *of_experts]
+    names = ("conv", "conv_bias", "a_log", "dt_bias", "heads")
+    kept = [tensor for each in mixers for name in names for tensor in tensors_in(getattr(each, name, None))]
+    read = [*(tensor for linear in linears for tensor in linear.tensors), *norms, *of_experts, *kept]
     assert declared >= {id(tensor) for tensor in read}
-    always = sum(linear.nbytes for linear in linears) + sum(norm.nbytes for norm in norms)
+    always = sum(linear.nbytes for linear in linears) + sum(tensor.nbytes for tensor in (*norms, *kept))
     assert model.weight_bytes == always + sum(tensor.nbytes for tensor in of_experts)
     for rows in (1, 2, 100):
         taken = sum(

@@ -1,5 +1,6 @@
 """The model families, one file each; a line here lets its models be loaded."""
 
+from graphdecode.models.families.bamba import Bamba
 from graphdecode.models.families.gemma2 import Gemma2
 from graphdecode.models.families.gemma3 import Gemma3
 from graphdecode.models.families.gpt_oss import GptOss
@@ -7,6 +8,7 @@ from graphdecode.models.families.granite import Granite
 from graphdecode.models.families.granite_hybrid import GraniteHybrid
 from graphdecode.models.families.lfm2 import Lfm2
 from graphdecode.models.families.llama import Llama
+from graphdecode.models.families.mamba2 import Mamba2Family
 from graphdecode.models.families.mistral import Mistral
 from graphdecode.models.families.mixtral import Mixtral
 from graphdecode.models.families.olmo2 import Olmo2
@@ -21,6 +23,7 @@ from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
 
 __all__ = [
+    "Bamba",
     "Gemma2",
     "Gemma3",
     "GptOss",
@@ -28,6 +31,7 @@ __all__ = [
     "GraniteHybrid",
     "Lfm2",
     "Llama",
+    "Mamba2Family",
     "Mistral",
     "Mixtral",
     "Olmo2",
@@ -58,6 +62,8 @@ register_family(Olmo3())
 register_family(SmolLM3())
 register_family(Granite())
 register_family(GraniteHybrid())
+register_family(Bamba())
+register_family(Mamba2Family())
 register_family(Lfm2())
 register_family(Qwen35())
 register_family(Qwen3Next())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.kernels.recurrent.selective_scan import ScanWeights
-from graphdecode.models.blocks import Mixer
+from graphdecode.models.blocks import Mixer, Norm
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.family import edges
@@ -72,6 +72,17 @@ def recurrent_layers(
         )
     kept = tuple(state if kind in recurrent else None for kind in kinds)
     return kept if any(kept) else ()
+
+
+def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMap:
+    """Return the places of a layer, whose tensors' names begin with `layer`, with some modules by another name."""
+
+    def other(part: Part) -> Part:
+        own = part.name.removeprefix(layer)
+        known = next((known for known in names if own.startswith(f"{known}.")), None)
+        return part if known is None else part._replace(name=layer + names[known] + own.removeprefix(known))
+
+    return {place: tuple(map(other, parts)) for place, parts in places.items()}
 
 
 def conv_weight(weights: Weights, place: str) -> Tensor:
@@ -136,8 +147,7 @@ def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
         conv=conv_weight(weights, f"{at}conv"),
         conv_bias=weights.tensor(f"{at}conv_bias", torch.float32) if sizes.conv_bias else None,
         heads=heads,
-        gain=weights.tensor(f"{at}mixer_norm", torch.float32) if sizes.has_norm else None,
-        eps=config.rms_norm_eps,
+        norm=Norm(weights.tensor(f"{at}mixer_norm", torch.float32), config.rms_norm_eps) if sizes.has_norm else None,
         group=sizes.channels // sizes.groups,
         norm_first=sizes.norm_first,
         step_limits=sizes.step_limits,
@@ -174,7 +184,7 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
 
 def _unbounded(limit: Any) -> float:
     """Return a limit as a number; transformers writes infinity as `{"__float__": "Infinity"}`."""
-    value = limit.get("__float__") if isinstance(limit, dict) else limit
+    value: Any = limit.get("__float__") if isinstance(limit, dict) else limit
     try:
         return float(value)
     except (TypeError, ValueError):

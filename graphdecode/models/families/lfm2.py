@@ -9,7 +9,7 @@ import torch
 from graphdecode.cache import Recurrent
 from graphdecode.models.blocks import Mixer
 from graphdecode.models.config import ModelConfig, count, flag, number
-from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
+from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers, renamed
 from graphdecode.models.families.qwen3 import head_norms
 from graphdecode.models.recurrent_blocks import ShortConv
 from graphdecode.models.weight_map import Part, WeightMap, product
@@ -72,7 +72,7 @@ class Lfm2(Hybrid):
             "mlp.down_proj": "feed_forward.w2",
         }
         places = super().layer_weights(config, at, name) | head_norms(config, at, name)
-        return {place: tuple(_renamed(part, name, names) for part in parts) for place, parts in places.items()}
+        return renamed(places, name, names)
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the places of a convolution and the products around it."""
@@ -100,11 +100,3 @@ def _intermediate_size(settings: dict[str, Any]) -> int:
     multiple = count(settings, "block_multiple_of", 256)
     size = int(number(settings, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     return -(-size // multiple) * multiple
-
-
-def _renamed(part: Part, layer: str, names: dict[str, str]) -> Part:
-    own = part.name.removeprefix(layer)
-    for known, new in names.items():
-        if own.startswith(f"{known}."):
-            own = new + own.removeprefix(known)
-    return part._replace(name=layer + own)

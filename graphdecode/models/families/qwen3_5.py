@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.cache import Recurrent
-from graphdecode.models.blocks import Attention, Mixer
+from graphdecode.models.blocks import Attention, Mixer, Norm
 from graphdecode.models.config import ModelConfig, count
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
 from graphdecode.models.families.llama import attention_biases, head_run
@@ -137,8 +137,7 @@ class Qwen35(Hybrid):
             conv=conv_weight(weights, f"{at}conv"),
             a_log=weights.tensor(f"{at}a_log", torch.float32),
             dt_bias=weights.tensor(f"{at}dt_bias", torch.float32),
-            gain=weights.tensor(f"{at}mixer_norm", torch.float32),
-            eps=config.rms_norm_eps,
+            norm=Norm(weights.tensor(f"{at}mixer_norm", torch.float32), config.rms_norm_eps),
             out_proj=weights.linear(f"{at}out_proj"),
         )
 

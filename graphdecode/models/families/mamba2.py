@@ -1,0 +1,86 @@
+"""Mamba2 (Dao and Gu, 2024), by itself: no attention, no MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from graphdecode.cache import LayerState
+from graphdecode.models.blocks import Layer, Mixer, Norm, ResidualStream
+from graphdecode.models.config import ModelConfig, common_fields
+from graphdecode.models.families.hybrid import mamba2_mixer, mamba2_sizes, mamba2_weights
+from graphdecode.models.family import Family
+from graphdecode.models.weight_map import Part, WeightMap
+from graphdecode.models.weights import Weights
+
+
+@dataclass(frozen=True)
+class MixerLayer(Layer):
+    """One block behind a norm: `x + mixer(norm(x))`."""
+
+    input_norm: Norm
+    mixer: Mixer
+
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+        """Run the layer."""
+        stream.norm(self.input_norm)
+        self.mixer.run(stream, cache)
+
+
+class Mamba2Family(Family):
+    """Mamba2."""
+
+    architecture = "Mamba2ForCausalLM"
+    # a config.json says nothing of attention; sequences may be as long as there is memory for their tokens
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "intermediate_size": 1,
+        "max_position_embeddings": 2**20,
+        "num_attention_heads": 1,
+        "expand": 2,
+        "conv_kernel": 4,
+        "n_groups": 8,
+        "state_size": 128,
+        "num_heads": 128,
+        "layer_norm_epsilon": 1e-5,
+    }
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json."""
+        settings = self.defaults | settings
+        names = {
+            "mamba_n_heads": "num_heads",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_expand": "expand",
+            "rms_norm_eps": "layer_norm_epsilon",
+        }
+        settings |= {ours: settings[theirs] for ours, theirs in names.items()}
+        settings |= {"mamba_d_head": settings.get("head_dim", 64), "head_dim": 16}  # of attention, which no layer has
+        settings |= {"mamba_conv_bias": settings.get("use_conv_bias", True)}
+        settings |= {"mamba_proj_bias": settings.get("use_bias", False)}
+        fields, sizes = common_fields(settings), mamba2_sizes(settings)
+        layers = fields["num_hidden_layers"]
+        kept = {"recurrent": (sizes.state,) * layers, "mixer": sizes, "windows": (-1,) * layers}
+        return ModelConfig(architecture=self.architecture, **fields, **kept)
+
+    def weights(self, config: ModelConfig) -> WeightMap:
+        """Return all tensors that such a model has, by their place in it."""
+        table = (config.vocab_size, config.hidden_size)
+        places: WeightMap = {
+            "embedding": (Part("backbone.embeddings.weight", table, 0),),
+            "final_norm": (Part("backbone.norm_f.weight", (config.hidden_size,)),),
+        }
+        if not config.tie_word_embeddings:
+            places["lm_head"] = (Part("lm_head.weight", table, 0),)
+        for index in range(config.num_hidden_layers):
+            at, name = f"layers.{index}.", f"backbone.layers.{index}."
+            places[f"{at}input_norm"] = (Part(f"{name}norm.weight", (config.hidden_size,)),)
+            places |= mamba2_weights(config, at, f"{name}mixer.")
+        return places
+
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        """Return one layer, its weights read."""
+        at = f"layers.{index}."
+        return MixerLayer(weights.norm(f"{at}input_norm", config.rms_norm_eps), mamba2_mixer(config, weights, at))
