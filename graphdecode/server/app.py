@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from graphdecode.config import ServerConfig
 from graphdecode.errors import shown
 from graphdecode.server.completions import rendered_chat
-from graphdecode.server.desk import Desk
 from graphdecode.server.endpoint import GENERATING, Endpoint
-from graphdecode.server.http import SAYING, HttpError, while_there
+from graphdecode.server.http import EXCEPTION_HANDLERS, HttpError, until_disconnect
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
 
@@ -130,38 +130,38 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def prepared_tokens(desk: Desk, body: Tokenize) -> bytes:
+def prepared_tokens(preprocessor: Preprocessor, body: Tokenize) -> bytes:
     """Return the answer with the tokens of a text or of a conversation.
 
     Raises:
         HttpError: there is none.
     """
     if body.prompt is not None:
-        ids = desk.intake.encode(body.prompt, special=body.add_special_tokens is not False)
+        ids = preprocessor.intake.encode(body.prompt, special=body.add_special_tokens is not False)
     elif body.messages is not None:
-        ids = rendered_chat(desk, body).token_ids
+        ids = rendered_chat(preprocessor, body).token_ids
     else:
         raise HttpError(400, "prompt must be a text, or messages a conversation", param="prompt")
     answer: dict[str, Any] = {
         "count": len(ids),
-        "max_model_len": desk.serves.rules.capacity.token_limit,
+        "max_model_len": preprocessor.serves.rules.capacity.token_limit,
         "tokens": ids,
-        "token_strs": desk.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+        "token_strs": preprocessor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
     }
     return bytes(JSONResponse(answer).body)
 
 
-def prepared_text(desk: Desk, body: Detokenize) -> bytes:
+def prepared_text(preprocessor: Preprocessor, body: Detokenize) -> bytes:
     """Return the answer with the text of some tokens.
 
     Raises:
         HttpError: one is none of the model's.
     """
-    vocab_size = desk.serves.rules.vocab_size
+    vocab_size = preprocessor.serves.rules.vocab_size
     wrong = [token for token in body.tokens if not 0 <= token < vocab_size]
     if wrong:
         raise HttpError(400, f"tokens must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}", param="tokens")
-    return bytes(JSONResponse({"prompt": desk.tokenizer.decode(body.tokens)}).body)
+    return bytes(JSONResponse({"prompt": preprocessor.tokenizer.decode(body.tokens)}).body)
 
 
 async def _as_it_is(service: Service, prepared: bytes, caller: str) -> Response:
@@ -187,7 +187,7 @@ def live(service: Service) -> dict[str, Any]:
     There is a floor only below the step: one above was measured while other work took the bandwidth.
     """
     metrics, defaults = service.metrics, service.sampling_defaults
-    vitals, ready = metrics.vitals, service.client.ready
+    engine_status, ready = metrics.engine_status, service.client.ready
     step = median(metrics.last_steps) if metrics.last_steps else None
     floor = None if ready is None or step is None else ready.floor_seconds
     told = {
@@ -203,7 +203,9 @@ def live(service: Service) -> dict[str, Any]:
         "restarts": service.client.restarts,
     }
     names = ("running", "waiting", "used_pages", "total_pages", "preemptions", "bucket_steps", "batch_sizes")
-    return told | {name: getattr(vitals, name) if vitals else ({} if name in names[-2:] else 0) for name in names}
+    return told | {
+        name: getattr(engine_status, name) if engine_status else ({} if name in names[-2:] else 0) for name in names
+    }
 
 
 _PAGE = Path(__file__).parent / "page"
@@ -221,7 +223,7 @@ def make_app(service: Service) -> Starlette:
     }
 
     def one_model(request: Request) -> dict[str, object]:
-        service.desk.check_model(request.path_params["model"])
+        service.preprocessor.check_model(request.path_params["model"])
         return card
 
     def health(_: Request) -> Response:  # empty, and 200 while requests are served
@@ -261,7 +263,7 @@ def make_app(service: Service) -> Starlette:
         )
     if service.api_keys:
         middleware.append(Middleware(KeyGuard, keys=service.api_keys))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=SAYING)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
 
 
 def _get(answer: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -282,7 +284,9 @@ def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[
         if media_type != "application/json":  # a page of another origin may send the others unasked
             raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
         async with service.bodies.read(request) as data:
-            response = await while_there(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
+            response = await until_disconnect(
+                request.receive, endpoint.respond(service, data, caller_of(request.scope))
+            )
         if response is None:
             raise HttpError(499, "the client went away")
         return response

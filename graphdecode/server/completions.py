@@ -7,13 +7,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.desk import Desk
 from graphdecode.server.http import HttpError
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, Tokenize, sampling_params, without_large_parts
 from graphdecode.server.reply import Cursor, Delta, Reply
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
-from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, told_messages
+from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.intake import Order, Resolved
 from graphdecode.text.outputs import Logprob
@@ -102,7 +102,7 @@ class PreparedCompletion(NamedTuple):
     structured: StructuredOutput | None  # of the answers; None: they may have any
 
 
-def prepared_completion(desk: Desk, body: Completion) -> PreparedCompletion:
+def prepared_completion(preprocessor: Preprocessor, body: Completion) -> PreparedCompletion:
     """Validate a request, and prepare it for the engine.
 
     Raises:
@@ -116,11 +116,11 @@ def prepared_completion(desk: Desk, body: Completion) -> PreparedCompletion:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     params = sampling_params(
-        body, desk.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
+        body, preprocessor.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
     )
     structured, special, prompts = structured_output_of(body), body.add_special_tokens is not False, _prompts(body)
-    asked = desk.asked(params, len(prompts), priority=body.priority or 0, is_structured=structured is not None)
-    resolved = [desk.resolved(prompt, asked, special=special) for prompt in prompts]
+    asked = preprocessor.asked(params, len(prompts), priority=body.priority or 0, is_structured=structured is not None)
+    resolved = [preprocessor.resolved(prompt, asked, special=special) for prompt in prompts]
     return PreparedCompletion(without_large_parts(body), resolved, structured)
 
 
@@ -233,7 +233,7 @@ class PreparedChat(NamedTuple):
     names: frozenset[str]  # of the functions that may be called
 
 
-def prepared_chat(desk: Desk, body: ChatCompletion) -> PreparedChat:
+def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> PreparedChat:
     """Validate a request, and prepare it for the engine.
 
     Raises:
@@ -244,16 +244,18 @@ def prepared_chat(desk: Desk, body: ChatCompletion) -> PreparedChat:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
     names = frozenset(tool_names(body))
-    tools = _tool_format(desk, body, body.tools) if wants_tools else None
-    structured = _structured(desk, body, tools)
+    tools = _tool_format(preprocessor, body, body.tools) if wants_tools else None
+    structured = _structured(preprocessor, body, tools)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, desk.sampling_defaults, max_tokens=limit, logprobs=logprobs)
+    params = sampling_params(body, preprocessor.sampling_defaults, max_tokens=limit, logprobs=logprobs)
     if tools is not None and tools.is_special:
         params = params.unchecked(skip_special_tokens=False)
-    rendered = rendered_chat(desk, body, with_tools=wants_tools)
-    asked = desk.asked(rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None)
-    prompt = desk.intake.resolved(rendered.text, rendered.token_ids, asked)
+    rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
+    asked = preprocessor.asked(
+        rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None
+    )
+    prompt = preprocessor.intake.resolved(rendered.text, rendered.token_ids, asked)
     return PreparedChat(without_large_parts(body), prompt, structured, tools, names)
 
 
@@ -267,7 +269,7 @@ async def chat(service: Service, prepared: PreparedChat, caller: str) -> ChatRep
     return ChatReply(service, prepared, order)
 
 
-def _structured(desk: Desk, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
+def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
     """Return the structured output that is asked for.
 
     Raises:
@@ -278,27 +280,29 @@ def _structured(desk: Desk, body: ChatCompletion, tools: ToolFormat | None) -> S
         if body.tool_choice not in (None, "none", "auto"):
             raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
         return asked
-    opening_id = desk.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
+    opening_id = preprocessor.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
     calls = structured_output_of_calls(body, tools, opening_id)
     if calls is not None and asked is not None:
         raise HttpError(400, f"{asked.field} and calls of tools that have a form: ask for one", param=asked.field)
     return asked or calls
 
 
-def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bool = True) -> RenderedChat:
+def rendered_chat(
+    preprocessor: Preprocessor, body: ChatCompletion | Tokenize, *, with_tools: bool = True
+) -> RenderedChat:
     """Render and tokenize a conversation.
 
     Raises:
         HttpError: the request brings a template of its own, and may not.
         ArgumentError: the messages are malformed, there is no template, or it refuses them.
     """
-    if body.chat_template is not None and not desk.limits.trust_request_chat_template:
+    if body.chat_template is not None and not preprocessor.limits.trust_request_chat_template:
         raise HttpError(
             400,
             "chat_template is refused: it is a program, and [server] trust_request_chat_template is false",
             param="chat_template",
         )
-    if body.messages and body.chat_template is None and not desk.tokenizer.chat_template:
+    if body.messages and body.chat_template is None and not preprocessor.tokenizer.chat_template:
         raise ArgumentError(
             "this model has no chat template: ask /v1/completions, which takes prompts as they are, or start with "
             "--chat-template FILE"
@@ -309,7 +313,7 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
 
     def rendered(messages: Sequence[Any], tools: Sequence[dict[str, Any]] | None) -> RenderedChat:
         return render_chat(
-            desk.tokenizer,
+            preprocessor.tokenizer,
             messages,
             chat_template=body.chat_template,
             add_generation_prompt=begins,
@@ -318,19 +322,21 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
             chat_template_kwargs=body.chat_template_kwargs,
         )
 
-    if _tool_format(desk, body, tools) is not BARE_JSON:
+    if _tool_format(preprocessor, body, tools) is not BARE_JSON:
         return rendered(messages, tools)
     choice = getattr(body, "tool_choice", None)
     try:
-        return rendered(told_messages(messages, tools, choice), None)
+        return rendered(messages_with_tools(messages, tools, choice), None)
     except ArgumentError:  # some templates take no message of a system
-        return rendered(told_messages(messages, tools, choice, to_user=True), None)
+        return rendered(messages_with_tools(messages, tools, choice, to_user=True), None)
 
 
-def _tool_format(desk: Desk, body: ChatCompletion | Tokenize, tools: Sequence[dict[str, Any]] | None) -> ToolFormat:
+def _tool_format(
+    preprocessor: Preprocessor, body: ChatCompletion | Tokenize, tools: Sequence[dict[str, Any]] | None
+) -> ToolFormat:
     """Return how the model writes calls; bare JSON where its template does not teach it."""
     try:
-        template = desk.tokenizer.get_chat_template(body.chat_template, tools)
+        template = preprocessor.tokenizer.get_chat_template(body.chat_template, tools)
     except ValueError:  # there is none, or several by name and none of them the default
         template = None
     return format_of(template) or BARE_JSON

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.completions import chat, complete, prepared_chat, prepared_completion
-from graphdecode.server.desk import Desk
-from graphdecode.server.forked_work import WorkError, WorkLimits
+from graphdecode.server.fork_pool import JobError, JobLimits
 from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import (
     Body,
     ChatCompletion,
@@ -31,7 +31,7 @@ P = TypeVar("P")
 R = TypeVar("R", covariant=True)
 
 _MOST_PARTS_HERE = 64  # of a body that is prepared where others wait: some milliseconds
-_LIMITS = WorkLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
+_LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Endpoint(Generic[B, P, R]):
     """Reads a body, and lets the service answer it."""
 
     kind: type[B]  # of the body
-    prepare: Callable[[Desk, B], P]  # makes of a body what can be answered in no time; it may run in another process
+    prepare: Callable[
+        [Preprocessor, B], P
+    ]  # makes of a body what can be answered in no time; it may run in another process
     # makes the response for a service, what was prepared and its caller
     answer: Callable[[Service, P, str], Awaitable[R]]
 
@@ -53,18 +55,18 @@ class Endpoint(Generic[B, P, R]):
             service.check_room(1)
         prepared = None
         if len(data) <= LARGE_BYTES:
-            prepared = self.prepared(service.desk, data, in_child=False)
+            prepared = self.prepared(service.preprocessor, data, in_child=False)
         if prepared is None:
             try:
                 prepared = await service.work.run(_prepared, self, data, limits=_LIMITS, caller=caller, size=len(data))
-            except WorkError as error:
+            except JobError as error:
                 raise HttpError(400, f"reading the body {error}") from error
         result, unknown = prepared
         service.note_unknown(unknown)
         with self._as_http_errors():
             return await self.answer(service, result, caller)
 
-    def prepared(self, desk: Desk, data: bytes, *, in_child: bool) -> tuple[P, tuple[str, ...]] | None:
+    def prepared(self, preprocessor: Preprocessor, data: bytes, *, in_child: bool) -> tuple[P, tuple[str, ...]] | None:
         """Parse and prepare a body; return it with the names of its unknown fields.
 
         Args:
@@ -79,11 +81,11 @@ class Endpoint(Generic[B, P, R]):
         except ValidationError as error:
             message, place, code = problem_of(error)
             raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
-        desk.check_model(body.model)
+        preprocessor.check_model(body.model)
         if not in_child and (body.parts > _MOST_PARTS_HERE or getattr(body, "chat_template", None) is not None):
             return None
         with self._as_http_errors():
-            return self.prepare(desk, body), unknown_fields(body)
+            return self.prepare(preprocessor, body), unknown_fields(body)
 
     @contextmanager
     def _as_http_errors(self) -> Iterator[None]:
@@ -95,8 +97,8 @@ class Endpoint(Generic[B, P, R]):
             raise as_http_error(error, frozenset(self.kind.model_fields)) from error
 
 
-def _prepared(desk: Desk, endpoint: Endpoint[Any, Any, Any], data: bytes) -> Any:
-    return endpoint.prepared(desk, data, in_child=True)
+def _prepared(preprocessor: Preprocessor, endpoint: Endpoint[Any, Any, Any], data: bytes) -> Any:
+    return endpoint.prepared(preprocessor, data, in_child=True)
 
 
 GENERATING: dict[GeneratingPath, Endpoint[Any, Any, Reply]] = {

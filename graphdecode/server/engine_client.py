@@ -17,23 +17,23 @@ from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.server.http import RESTARTING
-from graphdecode.server.structured_outputs import KEPT_BYTES, KeptGrammars, ReadGrammar
-from graphdecode.server.wire import (
+from graphdecode.server.messages import (
     Abort,
     Add,
-    Alive,
+    AddGrammar,
+    DropGrammar,
     EngineReady,
     EngineSetup,
+    EngineStatus,
     Finish,
-    Forget,
+    Heartbeat,
     Refused,
-    Teach,
-    Vitals,
     framed,
     in_parts,
     receive,
     unpack_event,
 )
+from graphdecode.server.structured_outputs import KEPT_BYTES, KeptGrammars, ReadGrammar
 
 _DIED = "the engine's process ended before the answer was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
@@ -47,7 +47,7 @@ _END_SECONDS = 5.0  # for the process to end by itself
 log = logging.getLogger(__name__)
 
 
-class Silence(NamedTuple):
+class HeartbeatTimeouts(NamedTuple):
     """Heartbeat timeouts, after which the engine's process is killed."""
 
     starting_seconds: float = 300.0  # until it says for the first time that it runs
@@ -67,13 +67,13 @@ class EngineClient:
         setup: EngineSetup,
         *,
         on_events: Callable[[Sequence[Event]], None],
-        on_vitals: Callable[[Vitals], None],
-        silence: Silence | None = None,
+        on_status: Callable[[EngineStatus], None],
+        silence: HeartbeatTimeouts | None = None,
     ) -> None:
         self._setup = setup
         self._on_events = on_events
-        self._on_vitals = on_vitals
-        self._silence = silence or Silence()
+        self._on_vitals = on_status
+        self._silence = silence or HeartbeatTimeouts()
         self._taught = KeptGrammars()  # what the process knows of grammars
         self._numbers = itertools.count()
         self._metrics: dict[int, RequestMetrics] = {}  # of the requests that the process knows
@@ -129,9 +129,9 @@ class EngineClient:
         return reader
 
     async def _loaded(self, reader: asyncio.StreamReader) -> None:
-        message, patience = Alive(), self._silence.starting_seconds
+        message, patience = Heartbeat(), self._silence.starting_seconds
         try:
-            while isinstance(message, Alive):
+            while isinstance(message, Heartbeat):
                 async with asyncio.timeout(patience):
                     message = await receive(reader)
                 patience = self._silence.loading_seconds
@@ -192,9 +192,9 @@ class EngineClient:
 
     async def _take(self, message: Any) -> None:
         self._heard = True
-        if isinstance(message, Alive):
+        if isinstance(message, Heartbeat):
             return
-        if isinstance(message, Vitals):
+        if isinstance(message, EngineStatus):
             self._on_vitals(message)
             return
         for first in range(0, len(message), _EVENTS_AT_ONCE):
@@ -227,28 +227,28 @@ class EngineClient:
         """
         if not self.serves:
             raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
-        if request.grammar is not None and not self.knows(request.grammar):  # forgotten since it was read
-            self.teach(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # nobody knows its size any more
+        if request.grammar is not None and not self.has_grammar(request.grammar):  # forgotten since it was read
+            self.add_grammar(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # nobody knows its size any more
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
         self._write(Add(request_id, request))
         return request_id
 
-    def knows(self, grammar: str) -> bool:
+    def has_grammar(self, grammar: str) -> bool:
         """Whether the process holds a grammar."""
         return grammar in self._taught
 
-    def teach(self, read: ReadGrammar) -> None:
+    def add_grammar(self, read: ReadGrammar) -> None:
         """Send a grammar to the process, and evict others beyond its limits."""
-        self._write(Teach(read.grammar, read.automaton))
+        self._write(AddGrammar(read.grammar, read.automaton))
         for other in self._taught.add(read):
-            self._write(Forget(other))
+            self._write(DropGrammar(other))
         if read.nbytes > KEPT_BYTES:  # it stays for those who ask at once, and no longer
             asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._let_go, read.grammar)
 
     def _let_go(self, grammar: str) -> None:
         if self._taught.drop(grammar):
-            self._write(Forget(grammar))
+            self._write(DropGrammar(grammar))
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""

@@ -26,26 +26,26 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.models.load import return_free_memory
 from graphdecode.profiling.environment import cache_bytes, read_bandwidth
-from graphdecode.server.forked_work import STACK_BYTES
+from graphdecode.server.fork_pool import STACK_BYTES
 from graphdecode.server.http import REFUSED
-from graphdecode.server.wire import (
+from graphdecode.server.messages import (
     HEARTBEAT_SECONDS,
     Abort,
     Add,
-    Alive,
+    AddGrammar,
+    DropGrammar,
     EngineReady,
     EngineSetup,
+    EngineStatus,
     Finish,
-    Forget,
+    Heartbeat,
+    MessageSocket,
     Refused,
-    Teach,
-    Vitals,
-    Wire,
     pack_event,
 )
 from graphdecode.text.grammar import Grammars
 
-_VITALS_EVERY_SECONDS = 0.25
+_STATUS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
 _STACK_BYTES = 4 * STACK_BYTES  # of threads: a grammar that was read in a child overflows none of them
 _READERS = 2  # grammars that are read at a time
@@ -58,14 +58,14 @@ class EngineProcess:
     """Runs one engine for the process at the other end of a socket.
 
     Args:
-        wire: where requests come from, and events go.
+        connection: where requests come from, and events go.
         grammars: compiles structured outputs; None: requests bring none.
     """
 
-    def __init__(self, engine: Engine, wire: Wire, grammars: Grammars | None = None) -> None:
+    def __init__(self, engine: Engine, connection: MessageSocket, grammars: Grammars | None = None) -> None:
         self._engine = engine
         self._grammars = grammars
-        self._wire = wire
+        self._connection = connection
         self._theirs: dict[int, int] = {}  # the engine's number of a request -> that of the other side
         self._ours: dict[int, int] = {}
         self._begun: set[int] = set()  # whose first event went out
@@ -73,16 +73,16 @@ class EngineProcess:
         self._taught: dict[str, Future[Any] | None] = {}
         self._reading: dict[int, tuple[Future[Any], Add]] = {}  # their number of a request -> what it waits for
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="grammar")
-        self._told = 0.0  # when the vitals went out
+        self._told = 0.0  # when the engine_status went out
 
     def serve(self) -> None:
         """Step while there is work, and wait for messages otherwise, until the other side is gone."""
         engine, has_leisure = self._engine, True
         while True:
             try:
-                self._tell_vitals()
+                self._send_status()
                 is_idle, has_leisure = not (engine.has_work or self._reading or has_leisure), False
-                for message in self._wire.receive(wait=is_idle):
+                for message in self._connection.receive(wait=is_idle):
                     self._take(message)
                 has_leisure = engine.capture_waiting()
                 if self._reading:
@@ -108,12 +108,12 @@ class EngineProcess:
                 self._add(message)
             else:
                 self._reading[message.request_id] = self._compiled(grammar), message
-        elif isinstance(message, Teach):
+        elif isinstance(message, AddGrammar):
             self._taught[message.grammar] = None
             if message.automaton is not None:
                 known = self._taught[message.grammar] = Future()
                 known.set_result(message.automaton)
-        elif isinstance(message, Forget):
+        elif isinstance(message, DropGrammar):
             self._leave(self._taught.pop(message.grammar, None))
             self._readers.submit(return_free_memory)  # what it was is scattered over the heap
         elif isinstance(message, Finish):
@@ -171,7 +171,7 @@ class EngineProcess:
             metrics = RequestMetrics(time.perf_counter())
             code = REFUSED if isinstance(error, ArgumentError | ConstraintError) else None
             refusal = Event(message.request_id, [], None, "error", None, metrics, str(error), error_code=code)
-            self._wire.send([pack_event(refusal, message.request_id, whole=True)])
+            self._connection.send([pack_event(refusal, message.request_id, whole=True)])
         else:
             self._theirs[ours], self._ours[message.request_id] = message.request_id, ours
 
@@ -194,17 +194,17 @@ class EngineProcess:
             if is_last:
                 self._forget(theirs)
         if packed:
-            self._wire.send(packed)
+            self._connection.send(packed)
 
-    def _tell_vitals(self) -> None:
+    def _send_status(self) -> None:
         now = time.perf_counter()
-        if now - self._told < _VITALS_EVERY_SECONDS and self._engine.has_work:
+        if now - self._told < _STATUS_EVERY_SECONDS and self._engine.has_work:
             return
         self._told = now
         engine, stats = self._engine, self._engine.stats
         pool = engine.cache.pool
-        self._wire.send(
-            Vitals(
+        self._connection.send(
+            EngineStatus(
                 running=engine.num_running,
                 waiting=engine.num_waiting,
                 used_pages=pool.used,
@@ -233,12 +233,12 @@ def _floor_seconds(engine: Engine) -> float | None:
     return size / read_bandwidth(device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
 
 
-def _beat(wire: Wire) -> None:
+def _beat(connection: MessageSocket) -> None:
     """Send heartbeats, however long a step takes."""
     with suppress(OSError):
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            wire.send(Alive())
+            connection.send(Heartbeat())
 
 
 def main() -> None:
@@ -246,18 +246,18 @@ def main() -> None:
     leave_signals()
     threading.stack_size(_STACK_BYTES)
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    wire = Wire(socket.socket(fileno=int(sys.argv[1])))
+    connection = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     try:
-        (setup,) = wire.receive(wait=True)
+        (setup,) = connection.receive(wait=True)
     except EOFError:
         return
     assert isinstance(setup, EngineSetup)
-    threading.Thread(target=_beat, args=(wire,), name="heartbeat", daemon=True).start()
+    threading.Thread(target=_beat, args=(connection,), name="heartbeat", daemon=True).start()
     began = time.perf_counter()
     try:
         engine = load_engine(setup.model, setup.config, progress=setup.progress)
     except GraphdecodeError as error:
-        wire.send(Refused(str(error)))
+        connection.send(Refused(str(error)))
         return
     grammars = None
     if setup.tokenizer is not None:
@@ -268,10 +268,10 @@ def main() -> None:
         except GraphdecodeError as error:  # such requests are refused, and others served
             log.warning("%s", error)
     load_seconds = time.perf_counter() - began
-    wire.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, _floor_seconds(engine)))
+    connection.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, _floor_seconds(engine)))
     gc.collect()
     gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
-    EngineProcess(engine, wire, grammars).serve()
+    EngineProcess(engine, connection, grammars).serve()
     engine.close()
 
 

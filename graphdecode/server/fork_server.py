@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 
 from graphdecode.distributed.child import leave_signals
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.forked_work import STACK_BYTES, Done, Ended, Taken, Work, WorkLimits
-from graphdecode.server.wire import Wire, framed
+from graphdecode.server.fork_pool import STACK_BYTES, Accepted, ChildExited, Job, JobLimits, JobResult
+from graphdecode.server.messages import MessageSocket, framed
 
 _NICE = 10  # steps and HTTP go first
 _LONGEST_PAUSE_MS = 1000
@@ -87,12 +87,12 @@ class ForkServer:
         Args:
             job: over which the work comes, and its answer goes.
         """
-        _tell(job, Taken())
+        _tell(job, Accepted())
         try:
             child = os.fork()
         except OSError as error:
             log.warning("no child for a piece of work: %s", error.strerror)
-            _tell(job, Ended(None))
+            _tell(job, ChildExited(None))
             job.close()
             return False
         if child == 0:
@@ -112,7 +112,7 @@ class ForkServer:
                     poll.unregister(descriptor)
                 code = os.waitstatus_to_exitcode(status)
                 if code:
-                    _tell(job, Ended(code))
+                    _tell(job, ChildExited(code))
                 job.close()
 
 
@@ -135,37 +135,37 @@ def _work(job: socket.socket, state: Any) -> NoReturn:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        wire = Wire(job)
-        done = _done(wire, state)
+        connection = MessageSocket(job)
+        done = _done(connection, state)
         resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        wire.send(done)
+        connection.send(done)
         code = 0
     finally:  # without an answer the asker is told that it took too much
         os._exit(code)
 
 
-def _done(wire: Wire, state: Any) -> Done:
+def _done(connection: MessageSocket, state: Any) -> JobResult:
     try:
-        (work,) = wire.receive(wait=True)
+        (work,) = connection.receive(wait=True)
     except (EOFError, OSError):  # its asker has left
         raise
     except Exception:  # what cannot be read raises whatever it likes
-        return Done(fault=traceback.format_exc())
-    assert isinstance(work, Work)
+        return JobResult(fault=traceback.format_exc())
+    assert isinstance(work, Job)
     try:
         _limit(work.limits)
-        done = Done(work.function(state, *work.arguments))
+        done = JobResult(work.function(state, *work.arguments))
         pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL)
         return done
     except GraphdecodeError as error:
-        return Done(error=error)
+        return JobResult(error=error)
     except MemoryError:
         raise
     except BaseException:  # whatever it is, it is this package's fault
-        return Done(fault=traceback.format_exc())
+        return JobResult(fault=traceback.format_exc())
 
 
-def _limit(limits: WorkLimits) -> None:
+def _limit(limits: JobLimits) -> None:
     """Apply the limits, and silence standard error, where libraries would print untrusted input."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -185,13 +185,13 @@ def main() -> None:
     leave_signals()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     control = socket.socket(fileno=int(sys.argv[1]))
-    wire = Wire(control)
+    connection = MessageSocket(control)
     try:
-        (setup,) = wire.receive(wait=True)
+        (setup,) = connection.receive(wait=True)
         for name in setup.modules:
             importlib.import_module(name)
         state = setup.make_state()
-        wire.send(None)
+        connection.send(None)
     except (EOFError, OSError):
         return
     threads = len(os.listdir(_TASKS)) if _TASKS.exists() else 1

@@ -23,7 +23,7 @@ RESTARTING, REFUSED = "restarting", "refused"  # codes of answers that were give
 _STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}  # the latter are the asker's affair
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
 LARGE_BYTES = 32 << 10  # larger bodies are read in a child, for here all others would wait
-AT_A_TIME = 8  # as many of the largest bodies may be here before they are read
+MAX_LARGE_BODIES = 8  # as many of the largest bodies may be here before they are read
 T = TypeVar("T")
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -97,7 +97,7 @@ def _nowhere(request: Request) -> str:
 
 
 # how an application answers what its endpoints raise
-SAYING: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+EXCEPTION_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
     (HttpError, GraphdecodeError, HTTPException, Exception), _say
 )
 
@@ -117,7 +117,7 @@ class Bodies:
             HttpError: it is too large, did not come, or others take the room that it needs.
         """
         limits, data, counted = self._limits, bytearray(), 0
-        most = AT_A_TIME * limits.max_body_bytes
+        most = MAX_LARGE_BODIES * limits.max_body_bytes
         try:
             try:
                 async with asyncio.timeout(limits.idle_timeout_s or None):
@@ -141,7 +141,7 @@ class Bodies:
             self._held -= counted
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of some work; None: the client, whose body was read, left, and the work was cancelled."""
 
     async def gone() -> None:

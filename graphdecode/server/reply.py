@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, sse_event, while_there
+from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, sse_event, until_disconnect
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.text.answer import Answer
@@ -129,7 +129,7 @@ class Reply(Response, ABC):
         self._promise_kept = self.service.promise(len(self.cursors))
         failed: Exception | None = None
         try:
-            await while_there(
+            await until_disconnect(
                 receive, self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
             )
         except Exception as error:

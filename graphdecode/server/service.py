@@ -13,13 +13,13 @@ from typing import Any
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.desk import Desk, Serves
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.forked_work import FairQueue, ForkedWork
+from graphdecode.server.fork_pool import FairQueue, ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
+from graphdecode.server.messages import EngineSetup
+from graphdecode.server.preprocessing import EngineInfo, Preprocessor
 from graphdecode.server.structured_outputs import GrammarReader, StructuredOutput
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
-from graphdecode.server.wire import EngineSetup
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
 from graphdecode.text.intake import Intake, Order, Resolved
@@ -58,11 +58,11 @@ class Service:
         self._promised = 0  # answers that have room, and are not handed in yet
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
-        self.work = ForkedWork(lambda: partial(Desk.warm, self.desk), _WORK_MODULES)
+        self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _WORK_MODULES)
         self.client = EngineClient(
             setup,
             on_events=lambda events: self.router.deliver(events),
-            on_vitals=lambda vitals: self.metrics.take_vitals(vitals),
+            on_status=lambda engine_status: self.metrics.take_status(engine_status),
         )
         self.grammar_reader = GrammarReader(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
@@ -84,10 +84,12 @@ class Service:
         await self.client.start()
 
     @cached_property
-    def desk(self) -> Desk:
+    def preprocessor(self) -> Preprocessor:
         """Prepares bodies for the engine, which has been started."""
-        serves = Serves(self.client.rules, self.client.seed)
-        return Desk(self.model_name, self.tokenizer, self.limits, self.sampling_defaults, serves, self._max_open)
+        serves = EngineInfo(self.client.rules, self.client.seed)
+        return Preprocessor(
+            self.model_name, self.tokenizer, self.limits, self.sampling_defaults, serves, self._max_open
+        )
 
     @property
     def api_keys(self) -> list[str]:

@@ -16,9 +16,9 @@ import numpy as np
 from graphdecode.engine import StructuredOutputsParams
 from graphdecode.engine.constraint import ConstraintError, TokenAutomaton
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.server.desk import Desk
-from graphdecode.server.forked_work import ForkedWork, WorkError, WorkLimits
+from graphdecode.server.fork_pool import ForkPool, JobError, JobLimits
 from graphdecode.server.http import HttpError
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Generation
 from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
@@ -28,7 +28,7 @@ _STRICTLY = {
     "x-guidance": {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
-_READING_LIMITS = WorkLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
+_READING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 KEPT_BYTES = 32 << 20  # in the engine's process
 _KEPT = 64
 _OUTCOMES_KEPT, _OUTCOMES_BYTES = 256, 8 << 20  # in this one
@@ -221,9 +221,9 @@ class KeptGrammars:
 class _Taught(Protocol):
     """The receiver of grammars once they are read: `EngineClient`."""
 
-    def knows(self, grammar: str) -> bool: ...
+    def has_grammar(self, grammar: str) -> bool: ...
 
-    def teach(self, read: ReadGrammar) -> None: ...
+    def add_grammar(self, read: ReadGrammar) -> None: ...
 
 
 class _Outcomes:
@@ -259,7 +259,7 @@ class GrammarReader:
         taught: where they go.
     """
 
-    def __init__(self, work: ForkedWork, taught: _Taught) -> None:
+    def __init__(self, work: ForkPool, taught: _Taught) -> None:
         self._work = work
         self._taught = taught
         self._wrong = _Outcomes()  # errors
@@ -278,7 +278,7 @@ class GrammarReader:
         wrong, grammar = self._wrong.get(digest), self._good.get(digest)
         if wrong is not None:
             raise ArgumentError(wrong)
-        if grammar is not None and self._taught.knows(grammar):
+        if grammar is not None and self._taught.has_grammar(grammar):
             return grammar
         return await self._shared((caller, digest), params, _LEAST_SIZE + len(told))
 
@@ -304,29 +304,29 @@ class GrammarReader:
             read: ReadGrammar = await self._work.run(
                 read_grammar, params, limits=_READING_LIMITS, caller=caller, size=size
             )
-        except (ArgumentError, WorkError) as error:
-            if isinstance(error, WorkError):
+        except (ArgumentError, JobError) as error:
+            if isinstance(error, JobError):
                 error = ArgumentError(f"structured_outputs: reading the {params.kind} {error}")
             self._wrong.put(digest, str(error))
             raise error from None
         self._good.put(digest, read.grammar)
-        if not self._taught.knows(read.grammar):
-            self._taught.teach(read)
+        if not self._taught.has_grammar(read.grammar):
+            self._taught.add_grammar(read)
         return read.grammar
 
 
-def read_grammar(desk: Desk, params: StructuredOutputsParams) -> ReadGrammar:
+def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> ReadGrammar:
     """Compile a structured output as the engine's process will, and compute its first mask.
 
     Raises:
         ArgumentError: it cannot be kept.
     """
     before = _most_resident_bytes()
-    grammars = desk.intake.grammars
+    grammars = preprocessor.intake.grammars
     grammar = grammars.grammar(params)
     try:
         compiled = grammars.compiled(grammar)
-        grammars.held(compiled).fill(np.empty(desk.mask_words, dtype=np.int32), ())
+        grammars.held(compiled).fill(np.empty(preprocessor.mask_words, dtype=np.int32), ())
     except ConstraintError as error:
         raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
     if isinstance(compiled, TokenAutomaton):

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
+from graphdecode.server.messages import EngineStatus
 from graphdecode.server.protocol import Generation
-from graphdecode.server.wire import Vitals
 from graphdecode.text.answer import Answer
 from graphdecode.text.intake import Order
 
@@ -34,7 +34,7 @@ class Metrics:
 
     def __init__(self, model_name: str, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
-        self.vitals: Vitals | None = None  # what the engine's process said last
+        self.engine_status: EngineStatus | None = None  # what the engine's process said last
         self.last_steps: deque[float] = deque(maxlen=_KEPT)  # seconds of the last decode steps
         self.last_first_tokens: deque[float] = deque(maxlen=_KEPT)  # seconds to the first token of the last requests
         self.generated_tokens = 0  # since the start
@@ -67,15 +67,15 @@ class Metrics:
         self._request_generated = histogram("vllm:request_generation_tokens", "Generated tokens of one.", _TOKENS)
         self._step = histogram("graphdecode:step_seconds", "Time of a decode step.", _STEP_SECONDS)
         self._launch = histogram("graphdecode:launch_seconds", "The host's time for a launch.", _STEP_SECONDS)
-        self.registry.register(_Vital(self, model_name))
+        self.registry.register(_StatusCollector(self, model_name))
 
-    def take_vitals(self, vitals: Vitals) -> None:
+    def take_status(self, engine_status: EngineStatus) -> None:
         """Take how the engine is."""
-        self.vitals = vitals
-        self.last_steps.extend(vitals.step_seconds)
-        for seconds in vitals.step_seconds:
+        self.engine_status = engine_status
+        self.last_steps.extend(engine_status.step_seconds)
+        for seconds in engine_status.step_seconds:
             self._step.observe(seconds)
-        for seconds in vitals.launch_seconds:
+        for seconds in engine_status.launch_seconds:
             self._launch.observe(seconds)
 
     @contextlib.contextmanager
@@ -154,7 +154,7 @@ class TokenClock:
             self._count, self._last = count, now
 
 
-class _Vital(Collector):
+class _StatusCollector(Collector):
     """Collects metrics of the engine's latest state when Prometheus asks."""
 
     def __init__(self, metrics: Metrics, model_name: str) -> None:
@@ -163,21 +163,25 @@ class _Vital(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
-        vitals = self._metrics.vitals
-        if vitals is None:
+        engine_status = self._metrics.engine_status
+        if engine_status is None:
             return
         gauges = (
-            ("vllm:num_requests_running", "Requests that have a row.", vitals.running),
-            ("vllm:num_requests_waiting", "Requests that wait for a row.", vitals.waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the pages in use.", vitals.used_pages / max(vitals.total_pages, 1)),
-            ("graphdecode:padding_share", "Share of the computed rows that were padding.", vitals.padding_share),
+            ("vllm:num_requests_running", "Requests that have a row.", engine_status.running),
+            ("vllm:num_requests_waiting", "Requests that wait for a row.", engine_status.waiting),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the pages in use.",
+                engine_status.used_pages / max(engine_status.total_pages, 1),
+            ),
+            ("graphdecode:padding_share", "Share of the computed rows that were padding.", engine_status.padding_share),
         )
         counts = (
-            ("vllm:num_preemptions", "Preemptions of rows.", vitals.preemptions),
+            ("vllm:num_preemptions", "Preemptions of rows.", engine_status.preemptions),
             ("graphdecode:recaptures", "How often the engine was started again.", self._metrics.client.restarts),
-            ("vllm:spec_decode_num_drafts", "Runs of drafts that were verified.", vitals.drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", vitals.draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", vitals.accepted_tokens),
+            ("vllm:spec_decode_num_drafts", "Runs of drafts that were verified.", engine_status.drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", engine_status.draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", engine_status.accepted_tokens),
         )
         for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
             for name, text, value in families:
@@ -187,8 +191,8 @@ class _Vital(Collector):
         replays, places = "graphdecode:bucket_replays", "vllm:spec_decode_num_accepted_tokens_per_pos"
         by_place = "Drafts that were accepted, by their place in a run."
         for name, text, label, values in (
-            (replays, "Steps of a bucket.", "bucket", sorted(vitals.bucket_steps.items())),
-            (places, by_place, "position", enumerate(vitals.accepted_per_pos)),
+            (replays, "Steps of a bucket.", "bucket", sorted(engine_status.bucket_steps.items())),
+            (places, by_place, "position", enumerate(engine_status.accepted_per_pos)),
         ):
             counter = CounterMetricFamily(name, text, labels=["model_name", label])
             for key, value in values:

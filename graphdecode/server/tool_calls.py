@@ -205,7 +205,7 @@ def _no_number(text: str) -> NoReturn:
 BARE_JSON = ToolFormat("json", "", "", "")
 
 
-def told_messages(
+def messages_with_tools(
     messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, to_user: bool = False
 ) -> list[Any]:
     """Return a conversation that says which tools there are, if any, in messages that every template knows.

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from graphdecode.engine import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.server.app import KeyGuard, caller_of
-from graphdecode.server.forked_work import CALLERS_KEPT, FairQueue, WorkError
+from graphdecode.server.fork_pool import CALLERS_KEPT, FairQueue, JobError
 from graphdecode.server.http import HttpError
 from graphdecode.server.structured_outputs import GrammarReader, KeptGrammars, ReadGrammar
 
@@ -38,10 +38,10 @@ class Reader:
             raise error
         return ReadGrammar(f"grammar of {text}", None, 1 << 20)
 
-    def knows(self, grammar: str) -> bool:
+    def has_grammar(self, grammar: str) -> bool:
         return grammar in self.taught
 
-    def teach(self, form: ReadGrammar) -> None:
+    def add_grammar(self, form: ReadGrammar) -> None:
         assert form.grammar not in self.taught
         self.taught.add(form)
 
@@ -53,7 +53,7 @@ def asked(forms: GrammarReader, text: str, caller: str = "a") -> asyncio.Task[st
 def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
     errors = {
         "wrong": ArgumentError("structured_outputs: wrong"),
-        "endless": WorkError("takes more than 4 s of a processor"),
+        "endless": JobError("takes more than 4 s of a processor"),
         "unlucky": HttpError(503, "the machine is under load", headers={"Retry-After": "1"}),
     }
 

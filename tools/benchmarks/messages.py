@@ -20,8 +20,8 @@ from graphdecode.distributed import collectives
 from graphdecode.distributed.link import Link, Message
 from graphdecode.server import engine_client
 from graphdecode.server.app import make_app
+from graphdecode.server.messages import framed
 from graphdecode.server.replicas.routing import prompt_blocks
-from graphdecode.server.wire import framed
 from harness import Model, Out, record, write
 
 ROWS, TOKENS = 8, 48

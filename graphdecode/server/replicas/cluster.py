@@ -20,7 +20,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.batch import ATTEMPTS, BatchRequest
 from graphdecode.server.http import HttpError
 from graphdecode.server.replicas.front import Front, LostError, make_front
-from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress, PrefixRouter, Route, losses
+from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress, PrefixRouter, Route, as_lost_errors
 from graphdecode.server.replicas.replica import Replica
 from graphdecode.server.replicas.routing import prompt_blocks
 from graphdecode.server.run import off_signals, on_signals
@@ -273,7 +273,7 @@ class ReplicaAnswers:
         route = Route(prompt_blocks(request.body))
         for _ in range(ATTEMPTS):
             try:
-                with losses():
+                with as_lost_errors():
                     return await self._handle.whole.remote(request, route=route)  # type: ignore[no-any-return]
             except LostError as lost:
                 log.warning("%r: %s", request.custom_id, lost)

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import SAYING, SSE_DONE, Bodies, HttpError, sse_event, while_there
+from graphdecode.server.http import EXCEPTION_HANDLERS, SSE_DONE, Bodies, HttpError, sse_event, until_disconnect
 from graphdecode.server.replicas.routing import prompt_blocks
 
 REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: who answered
@@ -73,7 +73,7 @@ def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Fron
         return Response(merged(await channel.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [Route("/metrics", metrics), Mount("", front)]
-    return Starlette(routes=routes, exception_handlers=SAYING), front
+    return Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS), front
 
 
 class Front:
@@ -97,7 +97,7 @@ class Front:
         async with self._bodies.read(Request(scope, receive)) as body:
             self.num_open += 1
             try:
-                await while_there(receive, self._answer(scope, body, receive, send))
+                await until_disconnect(receive, self._answer(scope, body, receive, send))
             finally:
                 self.num_open -= 1
 

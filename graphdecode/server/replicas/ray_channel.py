@@ -119,7 +119,7 @@ class RayChannel:
         sent = {name: scope[name] for name in _SENT if name in scope}
         answer = self._streaming.answer.remote(sent, body, route=Route(blocks, avoid))
         try:
-            with losses():
+            with as_lost_errors():
                 async for several in answer:
                     for message in several:
                         yield message
@@ -128,7 +128,7 @@ class RayChannel:
 
     async def metrics(self) -> dict[str, str]:
         """Return what each replica tells Prometheus, by its name."""
-        with losses():
+        with as_lost_errors():
             answers = self._handle.broadcast("metrics")
             texts = await answers.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         return dict(each for each in texts if not isinstance(each, BaseException))
@@ -151,7 +151,7 @@ class HttpChannel(RayChannel):
         lease = uuid4().hex
         letting = self._streaming.lease.remote(lease, route=Route(blocks, avoid))
         try:
-            with losses():
+            with as_lost_errors():
                 address = await anext(letting)
                 headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]
                            if key not in _NOT_SENT]  # fmt: skip
@@ -199,7 +199,7 @@ async def _told(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, Non
 
 
 @contextlib.contextmanager
-def losses() -> Iterator[None]:
+def as_lost_errors() -> Iterator[None]:
     """Raise all errors that mean that a replica ended as `LostError`."""
     try:
         yield

@@ -54,7 +54,7 @@ class RoutedPrefixes(Generic[R]):
             self._drop(replica, kept.popitem(last=False)[0])
 
     def keep_only(self, replicas: Sequence[R]) -> None:
-        """Forget all replicas but some: the others have ended, and their caches with them."""
+        """DropGrammar all replicas but some: the others have ended, and their caches with them."""
         for replica in self._blocks.keys() - set(replicas):
             for block in self._blocks.pop(replica):
                 self._drop(replica, block)

@@ -16,7 +16,7 @@ from graphdecode.server.http import HttpError
 from graphdecode.text.intake import Asked, Intake, Resolved, as_prompt
 
 
-class Serves(NamedTuple):
+class EngineInfo(NamedTuple):
     """What an `Intake` knows of an engine in another process."""
 
     rules: RequestRules
@@ -24,14 +24,14 @@ class Serves(NamedTuple):
 
 
 @dataclass
-class Desk:
+class Preprocessor:
     """Prepares prompts and parameters for the engine; picklable."""
 
     model_name: str
     tokenizer: Any  # of transformers
     limits: ServerConfig
     sampling_defaults: SamplingParams  # of the checkpoint
-    serves: Serves
+    serves: EngineInfo
     max_open: int  # answers that run and wait at a time
 
     @cached_property
@@ -47,7 +47,7 @@ class Desk:
         """32-bit words of a token mask."""
         return -(-self.serves.rules.vocab_size // MASK_BITS)
 
-    def warm(self) -> Desk:
+    def warm(self) -> Preprocessor:
         """Return this with what all grammars share made; where grammars cannot be read, each request says so."""
         with suppress(GraphdecodeError):
             self.intake.grammars.warm()

@@ -32,7 +32,7 @@ class EngineSetup(NamedTuple):
     tokenizer: str | None = None
 
 
-class Alive(NamedTuple):
+class Heartbeat(NamedTuple):
     """The engine's process runs, however long its step may take."""
 
 
@@ -43,14 +43,14 @@ class Add(NamedTuple):
     request: Request
 
 
-class Teach(NamedTuple):
+class AddGrammar(NamedTuple):
     """A grammar that requests will name, known to be good: it is read when this comes, and kept."""
 
     grammar: str  # its text
     automaton: TokenAutomaton | None  # that it became; None: it is no such grammar
 
 
-class Forget(NamedTuple):
+class DropGrammar(NamedTuple):
     """A grammar that no further request will name, unless it is taught again."""
 
     grammar: str
@@ -89,7 +89,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Vitals:
+class EngineStatus:
     """State of the engine, sent periodically."""
 
     running: int  # requests that have a row
@@ -165,7 +165,7 @@ async def receive(reader: StreamReader) -> Any:
     return pickle.loads(await reader.readexactly(length))  # of this project's own process: both ends are trusted
 
 
-class Wire:
+class MessageSocket:
     """The engine's end: blocking where there is nothing to do, and never where there is."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Work in children of a fork server, within limits and in a fair order."""
+"""Job in children of a fork server, within limits and in a fair order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from graphdecode.distributed.child import start_child
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.http import RESTARTING, HttpError
-from graphdecode.server.wire import Wire, framed, receive
+from graphdecode.server.messages import MessageSocket, framed, receive
 
 CALLERS_KEPT = 10_000
-PLACES = 2  # children at a time in a lane
+CHILDREN_PER_LANE = 2  # children at a time in a lane
 _QUICK_SECONDS = 1
 STACK_BYTES = 4 << 20  # of a child; what it was right for is done again where there is more
-MOST_WAITING = 256
+MAX_WAITING = 256
 _RETRY_AFTER = {"Retry-After": "1"}
 _END_SECONDS = 1.0  # for the process to end by itself
 _ONE_THREAD = {
@@ -61,7 +61,7 @@ class FairQueue:
         self._now = max(self._now, tag)
 
 
-class WorkLimits(NamedTuple):
+class JobLimits(NamedTuple):
     """Limits of one piece of work."""
 
     cpu_seconds: int  # of a processor
@@ -69,7 +69,7 @@ class WorkLimits(NamedTuple):
     memory_bytes: int  # beyond what the process has that forks it
 
 
-class Patience(NamedTuple):
+class PoolTimeouts(NamedTuple):
     """Timeouts that do not depend on the work itself."""
 
     quick_seconds: float = 5.0  # for the end of a first attempt
@@ -77,22 +77,22 @@ class Patience(NamedTuple):
     start_seconds: float = 120.0  # for the process to start
 
 
-class WorkSetup(NamedTuple):
+class PoolSetup(NamedTuple):
     """The first message."""
 
     modules: tuple[str, ...]  # to import before a fork, by name
     make_state: Callable[[], Any]  # makes what all functions get first
 
 
-class Work(NamedTuple):
+class Job(NamedTuple):
     """One piece of work: `function(state, *arguments)`, with what the first message made as the state."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    limits: WorkLimits
+    limits: JobLimits
 
 
-class Done(NamedTuple):
+class JobResult(NamedTuple):
     """The result of a piece of work."""
 
     result: Any = None  # what the function returned
@@ -100,21 +100,21 @@ class Done(NamedTuple):
     fault: str | None = None  # the traceback of one that nobody expects, for the log
 
 
-class Taken(NamedTuple):
+class Accepted(NamedTuple):
     """The fork server accepted a piece of work; its child answers next."""
 
 
-class Ended(NamedTuple):
+class ChildExited(NamedTuple):
     """The child ended without an answer."""
 
     code: int | None  # of its exit; below 0: minus the signal that ended it; None: there was no process to be had
 
 
-class WorkError(GraphdecodeError):
+class JobError(GraphdecodeError):
     """A piece of work exceeded its limit of CPU time, memory or stack."""
 
 
-class _TooLongError(WorkError):
+class _TooLongError(JobError):
     """It exceeded its CPU time."""
 
 
@@ -129,13 +129,13 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def place(self, caller: str, size: int) -> AsyncGenerator[None, None]:
-        """Wait for a place, and hold it meanwhile; see `ForkedWork.run`.
+        """Wait for a place, and hold it meanwhile; see `ForkPool.run`.
 
         Raises:
             HttpError: too many wait.
         """
         tag = self._queue.start_tag(caller, size)
-        if self._running < PLACES:
+        if self._running < CHILDREN_PER_LANE:
             self._running += 1
         else:
             await self._given(tag)
@@ -148,7 +148,7 @@ class Lane:
     async def _given(self, tag: float) -> None:
         mine = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (tag, next(self._numbers), mine))
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MAX_WAITING:
             self._shed()
         try:
             await mine
@@ -160,7 +160,7 @@ class Lane:
     def _shed(self) -> None:
         """Drop waiters that have left; if these are too few, refuse the last in order."""
         self._waiting = [each for each in self._waiting if not each[2].done()]
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MAX_WAITING:
             last = max(self._waiting)
             self._waiting.remove(last)
             full = HttpError(429, "too many requests are being read", code="queue_full", headers=_RETRY_AFTER)
@@ -176,10 +176,10 @@ class Lane:
         self._running -= 1
 
 
-class ForkedWork:
+class ForkPool:
     """Client of the fork server, for use from one event loop.
 
-    The process is started by the first piece of work, and again where it has ended. Work that is not done within a
+    The process is started by the first piece of work, and again where it has ended. Job that is not done within a
     second is begun anew in a lane of its own, so that all other work has its turn soon.
 
     Args:
@@ -189,11 +189,11 @@ class ForkedWork:
     """
 
     def __init__(
-        self, state_maker: Callable[[], Callable[[], Any]], modules: Sequence[str], patience: Patience | None = None
+        self, state_maker: Callable[[], Callable[[], Any]], modules: Sequence[str], patience: PoolTimeouts | None = None
     ) -> None:
         self._state_maker = state_maker
         self._modules = tuple(modules)
-        self._patience = patience or Patience()
+        self._patience = patience or PoolTimeouts()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._start: asyncio.Task[socket.socket] | None = None
@@ -205,16 +205,16 @@ class ForkedWork:
         return None if self._process is None else self._process.pid
 
     async def run(
-        self, function: Callable[..., Any], *arguments: Any, limits: WorkLimits, caller: str, size: int
+        self, function: Callable[..., Any], *arguments: Any, limits: JobLimits, caller: str, size: int
     ) -> Any:
         """Return what `function(state, *arguments)` returns in a child; cancelling kills it.
 
         Raises:
             GraphdecodeError: what the function raised.
-            WorkError: it took more than it may.
+            JobError: it took more than it may.
             HttpError: too much waits, the machine is under load, or the process has ended.
         """
-        work = Work(function, arguments, limits)
+        work = Job(function, arguments, limits)
         quick = limits._replace(cpu_seconds=_QUICK_SECONDS, wall_seconds=self._patience.quick_seconds)
         try:
             async with self._quick.place(caller, size):
@@ -232,11 +232,11 @@ class ForkedWork:
             raise done.error
         return done.result
 
-    async def _done(self, control: socket.socket, work: Work) -> Done:
+    async def _done(self, control: socket.socket, work: Job) -> JobResult:
         """Return what becomes of a piece of work in a child of its own.
 
         Raises:
-            WorkError: it took more than it may.
+            JobError: it took more than it may.
             TimeoutError: it had not ended in its time.
             HttpError: something else ended it.
         """
@@ -272,9 +272,9 @@ class ForkedWork:
             raise HttpError(500, "what the process that reads requests answered cannot be read") from error
         finally:
             writer.close()  # its child ends, if it has not
-        if isinstance(answer, Ended):
+        if isinstance(answer, ChildExited):
             raise _fate(answer, work.limits)
-        assert isinstance(answer, Done)
+        assert isinstance(answer, JobResult)
         return answer
 
     async def _started(self) -> socket.socket:
@@ -302,9 +302,9 @@ class ForkedWork:
             self._process = start_child("graphdecode.server.fork_server", [there.fileno()], _ONE_THREAD)
         self._control = here
         here.settimeout(self._patience.start_seconds)
-        wire = Wire(here)
-        wire.send(WorkSetup(self._modules, self._state_maker()))
-        wire.receive(wait=True)
+        connection = MessageSocket(here)
+        connection.send(PoolSetup(self._modules, self._state_maker()))
+        connection.receive(wait=True)
         here.setblocking(False)  # where it does not read, nobody waits for it
         return here
 
@@ -330,7 +330,7 @@ class ForkedWork:
         self._control = self._process = None
 
 
-def _fate(ended: Ended, limits: WorkLimits) -> GraphdecodeError:
+def _fate(ended: ChildExited, limits: JobLimits) -> GraphdecodeError:
     """Return why a child ended: a limit of its own, or a cause outside."""
     if ended.code is None:
         return _busy("there is no process to be had")
@@ -339,7 +339,7 @@ def _fate(ended: Ended, limits: WorkLimits) -> GraphdecodeError:
     if ended.code == -signal.SIGKILL:  # by the system, which is short of memory, or by whoever may
         return _busy("its child was killed")
     memory, stack = limits.memory_bytes >> 20, STACK_BYTES >> 20
-    return WorkError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
+    return JobError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
 
 
 def _busy(why: str) -> HttpError:
