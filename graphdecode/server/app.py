@@ -182,15 +182,15 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 
 
 def live(service: Service) -> dict[str, Any]:
-    """Return counts since the start, medians over what came last, and how answers are sampled; times are in seconds.
+    """Return counts since the start, medians over the latest steps and requests, and the sampling; times in seconds.
 
     There is a floor only below the step: one above was measured while other work took the bandwidth.
     """
-    metrics, defaults = service.metrics, service.sampling_defaults
-    engine_status, ready = metrics.engine_status, service.client.ready
+    metrics, defaults, ready = service.metrics, service.sampling_defaults, service.client.ready
+    status = metrics.engine_status
     step = median(metrics.last_steps) if metrics.last_steps else None
     floor = None if ready is None or step is None else ready.floor_seconds
-    told = {
+    return {
         "time": time.monotonic(),
         "model": service.model_name,
         "has_chat_template": bool(service.tokenizer.chat_template),
@@ -201,10 +201,9 @@ def live(service: Service) -> dict[str, Any]:
         "first_token_seconds": median(metrics.last_first_tokens) if metrics.last_first_tokens else None,
         "generated_tokens": metrics.generated_tokens,
         "restarts": service.client.restarts,
-    }
-    names = ("running", "waiting", "used_pages", "total_pages", "preemptions", "bucket_steps", "batch_sizes")
-    return told | {
-        name: getattr(engine_status, name) if engine_status else ({} if name in names[-2:] else 0) for name in names
+        **{name: getattr(status, name) for name in ("running", "waiting", "used_pages", "total_pages", "preemptions")},
+        "bucket_steps": status.stats.bucket_steps,
+        "batch_sizes": status.stats.batch_sizes,
     }
 
 

@@ -22,46 +22,23 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionReply(Reply):
-    """Answers one request for completions."""
+    """The response to a request for completions."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     body_fields: Completion
 
-    def choices_of(self, cursor: Cursor, delta: Delta) -> list[dict[str, Any]]:
-        """Return what is new as one choice."""
-        start = cursor.text_length - len(delta.text)
-        choice = self._choice(cursor, delta.text, delta.token_ids, delta.logprobs, start, is_first=delta.is_first)
-        if not (choice["text"] or choice["logprobs"] or delta.finish_reason or self.body_fields.return_token_ids):
-            return []
-        return [choice | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}]
-
-    def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
-        """Return the finished answer."""
-        output = cursor.answer.output
-        choice = self._choice(cursor, output.text, output.token_ids, output.logprobs, 0, is_first=True)
-        return choice | {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-
-    def _choice(
-        self,
-        cursor: Cursor,
-        text: str,
-        token_ids: list[int],
-        entries: list[dict[int, Logprob]] | None,
-        offset: int,
-        *,
-        is_first: bool,
-    ) -> dict[str, Any]:
-        """Return some text and its tokens as a choice; `offset` counts the answer's characters before them."""
+    def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
+        """See `Reply.choice`."""
         body, prompt = self.body_fields, cursor.order.output
-        scored: list[dict[int, Logprob] | None] = [*(entries or ())]
-        tokens = token_ids
+        text, tokens, offset = delta.text, delta.token_ids, cursor.text_length - len(delta.text)
+        scored: list[dict[int, Logprob] | None] = [*(delta.logprobs or ())]
         if body.echo:
             echoed = prompt.prompt
             if echoed is None:
                 echoed = str(self.service.tokenizer.decode(prompt.prompt_token_ids))
-            if is_first:
+            if delta.is_first:
                 text = echoed + text
-                scored, tokens = [*(prompt.prompt_logprobs or ()), *scored], prompt.prompt_token_ids + token_ids
+                scored, tokens = [*(prompt.prompt_logprobs or ()), *scored], prompt.prompt_token_ids + tokens
             else:
                 offset += len(echoed)
         wants_logprobs = body.logprobs is not None and len(scored) == len(tokens)
@@ -70,14 +47,16 @@ class CompletionReply(Reply):
             "text": text,
             "logprobs": self._logprobs(scored, tokens, offset) if wants_logprobs else None,
         }
-        if body.prompt_logprobs is not None and is_first:
+        if not (whole or text or choice["logprobs"] or delta.finish_reason or body.return_token_ids):
+            return None
+        if body.prompt_logprobs is not None and delta.is_first:
             choice["prompt_logprobs"] = prompt.prompt_logprobs
         if body.return_token_ids:
-            choice |= {"token_ids": token_ids, "prompt_token_ids": prompt.prompt_token_ids}
-        return choice
+            choice |= {"token_ids": delta.token_ids, "prompt_token_ids": prompt.prompt_token_ids}
+        return choice | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
     def _logprobs(self, entries: list[dict[int, Logprob] | None], token_ids: list[int], offset: int) -> dict[str, Any]:
-        """Return log-probabilities as completions have them; a prompt's first token has none."""
+        """Return log-probabilities in the format of completions; a prompt's first token has none."""
         texts: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -95,20 +74,15 @@ class CompletionReply(Reply):
 
 
 class PreparedCompletion(NamedTuple):
-    """A prepared request for completions."""
+    """A request for completions in tokens."""
 
     body: Completion  # without its large parts
-    prompts: list[Resolved]  # in tokens
-    structured: StructuredOutput | None  # of the answers; None: they may have any
+    prompts: list[Resolved]
+    structured: StructuredOutput | None
 
 
 def prepared_completion(preprocessor: Preprocessor, body: Completion) -> PreparedCompletion:
-    """Validate a request, and prepare it for the engine.
-
-    Raises:
-        HttpError: it cannot be served.
-        ArgumentError: a value outside its range.
-    """
+    """Validate and tokenize a request; see `Endpoint.prepare`."""
     if body.suffix:
         raise HttpError(400, "suffix is not supported: text is generated behind a prompt only", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -125,11 +99,7 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
 
 
 async def complete(service: Service, prepared: PreparedCompletion, caller: str) -> CompletionReply:
-    """Return the response to a request.
-
-    Raises:
-        HttpError: it cannot be served.
-    """
+    """Return the response to a request; see `Endpoint.answer`."""
     orders = await service.orders(caller, prepared.prompts, prepared.structured)
     return CompletionReply(service, prepared.body, orders)
 
@@ -144,7 +114,7 @@ def _prompts(body: Completion) -> list[str | list[int]]:
 
 
 class ChatReply(Reply):
-    """Answers one request for a chat completion."""
+    """The response to a request for a chat completion."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body_fields: ChatCompletion
@@ -155,45 +125,34 @@ class ChatReply(Reply):
         self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
         self._call_counts = [0] * len(self.cursors)
 
-    def choices_of(self, cursor: Cursor, delta: Delta) -> list[dict[str, Any]]:
-        """Return the new content, tool calls and finish reason."""
+    def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
+        """See `Reply.choice`."""
+        body, prompt = self.body_fields, cursor.order.output
         message, reason = self._message(cursor, delta.text, delta.finish_reason)
-        logprobs = None if delta.logprobs is None else chat_logprobs(delta.logprobs, delta.token_ids)
-        if not (message or logprobs or reason or delta.is_first or self.body_fields.return_token_ids):
-            return []
-        if delta.is_first:
+        logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs, delta.token_ids)
+        if whole:
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            content = message.get("content", None if "tool_calls" in message else "")
+            message = {"role": "assistant", "refusal": None, **message, "content": content}
+        elif not (message or logprobs or reason or delta.is_first or body.return_token_ids):
+            return None
+        elif delta.is_first:
             message = {"role": "assistant", "content": "", **message}
-        choice = {"index": cursor.index, "delta": message, "logprobs": logprobs, "finish_reason": reason}
-        if reason is not None:
+        kind = "message" if whole else "delta"
+        choice = {"index": cursor.index, kind: message, "logprobs": logprobs, "finish_reason": reason}
+        if whole or reason is not None:
             choice["stop_reason"] = delta.stop_reason
-        if self.body_fields.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        return [choice]
-
-    def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
-        """Return the finished answer."""
-        output = cursor.answer.output
-        message, reason = self._message(cursor, output.text, output.finish_reason)
-        for call in message.get("tool_calls", ()):
-            del call["index"]
-        content = message.get("content", None if "tool_calls" in message else "")
-        logprobs = None if output.logprobs is None else chat_logprobs(output.logprobs, output.token_ids)
-        choice = {
-            "index": cursor.index,
-            "message": {"role": "assistant", "refusal": None, **message, "content": content},
-            "logprobs": logprobs,
-            "finish_reason": reason,
-            "stop_reason": output.stop_reason,
-        }
-        prompt = cursor.order.output
-        if self.body_fields.prompt_logprobs is not None:
+        if whole and body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt.prompt_logprobs
-        if self.body_fields.return_token_ids:
-            choice |= {"token_ids": output.token_ids, "prompt_token_ids": prompt.prompt_token_ids}
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        if whole and body.return_token_ids:
+            choice["prompt_token_ids"] = prompt.prompt_token_ids
         return choice
 
     def _message(self, cursor: Cursor, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
-        """Return content and calls in some text, and the reason to finish with them."""
+        """Return the content and calls in some text, and the finish reason."""
         reader = self._readers[cursor.index]
         if reader is None:
             return ({"content": text} if text else {}), finish_reason
@@ -203,18 +162,18 @@ class ChatReply(Reply):
             first = self._call_counts[cursor.index]
             message["tool_calls"] = [call.as_choice(index) for index, call in enumerate(calls, first)]
             self._call_counts[cursor.index] += len(calls)
-        # OpenAI ends the call of a function that was named with "stop"
+        # a call of the function that `tool_choice` names ends with "stop", as OpenAI's does
         is_named = isinstance(self.body_fields.tool_choice, dict)
         called = finish_reason == "stop" and self._call_counts[cursor.index] and not is_named
         return message, "tool_calls" if called else finish_reason
 
 
-def chat_logprobs(logprobs: list[dict[int, Logprob]], token_ids: list[int]) -> dict[str, Any]:
-    """Return log-probabilities as chat completions have them."""
-    content = []
-    for entries, token in zip(logprobs, token_ids, strict=True):
-        top = [_token(entry) for entry in entries.values()]
-        content.append(_token(entries[token]) | {"top_logprobs": top})
+def _logprobs(logprobs: list[dict[int, Logprob]], token_ids: list[int]) -> dict[str, Any]:
+    """Return log-probabilities in the format of chat completions."""
+    content = [
+        _token(entries[token]) | {"top_logprobs": [_token(entry) for entry in entries.values()]}
+        for entries, token in zip(logprobs, token_ids, strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 
@@ -224,26 +183,21 @@ def _token(entry: Logprob) -> dict[str, Any]:
 
 
 class PreparedChat(NamedTuple):
-    """A prepared request for a chat completion."""
+    """A request for a chat completion in tokens."""
 
     body: ChatCompletion  # without its large parts
-    prompt: Resolved  # in tokens
-    structured: StructuredOutput | None  # of the answers; None: they may have any
-    tools: ToolFormat | None  # how the model writes calls; None: they are not looked for
-    names: frozenset[str]  # of the functions that may be called
+    prompt: Resolved
+    structured: StructuredOutput | None
+    tools: ToolFormat | None  # None: the output is not searched for calls
+    names: frozenset[str]  # of functions that may be called
 
 
 def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> PreparedChat:
-    """Validate a request, and prepare it for the engine.
-
-    Raises:
-        HttpError: it cannot be served.
-        ArgumentError: a value outside its range, or messages that the template refuses.
-    """
+    """Validate, render and tokenize a request; see `Endpoint.prepare`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
-    names = frozenset(tool_names(body))
+    names = frozenset(_tool_names(body))
     tools = _tool_format(preprocessor, body, body.tools) if wants_tools else None
     structured = _structured(preprocessor, body, tools)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -260,21 +214,12 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> PreparedC
 
 
 async def chat(service: Service, prepared: PreparedChat, caller: str) -> ChatReply:
-    """Return the response to a request.
-
-    Raises:
-        HttpError: it cannot be served.
-    """
+    """Return the response to a request; see `Endpoint.answer`."""
     (order,) = await service.orders(caller, [prepared.prompt], prepared.structured)
     return ChatReply(service, prepared, order)
 
 
 def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
-    """Return the structured output that is asked for.
-
-    Raises:
-        HttpError: there are two.
-    """
     asked = structured_output_of(body)
     if tools is None:
         if body.tool_choice not in (None, "none", "auto"):
@@ -293,7 +238,7 @@ def rendered_chat(
     """Render and tokenize a conversation.
 
     Raises:
-        HttpError: the request brings a template of its own, and may not.
+        HttpError: the request has a template of its own, and may not.
         ArgumentError: the messages are malformed, there is no template, or it refuses them.
     """
     if body.chat_template is not None and not preprocessor.limits.trust_request_chat_template:
@@ -327,27 +272,23 @@ def rendered_chat(
     choice = getattr(body, "tool_choice", None)
     try:
         return rendered(messages_with_tools(messages, tools, choice), None)
-    except ArgumentError:  # some templates take no message of a system
+    except ArgumentError:  # some templates take no system message
         return rendered(messages_with_tools(messages, tools, choice, to_user=True), None)
 
 
 def _tool_format(
     preprocessor: Preprocessor, body: ChatCompletion | Tokenize, tools: Sequence[dict[str, Any]] | None
 ) -> ToolFormat:
-    """Return how the model writes calls; bare JSON where its template does not teach it."""
+    """Return how the model writes calls: bare JSON if its template has no format of its own."""
     try:
         template = preprocessor.tokenizer.get_chat_template(body.chat_template, tools)
-    except ValueError:  # there is none, or several by name and none of them the default
+    except ValueError:  # it has none, or several and no default
         template = None
     return format_of(template) or BARE_JSON
 
 
-def tool_names(body: ChatCompletion) -> list[str]:
-    """Return the names of the functions that a request offers.
-
-    Raises:
-        HttpError: one has none.
-    """
+def _tool_names(body: ChatCompletion) -> list[str]:
+    """Return the names of the functions in `tools`, each of which must have one."""
     names = []
     for place, tool in enumerate(body.tools or []):
         function = tool.get("function")

@@ -37,29 +37,29 @@ from graphdecode.server.structured_outputs import KEPT_BYTES, KeptGrammars, Read
 
 _DIED = "the engine's process ended before the answer was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
-_LISTENED = 4  # times within a silence, for it may be this process that stood still
-_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles a grammar keeps what it once took
+_CHECKS = 4  # within a timeout, for this process may be the one that stood still
+_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles grammars keeps its peak memory
 _EVENTS_AT_ONCE = 16
 _ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
-_LARGE_SECONDS = 5.0  # that a grammar is held which is larger than all are to be
+_LARGE_SECONDS = 5.0  # that a grammar is kept which alone exceeds the limit of all
 _END_SECONDS = 5.0  # for the process to end by itself
 
 log = logging.getLogger(__name__)
 
 
 class HeartbeatTimeouts(NamedTuple):
-    """Heartbeat timeouts, after which the engine's process is killed."""
+    """How long the engine's process may be silent before it is killed."""
 
-    starting_seconds: float = 300.0  # until it says for the first time that it runs
-    loading_seconds: float = 60.0  # while it loads
-    serving_seconds: float = 6.0  # while it serves
+    starting_seconds: float = 300.0  # until its first heartbeat
+    loading_seconds: float = 60.0
+    serving_seconds: float = 6.0
 
 
 class EngineClient:
     """An engine in another process, with the methods that fronts need; for use from one event loop.
 
     Args:
-        on_events: takes what it tells of requests.
+        on_events: is called with the events of requests.
     """
 
     def __init__(
@@ -68,24 +68,23 @@ class EngineClient:
         *,
         on_events: Callable[[Sequence[Event]], None],
         on_status: Callable[[EngineStatus], None],
-        silence: HeartbeatTimeouts | None = None,
+        timeouts: HeartbeatTimeouts | None = None,
     ) -> None:
         self._setup = setup
         self._on_events = on_events
-        self._on_vitals = on_status
-        self._silence = silence or HeartbeatTimeouts()
-        self._taught = KeptGrammars()  # what the process knows of grammars
+        self._on_status = on_status
+        self._timeouts = timeouts or HeartbeatTimeouts()
+        self._grammars = KeptGrammars()  # that the process holds
         self._numbers = itertools.count()
-        self._metrics: dict[int, RequestMetrics] = {}  # of the requests that the process knows
+        self._metrics: dict[int, RequestMetrics] = {}  # of the requests in flight
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._life: asyncio.Task[None] | None = None
-        self.ready: EngineReady | None = None  # what a process said when it had loaded; None before the first one has
-        self.serves = False  # whether one that has loaded is running
-        self.restarts = 0  # how often the process was started again
-        self._watch: asyncio.Task[None] | None = None
-        self._heard = False  # since somebody listened last
+        self._tasks: list[asyncio.Task[None]] = []
+        self.ready: EngineReady | None = None  # None until a process has loaded for the first time
+        self.serves = False
+        self.restarts = 0
+        self._heard = False  # anything since the last check of the heartbeat
 
     @property
     def rules(self) -> RequestRules:
@@ -113,8 +112,10 @@ class EngineClient:
         """
         reader = await self._spawn()
         await self._loaded(reader)
-        self._life = asyncio.create_task(self._live(reader), name="engine")
-        self._watch = asyncio.create_task(self._watched(), name="heartbeat")
+        self._tasks = [
+            asyncio.create_task(self._receive(reader), name="engine"),
+            asyncio.create_task(self._check_heartbeat(), name="heartbeat"),
+        ]
 
     async def _spawn(self) -> asyncio.StreamReader:
         if self._writer is not None:
@@ -123,23 +124,22 @@ class EngineClient:
         self._socket = here
         with there:
             self._process = start_child("graphdecode.server.engine_process", [there.fileno()], _FEW_ARENAS)
-        self._taught = KeptGrammars()
+        self._grammars = KeptGrammars()
         reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
         self._write(self._setup)
         return reader
 
     async def _loaded(self, reader: asyncio.StreamReader) -> None:
-        message, patience = Heartbeat(), self._silence.starting_seconds
+        message, timeout = Heartbeat(), self._timeouts.starting_seconds
         try:
             while isinstance(message, Heartbeat):
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(timeout):
                     message = await receive(reader)
-                patience = self._silence.loading_seconds
+                timeout = self._timeouts.loading_seconds
         except TimeoutError:
-            if self._process is not None:
-                self._process.kill()
+            self._kill()
             still = "the engine's process stood still while it was loading the model"
-            raise AnswerError(f"{still}: nothing came from it for {patience:g} s") from None
+            raise AnswerError(f"{still}: nothing came from it for {timeout:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
             raise AnswerError("the engine's process ended while it was loading the model") from None
         if isinstance(message, Refused):
@@ -147,7 +147,7 @@ class EngineClient:
         assert isinstance(message, EngineReady)
         self.ready, self.serves = message, True
 
-    async def _live(self, reader: asyncio.StreamReader) -> None:
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Receive messages; when the process ends, fail all requests in flight, and restart it."""
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
@@ -157,9 +157,9 @@ class EngineClient:
             lost, self._metrics = self._metrics, {}
             ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
             self._on_events([event._replace(error_code=RESTARTING) for event in ended])
-            reader = await self._started_again()
+            reader = await self._restarted()
 
-    async def _started_again(self) -> asyncio.StreamReader:
+    async def _restarted(self) -> asyncio.StreamReader:
         began, pauses = time.monotonic(), itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
         while True:
             await asyncio.to_thread(self._end_process)
@@ -176,30 +176,31 @@ class EngineClient:
                 log.warning("the engine serves again after %.1f s", time.monotonic() - began)
                 return reader
 
-    async def _watched(self) -> None:
-        """Kill the process when its heartbeat stops."""
-        silent = 0
+    async def _check_heartbeat(self) -> None:
+        missed, timeout = 0, self._timeouts.serving_seconds
         while True:
-            await asyncio.sleep(self._silence.serving_seconds / _LISTENED)
-            silent = 0 if self._heard or not self.serves else silent + 1
+            await asyncio.sleep(timeout / _CHECKS)
+            missed = 0 if self._heard or not self.serves else missed + 1
             self._heard = False
-            if silent == _LISTENED:
-                nothing_s = self._silence.serving_seconds
-                log.error("the engine's process stands still: nothing came from it for %g s", nothing_s)
+            if missed == _CHECKS:
+                log.error("the engine's process stands still: nothing came from it for %g s", timeout)
                 self.serves = False
-                if self._process is not None:
-                    self._process.kill()
+                self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
     async def _take(self, message: Any) -> None:
         self._heard = True
         if isinstance(message, Heartbeat):
             return
         if isinstance(message, EngineStatus):
-            self._on_vitals(message)
+            self._on_status(message)
             return
         for first in range(0, len(message), _EVENTS_AT_ONCE):
             if first:
-                await asyncio.sleep(0)  # events may bring much to decode, and others wait
+                await asyncio.sleep(0)  # decoding may take long, and other tasks wait
                 self._heard = True
             packed = message[first : first + _EVENTS_AT_ONCE]
             known = [unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
@@ -220,15 +221,15 @@ class EngineClient:
             self._writer.write(framed(message))
 
     def add(self, request: Request) -> int:
-        """Hand in a request; one that can never be served is refused by the engine, in its first event.
+        """Send a request; the engine refuses an impossible one with its first event.
 
         Raises:
             AnswerError: the engine is being started again.
         """
         if not self.serves:
             raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
-        if request.grammar is not None and not self.has_grammar(request.grammar):  # forgotten since it was read
-            self.add_grammar(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # nobody knows its size any more
+        if request.grammar is not None and not self.has_grammar(request.grammar):  # evicted meanwhile
+            self.add_grammar(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
         self._write(Add(request_id, request))
@@ -236,18 +237,18 @@ class EngineClient:
 
     def has_grammar(self, grammar: str) -> bool:
         """Whether the process holds a grammar."""
-        return grammar in self._taught
+        return grammar in self._grammars
 
     def add_grammar(self, read: ReadGrammar) -> None:
         """Send a grammar to the process, and evict others beyond its limits."""
         self._write(AddGrammar(read.grammar, read.automaton))
-        for other in self._taught.add(read):
+        for other in self._grammars.add(read):
             self._write(DropGrammar(other))
-        if read.nbytes > KEPT_BYTES:  # it stays for those who ask at once, and no longer
-            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._let_go, read.grammar)
+        if read.nbytes > KEPT_BYTES:  # only requests that come at once share it
+            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._drop_grammar, read.grammar)
 
-    def _let_go(self, grammar: str) -> None:
-        if self._taught.drop(grammar):
+    def _drop_grammar(self, grammar: str) -> None:
+        if self._grammars.drop(grammar):
             self._write(DropGrammar(grammar))
 
     def abort(self, request_id: int) -> None:
@@ -262,22 +263,20 @@ class EngineClient:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the process; requests in flight fail."""
-        for task in (self._life, self._watch):
-            if task is not None:
-                task.cancel()
-        if at_once and self._process is not None:
-            self._process.kill()
+        for task in self._tasks:
+            task.cancel()
+        if at_once:
+            self._kill()
         self._end_process()
 
     def _end_process(self) -> None:
-        """Wait for the process, which ends when its socket does; not for ever."""
+        """Close the socket, so that the process ends; kill it if it does not."""
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it is closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
-        if self._process is None:
-            return
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()

@@ -47,9 +47,9 @@ from graphdecode.text.grammar import Grammars
 
 _STATUS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
-_STACK_BYTES = 4 * STACK_BYTES  # of threads: a grammar that was read in a child overflows none of them
-_READERS = 2  # grammars that are read at a time
-_LOOK_EVERY_SECONDS = 0.005  # for messages, while grammars are read and there is nothing else to do
+_STACK_BYTES = 4 * STACK_BYTES  # of threads: a grammar that compiled in a child overflows none of them
+_COMPILERS = 2  # grammars that are compiled at a time
+_POLL_SECONDS = 0.005  # for messages, while grammars are compiled and there is nothing else to do
 
 log = logging.getLogger(__name__)
 
@@ -58,115 +58,104 @@ class EngineProcess:
     """Runs one engine for the process at the other end of a socket.
 
     Args:
-        connection: where requests come from, and events go.
-        grammars: compiles structured outputs; None: requests bring none.
+        grammars: compiles structured outputs; None: requests have none.
     """
 
     def __init__(self, engine: Engine, connection: MessageSocket, grammars: Grammars | None = None) -> None:
         self._engine = engine
         self._grammars = grammars
         self._connection = connection
-        self._theirs: dict[int, int] = {}  # the engine's number of a request -> that of the other side
+        self._theirs: dict[int, int] = {}  # the engine's id of a request -> the other side's
         self._ours: dict[int, int] = {}
-        self._begun: set[int] = set()  # whose first event went out
-        # a grammar may take long to read, and nobody's step waits for it; None: nobody has asked for it yet
-        self._taught: dict[str, Future[Any] | None] = {}
-        self._reading: dict[int, tuple[Future[Any], Add]] = {}  # their number of a request -> what it waits for
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="grammar")
-        self._told = 0.0  # when the engine_status went out
+        self._begun: set[int] = set()  # requests whose first event was sent
+        # compiling may take long, so no step waits for it; None: no request has needed it yet
+        self._compiled: dict[str, Future[Any] | None] = {}
+        self._waiting: dict[int, tuple[Future[Any], Add]] = {}  # their id of a request -> the grammar it waits for
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
+        self._status_sent = 0.0  # seconds
 
     def serve(self) -> None:
         """Step while there is work, and wait for messages otherwise, until the other side is gone."""
-        engine, has_leisure = self._engine, True
+        engine, may_capture = self._engine, True
         while True:
             try:
                 self._send_status()
-                is_idle, has_leisure = not (engine.has_work or self._reading or has_leisure), False
+                is_idle, may_capture = not (engine.has_work or self._waiting or may_capture), False
                 for message in self._connection.receive(wait=is_idle):
                     self._take(message)
-                has_leisure = engine.capture_waiting()
-                if self._reading:
-                    self._add_read()
+                may_capture = engine.capture_waiting()
+                if self._waiting:
+                    self._add_compiled()
                 if engine.has_work:
                     self._send(engine.step())
-            except RankError as error:  # the ranks that are left cannot go on, and another process has new ones
+            except RankError as error:  # the other ranks cannot go on; a new process has new ones
                 log.error("%s", error)
                 with suppress(GraphdecodeError, OSError):
-                    self._send(engine.step())  # whoever waits is told which rank it was
+                    self._send(engine.step())  # tells every request which rank it was
                 return
             except GraphdecodeError as error:
                 log.warning("%s", error)
             except (EOFError, OSError):
                 return
-            except Exception:  # the engine has given all up, and its next step says so to each owner
+            except Exception:  # the engine gave up all requests, and its next step says so
                 log.exception("a step failed")
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Add):
             grammar = message.request.grammar
-            if grammar is None or grammar not in self._taught:
+            if grammar is None or grammar not in self._compiled:
                 self._add(message)
             else:
-                self._reading[message.request_id] = self._compiled(grammar), message
+                self._waiting[message.request_id] = self._compile(grammar), message
         elif isinstance(message, AddGrammar):
-            self._taught[message.grammar] = None
+            self._compiled[message.grammar] = None
             if message.automaton is not None:
-                known = self._taught[message.grammar] = Future()
+                known = self._compiled[message.grammar] = Future()
                 known.set_result(message.automaton)
         elif isinstance(message, DropGrammar):
-            self._leave(self._taught.pop(message.grammar, None))
-            self._readers.submit(return_free_memory)  # what it was is scattered over the heap
+            self._cancel_unused(self._compiled.pop(message.grammar, None))
+            self._compilers.submit(return_free_memory)  # a grammar is scattered over the heap
         elif isinstance(message, Finish):
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
         elif isinstance(message, Abort):
-            future, _ = self._reading.pop(message.request_id, (None, None))
-            self._leave(future)
+            self._cancel_unused(self._waiting.pop(message.request_id, (None,))[0])
             self._engine.abort(self._forget(message.request_id))
 
-    def _add_read(self) -> None:
-        """Add the requests whose grammars are compiled by now; errors go to their owners."""
+    def _add_compiled(self) -> None:
+        """Add the requests whose grammars are compiled by now."""
         if not self._engine.has_work:
-            wait([future for future, _ in self._reading.values()], _LOOK_EVERY_SECONDS, FIRST_COMPLETED)
-        for request_id, (future, message) in list(self._reading.items()):
+            wait([future for future, _ in self._waiting.values()], _POLL_SECONDS, FIRST_COMPLETED)
+        for request_id, (future, message) in list(self._waiting.items()):
             if future.done():
-                del self._reading[request_id]
+                del self._waiting[request_id]
                 self._add(message, future)
 
-    def _compiled(self, grammar: str) -> Future[Any]:
-        """Return the compilation of a grammar, started where it was not."""
+    def _compile(self, grammar: str) -> Future[Any]:
+        """Return the compilation of a grammar, started if it was not."""
         assert self._grammars is not None
-        known = self._taught[grammar]
+        known = self._compiled[grammar]
         if known is None or known.cancelled():
-            known = self._taught[grammar] = self._readers.submit(self._grammars.compiled, grammar)
+            known = self._compiled[grammar] = self._compilers.submit(self._grammars.compiled, grammar)
         return known
 
-    def _leave(self, future: Future[Any] | None) -> None:
-        """Cancel a compilation that nobody waits for, unless it has begun."""
-        if future is not None and not any(future is other for other, _ in self._reading.values()):
+    def _cancel_unused(self, future: Future[Any] | None) -> None:
+        """Cancel a compilation that no request waits for, unless it has begun."""
+        if future is not None and not any(future is other for other, _ in self._waiting.values()):
             future.cancel()
 
-    def _held(self, compiled: Future[Any]) -> Constraint:
-        """Return the constraint of a grammar that was compiled.
-
-        Raises:
-            GraphdecodeError: it could not be read.
-        """
+    def _constraint(self, compiled: Future[Any]) -> Constraint:
         assert self._grammars is not None
-        error = compiled.exception()
-        if error is None:
-            try:
-                return self._grammars.held(compiled.result())
-            except Exception as failed:  # of a library: its owner is told, and nobody else
-                error = failed
-        if isinstance(error, GraphdecodeError):
-            raise error
-        log.error("a form that was read in a child cannot be read here", exc_info=error)  # Rust's panics too
-        raise AnswerError(f"the form could not be read: {type(error).__name__}")
+        try:
+            return self._grammars.held(compiled.result())
+        except GraphdecodeError:
+            raise
+        except BaseException as error:  # a library's, Rust's panics too: only this request fails
+            log.exception("a form that was read in a child cannot be read here")
+            raise AnswerError(f"the form could not be read: {type(error).__name__}") from error
 
     def _add(self, message: Add, compiled: Future[Any] | None = None) -> None:
         try:
-            constraint = None if compiled is None else self._held(compiled)
-            ours = self._engine.add(message.request, constraint)
+            ours = self._engine.add(message.request, None if compiled is None else self._constraint(compiled))
         except GraphdecodeError as error:
             metrics = RequestMetrics(time.perf_counter())
             code = REFUSED if isinstance(error, ArgumentError | ConstraintError) else None
@@ -176,7 +165,7 @@ class EngineProcess:
             self._theirs[ours], self._ours[message.request_id] = message.request_id, ours
 
     def _forget(self, request_id: int) -> int:
-        """Return the engine's number of a request, or one that it does not know."""
+        """Return the engine's id of a request, or one that it does not know."""
         ours = self._ours.pop(request_id, -1)
         self._theirs.pop(ours, None)
         self._begun.discard(ours)
@@ -197,30 +186,13 @@ class EngineProcess:
             self._connection.send(packed)
 
     def _send_status(self) -> None:
-        now = time.perf_counter()
-        if now - self._told < _STATUS_EVERY_SECONDS and self._engine.has_work:
+        now, engine = time.perf_counter(), self._engine
+        if now - self._status_sent < _STATUS_EVERY_SECONDS and engine.has_work:
             return
-        self._told = now
-        engine, stats = self._engine, self._engine.stats
-        pool = engine.cache.pool
-        self._connection.send(
-            EngineStatus(
-                running=engine.num_running,
-                waiting=engine.num_waiting,
-                used_pages=pool.used,
-                total_pages=pool.total,
-                preemptions=engine.num_preemptions,
-                prefilled_tokens=stats.prefilled_tokens,
-                bucket_steps=dict(stats.bucket_steps),
-                batch_sizes=dict(stats.batch_sizes),
-                step_seconds=list(stats.step_seconds),
-                launch_seconds=list(stats.launch_seconds),
-                drafts=stats.spec_decode_num_drafts,
-                draft_tokens=stats.spec_decode_num_draft_tokens,
-                accepted_tokens=stats.spec_decode_num_accepted_tokens,
-                accepted_per_pos=list(stats.spec_decode_num_accepted_tokens_per_pos),
-            )
-        )
+        self._status_sent = now
+        pool, stats = engine.cache.pool, engine.stats
+        counts = engine.num_running, engine.num_waiting, pool.used, pool.total, engine.num_preemptions
+        self._connection.send(EngineStatus(*counts, stats))
         stats.step_seconds.clear()
         stats.launch_seconds.clear()
 
@@ -234,7 +206,6 @@ def _floor_seconds(engine: Engine) -> float | None:
 
 
 def _beat(connection: MessageSocket) -> None:
-    """Send heartbeats, however long a step takes."""
     with suppress(OSError):
         while True:
             time.sleep(HEARTBEAT_SECONDS)

@@ -1,4 +1,4 @@
-"""One request that generates, from its orders to its response: whole, or event by event."""
+"""The response to a request that generates: whole, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphdecode.text.answer import Answer
 from graphdecode.text.intake import Order
 from graphdecode.text.outputs import Logprob
 
-_PLACES_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
+_POSITIONS_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
 log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -32,18 +32,18 @@ _HEADERS = [
 
 
 class Delta(NamedTuple):
-    """The new part of one answer."""
+    """The new part of an output."""
 
-    text: str  # that can be shown
-    token_ids: list[int]  # new ones, of which the text may still be held back
-    logprobs: list[dict[int, Logprob]] | None  # of these; None where they were not asked for
-    is_first: bool  # nothing was sent of it before
-    finish_reason: str | None  # with the last delta
-    stop_reason: str | int | None  # with the last delta: the stop text or token
+    text: str
+    token_ids: list[int]  # whose text may still be held back
+    logprobs: list[dict[int, Logprob]] | None  # of these tokens, if requested
+    is_first: bool
+    finish_reason: str | None  # of the last delta
+    stop_reason: str | int | None  # of the last delta: the stop text or token
 
 
 class Cursor:
-    """Reads one answer as it grows."""
+    """Reads an output as it grows."""
 
     def __init__(self, index: int, order: Order, answer: Answer) -> None:
         self.index = index
@@ -55,7 +55,7 @@ class Cursor:
         self._ended = False
 
     def take(self) -> Delta | None:
-        """Return what is new, None where nothing is."""
+        """Return what is new; None if nothing is."""
         answer, output = self.answer, self.answer.output
         if self._ended:
             return None
@@ -69,14 +69,18 @@ class Cursor:
         self._tokens_read = end
         is_first, self._begun = not self._begun, True
         logprobs = None if output.logprobs is None else output.logprobs[start:end]
-        reason = output.finish_reason if self._ended else None
-        return Delta(
-            text, output.token_ids[start:end], logprobs, is_first, reason, output.stop_reason if self._ended else None
-        )
+        ending = (output.finish_reason, output.stop_reason) if self._ended else (None, None)
+        return Delta(text, output.token_ids[start:end], logprobs, is_first, *ending)
+
+    def whole(self) -> Delta:
+        """Return all of a finished output."""
+        output = self.answer.output
+        self.text_length = len(output.text)
+        return Delta(output.text, output.token_ids, output.logprobs, True, output.finish_reason, output.stop_reason)
 
 
 class Reply(Response, ABC):
-    """Answers one request of HTTP; it is the response too."""
+    """The response to a request, which generates when it is sent."""
 
     prefix: str  # of its id
     kind: str  # `object` of the whole response
@@ -89,7 +93,7 @@ class Reply(Response, ABC):
         pairs = [(order, answer) for order in orders for answer in order.answers]
         self.cursors = [Cursor(index, order, answer) for index, (order, answer) in enumerate(pairs)]
         self.background = None
-        self._promise_kept: Callable[[], None] = lambda: None
+        self._release: Callable[[], None] = lambda: None
         self.status_code = 200
         self._usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
         self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
@@ -101,15 +105,14 @@ class Reply(Response, ABC):
         }
 
     @abstractmethod
-    def choices_of(self, cursor: Cursor, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices that tell of something new in a stream, each for a chunk of its own."""
+    def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
+        """Return the choice of a chunk or of the whole response; None: the chunk would be empty.
 
-    @abstractmethod
-    def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
-        """Return the choice of a finished answer; `prompt_logprobs` are as the prompt's output has them."""
+        Its `prompt_logprobs` are as in the `RequestOutput`.
+        """
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far."""
+        """Return the counts of tokens so far."""
         prompt = sum(len(order.output.prompt_token_ids) for order in self.orders)
         generated = sum(len(cursor.answer.output.token_ids) for cursor in self.cursors)
         cached = sum(order.output.metrics.num_cached_tokens for order in self.orders)
@@ -121,27 +124,26 @@ class Reply(Response, ABC):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send, until the client goes away.
+        """Generate and send, until the client disconnects.
 
         Raises:
             HttpError: there is no room for it now.
         """
-        self._promise_kept = self.service.promise(len(self.cursors))
+        self._release = self.service.reserve(len(self.cursors))
         failed: Exception | None = None
+        sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:
-            await until_disconnect(
-                receive, self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
-            )
+            await until_disconnect(receive, sending)
         except Exception as error:
             failed = error
         finally:
-            self._promise_kept()
+            self._release()
         if self.service.limits.log_requests:
             for cursor in self.cursors:
                 prompt, output = cursor.order.output, cursor.answer.output
                 asked = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
-                told = (self._head["id"], cursor.index, asked, output.text, output.finish_reason)
-                log.info("%s %d: %r -> %r (%s)", *told)
+                line = (self._head["id"], cursor.index, asked, output.text, output.finish_reason)
+                log.info("%s %d: %r -> %r (%s)", *line)
         if self.service.tracer is not None:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             for order in self.orders:
@@ -150,15 +152,14 @@ class Reply(Response, ABC):
             raise failed
 
     async def _news(self) -> AsyncGenerator[None, None]:
-        """Come back whenever there is news; tell the metrics of it."""
-        service = self.service
+        """Submit the orders, and yield whenever there is news of them."""
+        service, began = self.service, False
         with service.metrics.tracked(self.orders) as clocks:
             async with (
                 contextlib.aclosing(service.front.follow(self.orders)) as news,
                 asyncio.timeout(service.request_timeout),
             ):
-                began = False
-                self._promise_kept()  # the next line hands them in
+                self._release()  # the next line submits them
                 async for _ in news:
                     if not began:
                         began = True
@@ -168,20 +169,16 @@ class Reply(Response, ABC):
                     yield
 
     async def whole(self) -> dict[str, Any]:
-        """Generate, and return the whole response's body.
+        """Generate, and return the body of the whole response.
 
         Raises:
-            HttpError: the answer was given up.
+            HttpError: generation failed.
         """
-        choices = [_told(choice) async for choice in self._choices()]
+        choices = [_jsonable(choice) async for choice in self._choices()]
         return self._head | {"choices": choices, "usage": self.usage()}
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Generate, and give the finished choices; others have their turn between two of them.
-
-        Raises:
-            HttpError: the answer was given up.
-        """
+        """Generate, and yield the choices; other tasks run between two of them."""
         try:
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
@@ -189,7 +186,9 @@ class Reply(Response, ABC):
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
         for cursor in self.cursors:
-            yield self.whole_choice(cursor)
+            choice = self.choice(cursor, cursor.whole(), whole=True)
+            assert choice is not None
+            yield choice
             await asyncio.sleep(0)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,10 +212,9 @@ class Reply(Response, ABC):
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     chunks = [
-                        self._head | {"choices": [_told(choice)]} | self._usage_of_chunk()
+                        self._head | {"choices": [_jsonable(choice)]} | self._usage_of_chunk()
                         for cursor in self.cursors
-                        if (delta := cursor.take()) is not None
-                        for choice in self.choices_of(cursor, delta)
+                        if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
                     ]
                     if chunks:
                         await _send_more(send, b"".join(map(sse_event, chunks)))
@@ -234,7 +232,6 @@ class Reply(Response, ABC):
         return {"usage": self.usage() if self._usage_always else None} if self._usage_wanted else {}
 
     def _cut_off(self) -> HttpError:
-        """Return what is said of an answer that the end of the server leaves unfinished."""
         log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])
         return HttpError(503, "the server ends, and the time for running answers is over", code="shutting_down")
 
@@ -246,25 +243,24 @@ class Reply(Response, ABC):
 
 
 def _scores_as_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """Return a prompt's log-probabilities in vLLM's form: by token id, for each token but the first."""
+    """Return a prompt's log-probabilities in vLLM's format: by token id, None for the first token."""
     return [None if each is None else {str(token): vars(entry) for token, entry in each.items()} for each in entries]
 
 
-def _told(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return a choice as it goes into JSON."""
+def _jsonable(choice: dict[str, Any]) -> dict[str, Any]:
     scores = choice.get("prompt_logprobs")
     return choice if scores is None else choice | {"prompt_logprobs": _scores_as_json(scores)}
 
 
 async def in_pieces(choice: dict[str, Any]) -> bytes:
-    """Return a choice as JSON; others have their turn between two pieces of a prompt's log-probabilities."""
+    """Return a choice as JSON; other tasks run between two pieces of a prompt's log-probabilities."""
     scores = choice.get("prompt_logprobs")
     if scores is None:
         return as_json(choice)
     del choice["prompt_logprobs"]
     pieces = [as_json(choice)[:-1] + b',"prompt_logprobs":[']
-    for first in range(0, len(scores), _PLACES_AT_ONCE):
-        piece = as_json(_scores_as_json(scores[first : first + _PLACES_AT_ONCE]))
+    for first in range(0, len(scores), _POSITIONS_AT_ONCE):
+        piece = as_json(_scores_as_json(scores[first : first + _POSITIONS_AT_ONCE]))
         pieces.append((b"," if first else b"") + piece[1:-1])
         await asyncio.sleep(0)
     return b"".join([*pieces, b"]}"])

@@ -54,15 +54,15 @@ class Service:
         self.limits = limits
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = limits.request_timeout_s or None
-        self.draining = False  # nothing new is taken on
-        self._promised = 0  # answers that have room, and are not handed in yet
+        self.draining = False  # new requests are refused
+        self._reserved = 0  # outputs that have room, and are not submitted yet
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
         self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _WORK_MODULES)
         self.client = EngineClient(
             setup,
             on_events=lambda events: self.router.deliver(events),
-            on_status=lambda engine_status: self.metrics.take_status(engine_status),
+            on_status=lambda status: self.metrics.take_status(status),
         )
         self.grammar_reader = GrammarReader(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
@@ -85,15 +85,15 @@ class Service:
 
     @cached_property
     def preprocessor(self) -> Preprocessor:
-        """Prepares bodies for the engine, which has been started."""
-        serves = EngineInfo(self.client.rules, self.client.seed)
+        """The preprocessor, once the engine was started."""
+        engine = EngineInfo(self.client.rules, self.client.seed)
         return Preprocessor(
-            self.model_name, self.tokenizer, self.limits, self.sampling_defaults, serves, self._max_open
+            self.model_name, self.tokenizer, self.limits, self.sampling_defaults, engine, self._max_open
         )
 
     @property
     def api_keys(self) -> list[str]:
-        """API keys that may use /v1; none: no key is needed."""
+        """API keys of /v1; none: it needs no key."""
         return [*self.limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
 
     @property
@@ -103,73 +103,73 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Answers under way."""
+        """Requests in flight."""
         return self.client.num_open
 
     def check_room(self, answers: int) -> None:
         """Refuse a request for which there is no room.
 
         Raises:
-            HttpError: 503 where nothing new is taken on, 429 where too many wait.
+            HttpError: 503 while draining or restarting, 429 if too many wait.
         """
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
         if not self.client.serves:
             raise HttpError(503, "the engine is being started again", code=RESTARTING, headers={"Retry-After": "5"})
-        taken = self.num_open + self._promised
+        taken = self.num_open + self._reserved
         if taken + answers > self._max_open:
             raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=_RETRY_AFTER)
 
-    def promise(self, answers: int) -> Callable[[], None]:
-        """Keep room for answers until what comes back is called, which is when they are handed in, or given up.
+    def reserve(self, answers: int) -> Callable[[], None]:
+        """Reserve room for some outputs until the returned function is called: when they are submitted, or given up.
 
         Raises:
             HttpError: there is none; see `check_room`.
         """
         self.check_room(answers)
         held = [answers]
-        self._promised += answers
+        self._reserved += answers
 
-        def kept() -> None:
-            self._promised -= held.pop() if held else 0
+        def release() -> None:
+            self._reserved -= held.pop() if held else 0
 
-        return kept
+        return release
 
     async def orders(self, caller: str, prompts: list[Resolved], structured: StructuredOutput | None) -> list[Order]:
-        """Return the orders of some prompts, with one and the same parameters.
+        """Return the orders of some prompts with the same parameters.
 
         Raises:
             HttpError: there is no room for them, or the structured output cannot be enforced.
         """
         answers = sum(prompt.asked.params.n for prompt in prompts)
-        self.check_room(answers)  # before a grammar is read, and anything made for each answer
+        self.check_room(answers)  # before a grammar is read
         grammar = None
         if structured is not None:
             try:
                 grammar = await self.grammar_reader.grammar(structured.params, caller)
             except ArgumentError as error:
-                raise HttpError(400, structured.said(error), param=structured.field) from error
-        orders, kept = [], self.promise(answers)
+                raise HttpError(400, structured.error_text(error), param=structured.field) from error
+        orders, release = [], self.reserve(answers)
         limit = self.client.rules.capacity.token_limit
         try:
             for prompt in prompts:
                 params = prompt.asked.params
                 most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
                 orders.append(self.intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
-                await asyncio.sleep(0)  # there may be hundreds, and others wait
+                await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
         finally:
-            kept()  # the response promises it again, once it is sent
+            release()  # the response reserves it again when it is sent
         return orders
 
     def note_unknown(self, names: Iterable[str]) -> None:
-        """Log the names of fields that are ignored, each of them once."""
+        """Log the names of unknown fields, each once."""
         new = set(names) - self._unknown_fields
         if new and len(self._unknown_fields) < 100:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(new)))
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the engine; answers under way end with an error."""
+        """End the engine; requests in flight fail."""
         self.work.close()
         self.client.close(at_once=at_once)
         self.router.close()

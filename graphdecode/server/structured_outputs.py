@@ -41,7 +41,7 @@ class StructuredOutput(NamedTuple):
     params: StructuredOutputsParams  # which one
     field: str  # of the request, that asks for it
 
-    def said(self, error: ArgumentError) -> str:
+    def error_text(self, error: ArgumentError) -> str:
         """Return an error of the engine in the words of the request."""
         text = str(error).removeprefix("structured_outputs")
         return self.field + (text.replace(": json ", ": json_schema ", 1) if self.field == "response_format" else text)

@@ -270,4 +270,4 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
 
 def client_of(silence: HeartbeatTimeouts, on_events: Callable[[Any], object] = lambda _: None) -> EngineClient:
     setup = EngineSetup(resolve_model_path("demo"), EngineConfig(), False)
-    return EngineClient(setup, on_events=on_events, on_status=lambda _: None, silence=silence)  # type: ignore[arg-type]
+    return EngineClient(setup, on_events=on_events, on_status=lambda _: None, timeouts=silence)  # type: ignore[arg-type]

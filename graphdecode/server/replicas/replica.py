@@ -13,7 +13,7 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.server.app import make_app
-from graphdecode.server.batch import BatchRequest, EngineAnswers
+from graphdecode.server.batch import BatchRequest, answer_request
 from graphdecode.server.replicas.front import REPLICA_HEADER
 from graphdecode.server.replicas.ray_channel import LEASE_HEADER, Route
 from graphdecode.server.run import bind, make_server
@@ -36,7 +36,6 @@ class Replica:
 
     async def __init__(self, make_service: Callable[[], Service], listens: bool) -> None:  # type: ignore[misc]
         self.service = make_service()
-        self._answers = EngineAnswers(self.service)
         self.name = serve.get_replica_context().replica_id.unique_id
         self._app = _signed(make_app(self.service), self.name)
         self._leases: dict[str, _Lease] = {}
@@ -83,7 +82,7 @@ class Replica:
 
     async def whole(self, request: BatchRequest, *, route: Route) -> tuple[int, dict[str, Any]]:
         """Return the status and the body of the response to a request of a batch."""
-        return await self._answers.answer(request)
+        return await answer_request(self.service, request)
 
     async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
         """Yield the address for a request over HTTP, and end when it was answered."""
