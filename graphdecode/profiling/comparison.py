@@ -60,7 +60,7 @@ class Comparison:
     def slower(self, tolerance: float) -> list[PointChange]:
         """Return the points that got slower by more than `tolerance`, beyond their noise.
 
-        All of them where the points together did: noise of single points cancels out in their mean.
+        All of them if the points together did: noise of single points cancels out in their mean.
         """
         if min(self.overall, self.overall_quiet) > 1 + tolerance:
             return self.changes
@@ -72,11 +72,7 @@ class Comparison:
 
 
 def read_profile(path: Path) -> dict:
-    """Read a `profile.json`.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no profile of this schema.
-    """
+    """Read a `profile.json`; raises `ArgumentError` if it cannot be read, or has another schema."""
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -98,11 +94,7 @@ def read_profile(path: Path) -> dict:
 
 
 def compare_profiles(before: dict, after: dict) -> Comparison:
-    """Put the points that two profiles share side by side.
-
-    Raises:
-        ValueError: they have no point in common.
-    """
+    """Compare the points that two profiles share; raises `ArgumentError` if there are none."""
     old = {(row["bucket"], row["context"]): row for row in before["rows"]}
     new = {(row["bucket"], row["context"]): row for row in after["rows"]}
     common = [point for point in new if point in old]

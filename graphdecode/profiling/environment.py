@@ -21,8 +21,7 @@ _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.
 def describe_environment(device: torch.device | str) -> dict[str, str | int | float]:
     """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads.
 
-    `cache_bytes` is the device's last cache, 0 where the system does not tell; `load_average` is of the last minute;
-    `instructions` are those that compiled kernels use; none where there are no such kernels.
+    `cache_bytes` is the last cache's (0: unknown); `instructions` are those of compiled kernels.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -89,13 +88,11 @@ def _commit() -> str:
 
 
 def read_bandwidth(device: torch.device | str, *, size_bytes: int | None = None, repeats: int = 7) -> float:
-    """Measure the read bandwidth of a device, in bytes per second.
-
-    Sums a tensor that no cache holds, `repeats` times, and takes the median; the threads are torch's.
+    """Return the median read bandwidth of a device in bytes per second, from sums of a tensor with torch's threads.
 
     Args:
         size_bytes: of the tensor; None means 1 GiB on a CPU, and on a GPU 4 GiB or half of what is free.
-        repeats: timed passes, after one that is not counted.
+        repeats: timed passes, after one for warm-up.
     """
     device = torch.device(device)
     if size_bytes is None:

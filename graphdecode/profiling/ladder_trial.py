@@ -72,11 +72,7 @@ class Trial:
 
 
 def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
-    """Return a sequence of `steps` batch sizes in the proportions of a histogram, in an order that is always the same.
-
-    Args:
-        counts: batch size -> decode steps.
-    """
+    """Return `steps` batch sizes in the proportions of `counts` (batch size -> steps), in a fixed random order."""
     total = sum(counts.values())
     shares = {size: steps * number / total for size, number in counts.items()}
     whole = {size: int(share) for size, share in shares.items()}
@@ -105,11 +101,10 @@ def try_ladders(
     Args:
         ladders: by name, all with the same max_batch_size.
         counts: batch size -> decode steps, as recorded.
-        model: a checkpoint folder, `"demo"`, or a shape.
         context: tokens of each row.
 
     Raises:
-        ValueError: the model or the device cannot be used, or a number is out of range.
+        ArgumentError: the model or the device cannot be used, or a number is out of range.
     """
     if min(context, steps, rounds) < 1:
         raise ArgumentError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")

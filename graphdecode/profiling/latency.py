@@ -53,11 +53,7 @@ class Percentiles:
 
     @classmethod
     def weighted(cls, weights: Mapping[float, float]) -> Percentiles:
-        """Return the percentiles of some values that count by their weights.
-
-        Args:
-            weights: value -> weight; at least one is above 0.
-        """
+        """Return the percentiles of values (value -> weight, one above 0) by their weights."""
         values = sorted(value for value, weight in weights.items() if weight > 0)
         shares = np.cumsum([weights[value] for value in values])
         p50, p90, p99 = (values[int(np.searchsorted(shares, share * shares[-1]))] for share in (0.5, 0.9, 0.99))
@@ -83,10 +79,7 @@ class Histogram:
 
 
 def spread_of(round_ms: Sequence[float]) -> float:
-    """Return half the range of the rounds' medians over their median; of three rounds or more, the worst is left out.
-
-    One round may be spoilt by a neighbour without moving the median of all; two spoilt rounds may move it.
-    """
+    """Return half the range of the rounds' medians over their median, without the slowest of three or more."""
     ordered = sorted(round_ms)
     kept = ordered[:-1] if len(ordered) > 2 else ordered
     return (kept[-1] - kept[0]) / 2 / statistics.median(ordered)
@@ -118,9 +111,7 @@ class Samples:
         """Return the figures of the point, as `profile.json` holds them.
 
         Args:
-            bucket: rows, all of them live.
-            context: tokens in the cache of each row.
-            bytes_moved: that a step must read and write: weights once, keys and values of all rows once.
+            bytes_moved: see `step_bytes`.
             bandwidth: measured in the same run, in bytes per second.
             cache_bytes: of the processor's last cache.
         """
@@ -150,11 +141,10 @@ class Samples:
 
 
 def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool = True) -> list[float]:
-    """Return the time of each of `count` steps on a GPU in ms, one launched behind the other.
+    """Return the time of each of `count` consecutive steps on a GPU in ms.
 
     Args:
-        is_held: hold the device back until the host has launched all of them, so that each begins where the one before
-            ends, and no launch is part of its time; else a step takes as long as the slower of the two.
+        is_held: hold the device until the host has launched all of them, so that no launch is part of a step's time.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     hold = getattr(torch.cuda, "_sleep", None)
@@ -169,23 +159,16 @@ def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool =
 
 
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
-    """Return the bytes that a step must move: the weights once, each row's keys and values once, the new ones written.
-
-    Args:
-        bucket: rows.
-        context: tokens of each row.
-    """
+    """Return the bytes that a step must move: weights once, keys and values of all rows once, the new ones."""
     return runner.model.read_bytes(bucket) + bucket * (context + 1) * runner.capacity.token_bytes
 
 
 @contextmanager
 def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Iterator[list[RowInputs]]:
-    """Give rows that have `context - 1` tokens in the cache and are about to feed the next one; their pages are theirs.
+    """Yield `count` rows with `context - 1` tokens in the cache, about to feed the next one; they own their pages.
 
     Args:
-        count: rows.
-        context: tokens of each.
-        logprobs: how many log-probabilities a step is to give besides the token's own; -1: none.
+        logprobs: that a step computes besides the token's own; -1: none.
 
     Raises:
         ValueError: there are not enough pages.
@@ -214,15 +197,7 @@ def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
 
 
 class LatencyProfiler:
-    """Measures the captured decode step of a runner.
-
-    Args:
-        runner: model, cache and captured graphs; nothing else may be using it.
-        steps: replays to time at each point.
-
-    Raises:
-        ValueError: there are no steps.
-    """
+    """Measures the captured decode step of a runner, with `steps` replays at each point."""
 
     def __init__(self, runner: Runner, *, steps: int = 200) -> None:
         if steps < 1:
@@ -232,15 +207,10 @@ class LatencyProfiler:
         self._is_cuda = runner.model.device.type == "cuda"
 
     def profile(self, contexts: Sequence[int], *, model: str, progress: bool = True) -> dict:
-        """Measure every bucket at every context, and return what `profile.json` holds.
-
-        The points take turns, and so does the probe of the read bandwidth.
-
-        Args:
-            contexts: tokens in the cache of each row.
+        """Measure every bucket at every context in turns, the read bandwidth between; return what `profile.json` holds.
 
         Raises:
-            ValueError: a context is less than 1, or does not fit the capacity.
+            ArgumentError: a context (tokens in the cache of each row) is out of range.
         """
         runner, device = self.runner, self.runner.model.device
         longest = runner.cache.max_pages_per_row * runner.cache.page_size - STEPS_PER_STAGING
@@ -306,10 +276,9 @@ class LatencyProfiler:
         return path
 
     def _wide_steps(self, context: int, count: int) -> list[dict[str, float]]:
-        """Time the steps of several queries a row, where there are such: bucket, queries, context and median step_ms.
+        """Time steps of several queries a row beside those of one, if the engine has such.
 
-        Beside them stand the steps of one query that were timed in turn with them. Rows are set back before each step,
-        for how far one goes depends on its drafts.
+        Rows are set back before each step, for how far one goes depends on its drafts.
         """
         graphs = self.runner.graphs
         widths = graphs.ladder.queries
@@ -336,10 +305,6 @@ class LatencyProfiler:
         """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms.
 
         On a GPU the steps are timed once more, back to back, so that no launch is part of a step's time.
-
-        Args:
-            rows: from `rows_at`.
-            steps: to time, after some that are not counted; None: as many as the profiler was made for.
         """
         steps = self._steps if steps is None else steps
         launch_us: list[float] = []

@@ -39,11 +39,7 @@ _STYLE = (
 
 
 def plot_profile(profile: dict) -> dict[str, bytes]:
-    """Return the pictures of a profile, name -> PNG.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Return the pictures of a profile, name -> PNG."""
     pictures = {}
     for name, draw in (
         ("latency", draw_latency),
@@ -63,11 +59,7 @@ def plot_profile(profile: dict) -> dict[str, bytes]:
 
 
 def new_figure(inches: tuple[float, float]) -> Any:
-    """Return an empty figure, as all pictures are made.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Return an empty figure; raises `ArgumentError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -325,14 +317,7 @@ def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_report(profile: dict, folder: Path, *, draw: bool = True) -> list[Path]:
-    """Write `report.html` beside `profile.json`, and the pictures; return what was written.
-
-    Args:
-        profile: what `LatencyProfiler.profile` returned.
-
-    Raises:
-        ValueError: pictures are wanted and matplotlib is not installed.
-    """
+    """Write `report.html` beside `profile.json`, and the pictures (see `new_figure`) if `draw`; return their paths."""
     pictures = plot_profile(profile) if draw else {}
     written = []
     for name, data in pictures.items():

@@ -21,11 +21,7 @@ TODAY = "today"
 
 
 def read_batch_sizes(path: Path) -> Counter[int]:
-    """Read a histogram of batch sizes: batch size -> decode steps.
-
-    Raises:
-        ValueError: the file cannot be read, holds something else, or counts no step.
-    """
+    """Read a histogram, batch size -> decode steps; raises `ArgumentError` for another file, or one without steps."""
     counts = _read(path)
     if not counts.total():
         raise ArgumentError(f"{path} counts no decode step")
@@ -33,11 +29,7 @@ def read_batch_sizes(path: Path) -> Counter[int]:
 
 
 def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
-    """Add a histogram to a file, merging it with what earlier runs left there; all of it or nothing is written.
-
-    Raises:
-        ValueError: the file holds something else, or cannot be written.
-    """
+    """Add a histogram to that of a file, atomically; raises `ArgumentError` for another file, or one not writable."""
     merged = Counter(counts)
     if path.exists():
         merged += _read(path)
@@ -52,11 +44,7 @@ def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
 
 
 def check_record(path: Path) -> None:
-    """Refuse a file that a run could not add its batch sizes to, before the run.
-
-    Raises:
-        ValueError: `path` is in no folder, is a folder, or holds something else than a record.
-    """
+    """Refuse (ArgumentError), before a run, a file that its batch sizes cannot be added to."""
     if path.is_dir() or not path.parent.is_dir():
         raise ArgumentError(f"{path} must be a file in a folder that exists")
     if not os.access(path.parent, os.W_OK):
@@ -97,12 +85,7 @@ class StepCost:
 
     @classmethod
     def from_profile(cls, profile: dict, max_batch_size: int) -> StepCost:
-        """Interpolate between the median steps of a profile's buckets, each the mean over its contexts.
-
-        Args:
-            profile: what `read_profile` returned.
-            max_batch_size: rows.
-        """
+        """Interpolate between the median steps of a profile's buckets, each the mean over its contexts."""
         samples: dict[int, list[float]] = {}
         for row in profile["rows"]:
             samples.setdefault(row["bucket"], []).append(row["step_ms"]["p50"])
@@ -120,12 +103,7 @@ class GraphCost:
 
     @classmethod
     def from_profile(cls, profile: dict, max_batch_size: int) -> GraphCost | None:
-        """Interpolate between the captures of a profile; None where nothing was captured.
-
-        Args:
-            profile: what `read_profile` returned.
-            max_batch_size: rows.
-        """
+        """Interpolate between the captures of a profile; None if nothing was captured."""
         captured = [
             bucket
             for bucket in profile["captures"]["buckets"]
@@ -150,11 +128,7 @@ class QueryCost:
 
 
 def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
-    """Return the table of step costs by rows and queries, ascending; empty where the profiled engine did not draft.
-
-    Args:
-        profile: what `read_profile` returned.
-    """
+    """Return the step costs of a profile by rows and queries, ascending; empty without speculation."""
     measured = {(row["bucket"], row["queries"]): row["step_ms"] for row in profile.get("wide_steps", ())}
     return [
         QueryCost(bucket, queries, step_ms, step_ms / measured[bucket, 1])
@@ -186,16 +160,15 @@ def padding_share(ladder: BucketLadder, counts: Mapping[int, int]) -> float:
 def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int, max_graphs: int) -> list[BucketLadder]:
     """Return, for each number of graphs 1..max_graphs, the ladder of least expected step time. Exact.
 
-    Between one batch size that occurs and the next, only the cheapest bucket can be worth having: all of them serve the
-    same batches. Dynamic programming goes over (graphs, largest bucket so far) of these: the cheapest way to serve all
-    batch sizes up to bucket j with k buckets, the last of which is j, is the best over the bucket before it.
-    O(max_graphs * d^2) for d batch sizes that occur. More graphs than those are never needed: the list ends there.
+    Only the cheapest bucket between two batch sizes that occur can be worth having. Dynamic programming over (graphs,
+    largest bucket so far): the cheapest way to serve all batch sizes up to bucket j with k buckets, j the last of them,
+    is the best over the bucket before it. O(max_graphs * d^2) for d batch sizes, which are all the graphs needed.
 
     Args:
-        counts: batch size -> decode steps; sizes in 1..max_batch_size.
+        counts: batch size -> decode steps.
 
     Raises:
-        ValueError: a batch size is outside the range, nothing was counted, or there may be no bucket.
+        ArgumentError: a batch size is not in 1..max_batch_size, nothing was counted, or max_graphs < 1.
     """
     outside = [size for size in counts if not 1 <= size <= max_batch_size]
     if outside or sum(counts.values()) <= 0:
@@ -257,17 +230,13 @@ class LadderFigures:
 def compare_ladders(
     counts: Mapping[int, int], today: BucketLadder, cost: StepCost, max_graphs: int, graph_cost: GraphCost | None = None
 ) -> list[LadderFigures]:
-    """Put the ladder in force first, then the best ones of 1, 2, ... graphs; the last is the one to take.
+    """Return figures of the ladder in force, the automatic one of `max_graphs`, and the best ones of 1, 2, ... graphs.
 
-    Where `max_graphs` is not the number of graphs in force, the ladder that would be made of so many without knowing
-    the load stands between them.
+    The automatic one is left out if `max_graphs` is the number in force. Errors: see `best_ladders`.
 
     Args:
         counts: batch size -> decode steps.
         today: the ladder in force; its largest bucket is the capacity.
-
-    Raises:
-        ValueError: a batch size is outside the capacity, nothing was counted, or there may be no bucket.
     """
     top = today.max_batch_size
     best = best_ladders(counts, cost, top, max_graphs)

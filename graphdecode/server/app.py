@@ -60,11 +60,7 @@ class _Guard(ABC):
 
 
 class HostGuard(_Guard):
-    """Refuses requests that call the server by a name which is not its own, `localhost`, or an address.
-
-    A page of elsewhere can let its own name point to this machine (DNS rebinding), and then read what the server says:
-    to the browser both are one origin. Its name stands in `Host`, and an address there is nobody's name.
-    """
+    """Refuses requests whose `Host` is not a name of this server, `localhost` or an address, against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
         super().__init__(app)
@@ -131,11 +127,7 @@ def _is_address(name: str) -> bool:
 
 
 def prepared_tokens(preprocessor: Preprocessor, body: Tokenize) -> bytes:
-    """Return the answer with the tokens of a text or of a conversation.
-
-    Raises:
-        HttpError: there is none.
-    """
+    """Tokenize a text or a conversation; see `Endpoint.prepare`."""
     if body.prompt is not None:
         ids = preprocessor.intake.encode(body.prompt, special=body.add_special_tokens is not False)
     elif body.messages is not None:
@@ -152,11 +144,7 @@ def prepared_tokens(preprocessor: Preprocessor, body: Tokenize) -> bytes:
 
 
 def prepared_text(preprocessor: Preprocessor, body: Detokenize) -> bytes:
-    """Return the answer with the text of some tokens.
-
-    Raises:
-        HttpError: one is none of the model's.
-    """
+    """Detokenize; see `Endpoint.prepare`."""
     vocab_size = preprocessor.serves.rules.vocab_size
     wrong = [token for token in body.tokens if not 0 <= token < vocab_size]
     if wrong:
@@ -184,7 +172,7 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 def live(service: Service) -> dict[str, Any]:
     """Return counts since the start, medians over the latest steps and requests, and the sampling; times in seconds.
 
-    There is a floor only below the step: one above was measured while other work took the bandwidth.
+    A floor above the step is left out: it was measured while other work took the bandwidth.
     """
     metrics, defaults, ready = service.metrics, service.sampling_defaults, service.client.ready
     status = metrics.engine_status

@@ -43,7 +43,7 @@ class BatchRequest(BaseModel):
 
 
 class BatchInput:
-    """The requests of a file, read lazily; only their `custom_id`s stay in memory.
+    """The requests of a file, read lazily.
 
     Raises:
         ArgumentError: the file cannot be read, a line is no request, or two have one `custom_id`; it names up to ten.
@@ -91,16 +91,13 @@ class BatchInput:
 
 
 class BatchOutput:
-    """The output file of a batch, locked against other runs; answers are appended, one a line.
-
-    An incomplete last line, as a kill may leave it, is dropped.
+    """The output file of a batch, locked against other runs; an incomplete last line is dropped.
 
     Args:
         asked: the `custom_id`s of the input.
 
     Raises:
-        ArgumentError: the file cannot be written, has other lines than answers to this input, or is locked; it is left
-            as it was.
+        ArgumentError: it is locked, not writable, or has other lines than answers to `asked`; it stays as it was.
     """
 
     def __init__(self, path: Path, asked: dict[str, int]) -> None:
@@ -156,11 +153,7 @@ class BatchOutput:
         self.num_failed += status != 200
 
     def add(self, custom_id: str, number: str, status: int, body: dict[str, Any]) -> None:
-        """Write the answer to a request.
-
-        Raises:
-            OSError: the disk is full; the next run drops the part that was written.
-        """
+        """Write an answer; if the disk is full (OSError), the next run drops the part that was written."""
         response = {"status_code": status, "request_id": f"req_{number}", "body": body}
         answer = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": None}
         left = memoryview(json.dumps(answer).encode() + b"\n")
@@ -208,8 +201,6 @@ async def run_batch(
     on_answer: Callable[[], object],
 ) -> Counter[str]:
     """Answer the requests that have no answer yet; return the sums of their usage.
-
-    When it is cancelled, requests in flight have no line.
 
     Args:
         served: is started before, and closed after.

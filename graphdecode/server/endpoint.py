@@ -46,11 +46,7 @@ class Endpoint(Generic[B, P, R]):
     answer: Callable[[Service, P, str], Awaitable[R]]
 
     async def respond(self, service: Service, data: bytes, caller: str) -> R:
-        """Return the response to a body.
-
-        Raises:
-            HttpError: it cannot be served.
-        """
+        """Return the response to a body, or raise `HttpError`."""
         if issubclass(self.kind, Generation):
             service.check_room(1)
         prepared = None
@@ -67,14 +63,10 @@ class Endpoint(Generic[B, P, R]):
             return await self.answer(service, result, caller)
 
     def prepared(self, preprocessor: Preprocessor, data: bytes, *, in_child: bool) -> tuple[P, tuple[str, ...]] | None:
-        """Parse and prepare a body; return it with the names of its unknown fields.
+        """Parse and prepare a body; return it with the names of its unknown fields, or raise `HttpError`.
 
         Args:
-            in_child: nobody else waits for it; otherwise None comes back for a body that takes long, or brings a
-                template, which is a program.
-
-        Raises:
-            HttpError: it cannot be served.
+            in_child: this is a child process; otherwise None is returned for a slow body, or one with a template.
         """
         try:
             body = self.kind.model_validate_json(data)

@@ -56,11 +56,7 @@ class HeartbeatTimeouts(NamedTuple):
 
 
 class EngineClient:
-    """An engine in another process, with the methods that fronts need; for use from one event loop.
-
-    Args:
-        on_events: is called with the events of requests.
-    """
+    """An engine in another process, for use from one event loop; `on_events` is called with the events of requests."""
 
     def __init__(
         self,
@@ -221,11 +217,7 @@ class EngineClient:
             self._writer.write(framed(message))
 
     def add(self, request: Request) -> int:
-        """Send a request; the engine refuses an impossible one with its first event.
-
-        Raises:
-            AnswerError: the engine is being started again.
-        """
+        """Send a request; raises `AnswerError` during a restart. The engine refuses one with its first event."""
         if not self.serves:
             raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
         if request.grammar is not None and not self.has_grammar(request.grammar):  # evicted meanwhile

@@ -55,11 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """Runs one engine for the process at the other end of a socket.
-
-    Args:
-        grammars: compiles structured outputs; None: requests have none.
-    """
+    """Runs one engine for the process at the other end of a socket; `grammars`: None if it has none."""
 
     def __init__(self, engine: Engine, connection: MessageSocket, grammars: Grammars | None = None) -> None:
         self._engine = engine

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class FairQueue:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996): callers with large requests wait behind small ones.
 
-    A request's start tag is the virtual time at which its caller's earlier requests would all have been served, were
-    callers served side by side; virtual time is the tag of the request that began last.
+    A start tag is the virtual time at which the caller's earlier requests would have finished, were callers served in
+    parallel; virtual time is the tag of the request that began last.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,7 @@ class FairQueue:
         self._ends: OrderedDict[str, float] = OrderedDict()  # caller -> when all that it asked for is served
 
     def start_tag(self, caller: str, tokens: int) -> float:
-        """Return the start tag of a request of at most so many tokens; the lowest is served first.
-
-        Beyond `CALLERS_KEPT` callers, the one that has not asked for longest is forgotten.
-        """
+        """Return the start tag of a request of `tokens` tokens; the lowest is served first."""
         tag = max(self._now, self._ends.pop(caller, 0.0))
         self._ends[caller] = tag + tokens
         if len(self._ends) > CALLERS_KEPT:
@@ -129,11 +126,7 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def place(self, caller: str, size: int) -> AsyncGenerator[None, None]:
-        """Wait for a place, and hold it meanwhile; see `ForkPool.run`.
-
-        Raises:
-            HttpError: too many wait.
-        """
+        """Wait for a free child (HttpError: too many wait), and hold it in the context."""
         tag = self._queue.start_tag(caller, size)
         if self._running < CHILDREN_PER_LANE:
             self._running += 1
@@ -177,15 +170,13 @@ class Lane:
 
 
 class ForkPool:
-    """Client of the fork server, for use from one event loop.
+    """Client of the fork server, for use from one event loop; it starts the process when needed.
 
-    The process is started by the first piece of work, and again where it has ended. Job that is not done within a
-    second is begun anew in a lane of its own, so that all other work has its turn soon.
+    A job that takes more than a second is started again in a lane for slow ones.
 
     Args:
-        state_maker: returns what makes, in that process, what all functions get first, and can be pickled; it is called
-            where the process is started.
-        modules: that the functions are of, by name: the process imports them once, and no child.
+        state_maker: returns a picklable function that makes, in the fork server, the first argument of all jobs.
+        modules: names of modules that the fork server imports once.
     """
 
     def __init__(
@@ -211,8 +202,8 @@ class ForkPool:
 
         Raises:
             GraphdecodeError: what the function raised.
-            JobError: it took more than it may.
-            HttpError: too much waits, the machine is under load, or the process has ended.
+            JobError: it exceeded a limit.
+            HttpError: too many jobs wait, the machine is under load, or the process has ended.
         """
         work = Job(function, arguments, limits)
         quick = limits._replace(cpu_seconds=_QUICK_SECONDS, wall_seconds=self._patience.quick_seconds)
@@ -233,13 +224,7 @@ class ForkPool:
         return done.result
 
     async def _done(self, control: socket.socket, work: Job) -> JobResult:
-        """Return what becomes of a piece of work in a child of its own.
-
-        Raises:
-            JobError: it took more than it may.
-            TimeoutError: it had not ended in its time.
-            HttpError: something else ended it.
-        """
+        """Run a job in a child; raises `JobError`, `TimeoutError` or, for outside causes, `HttpError`."""
         try:
             here, there = socket.socketpair()
         except OSError as error:

@@ -40,11 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """Forks a child for each piece of work, and kills children that nobody waits for.
-
-    Args:
-        control: a connected stream socket, over which the sockets of pieces of work come.
-    """
+    """Forks a child for each job that comes over `control`, and kills those whose other side is closed."""
 
     def __init__(self, control: socket.socket, state: Any) -> None:
         self._control = control
@@ -82,11 +78,7 @@ class ForkServer:
             self._reap(poll)
 
     def fork(self, job: socket.socket) -> bool:
-        """Fork for a piece of work; return False, and tell its sender, where that fails.
-
-        Args:
-            job: over which the work comes, and its answer goes.
-        """
+        """Fork for a job, which comes over a socket; tell its sender and return False if that fails."""
         _tell(job, Accepted())
         try:
             child = os.fork()

@@ -62,12 +62,7 @@ class HttpError(GraphdecodeError):
 
 
 def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
-    """Return an error of this package as an `HttpError`.
-
-    Args:
-        error: of an argument, or of an answer that was given up.
-        fields: names that a request can have; the one that the message begins with is to blame.
-    """
+    """Return an error as an `HttpError`, whose param is the one of `fields` that the message begins with."""
     if isinstance(error, ArgumentError):
         found = _NAMED.match(str(error))
         param = found[1] if found and found[1] in fields else None
@@ -111,11 +106,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield the whole body of a request; its memory counts until the context is left.
-
-        Raises:
-            HttpError: it is too large, did not come, or others take the room that it needs.
-        """
+        """Yield the body of a request, whose memory counts in the context; raises `HttpError` if it exceeds a bound."""
         limits, data, counted = self._limits, bytearray(), 0
         most = MAX_LARGE_BODIES * limits.max_body_bytes
         try:

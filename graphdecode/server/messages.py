@@ -108,8 +108,8 @@ def pack_event(event: Event, request_id: int, *, whole: bool) -> PackedEvent:
     """Return an event as plain values.
 
     Args:
-        request_id: the number that the other side knows the request by.
-        whole: send the metrics too; they matter with the first and the last event of a request.
+        request_id: the other side's id of the request.
+        whole: with the metrics, which matter in the first and the last event of a request.
     """
     metrics = event.metrics
     times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
@@ -160,11 +160,7 @@ class MessageSocket:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message, from any thread.
-
-        Raises:
-            OSError: the other side is gone.
-        """
+        """Send a message, from any thread; raises OSError if the other side is gone."""
         data = framed(message)
         with self._sending:
             self._socket.sendall(data)

@@ -54,11 +54,7 @@ class Preprocessor:
         return self
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model; None is this one.
-
-        Raises:
-            HttpError: it is for another one.
-        """
+        """Refuse (HttpError) a request for another model; None is this one."""
         if name is not None and name != self.model_name:
             raise HttpError(
                 404,
@@ -68,12 +64,7 @@ class Preprocessor:
             )
 
     def asked(self, params: SamplingParams, prompts: int, *, priority: int, is_structured: bool) -> Asked:
-        """Check and resolve the parameters that all prompts of a request share.
-
-        Raises:
-            HttpError: there are too many prompts, or answers.
-            ArgumentError: no prompt can be served with these parameters.
-        """
+        """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
         most = self.limits.max_prompts
         if not 1 <= prompts <= most:
             raise HttpError(400, f"prompt must be 1..{most} prompts, got {prompts}", param="prompt")
@@ -89,13 +80,6 @@ class Preprocessor:
         return self.intake.asked(params, priority=priority, is_structured=is_structured)
 
     def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:
-        """Return a prompt in tokens.
-
-        Args:
-            special: add the special tokens that the tokenizer begins a text with.
-
-        Raises:
-            ArgumentError: it is no prompt, or can never be served.
-        """
+        """Tokenize a prompt, with the tokenizer's special tokens if `special`; raises `ArgumentError`."""
         prompt = as_prompt(prompt)
         return self.intake.resolved(prompt, self.intake.encode(prompt, special=special), asked)

@@ -166,16 +166,13 @@ def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]
 def sampling_params(
     body: Generation, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **others: Any
 ) -> SamplingParams:
-    """Return the sampling parameters of a request.
+    """Return the sampling parameters of a request; raises `ArgumentError`.
 
     Args:
-        body: of the request; fields that it leaves out, or sets to null, keep their defaults.
-        max_tokens: None is as many as fit.
+        body: fields that it leaves out, or sets to null, keep their defaults.
+        max_tokens: None: as many as fit.
         logprobs: of how many tokens; None: none.
-        others: fields that follow from what else the request asks for.
-
-    Raises:
-        ArgumentError: a value outside its range.
+        others: fields that follow from other fields of the body.
     """
     asked = {name: value for name in _ASKED - set(others) if (value := getattr(body, name)) is not None}
     return replace(defaults, **asked, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others)

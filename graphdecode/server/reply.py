@@ -106,10 +106,7 @@ class Reply(Response, ABC):
 
     @abstractmethod
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
-        """Return the choice of a chunk or of the whole response; None: the chunk would be empty.
-
-        Its `prompt_logprobs` are as in the `RequestOutput`.
-        """
+        """Return the choice of a chunk or of the whole response; None: the chunk would be empty."""
 
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
@@ -124,11 +121,7 @@ class Reply(Response, ABC):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send, until the client disconnects.
-
-        Raises:
-            HttpError: there is no room for it now.
-        """
+        """Generate and send, until the client disconnects; raises `HttpError` if there is no room."""
         self._release = self.service.reserve(len(self.cursors))
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
@@ -169,11 +162,7 @@ class Reply(Response, ABC):
                     yield
 
     async def whole(self) -> dict[str, Any]:
-        """Generate, and return the body of the whole response.
-
-        Raises:
-            HttpError: generation failed.
-        """
+        """Generate, and return the body of the whole response, or raise `HttpError`."""
         choices = [_jsonable(choice) async for choice in self._choices()]
         return self._head | {"choices": choices, "usage": self.usage()}
 

@@ -138,11 +138,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that holds the address, and refuses connections until the server listens on it.
-
-    Raises:
-        ArgumentError: the address cannot be had.
-    """
+    """Return a socket that holds an address, refusing connections until the server listens; raises `ArgumentError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

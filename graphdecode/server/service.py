@@ -76,11 +76,7 @@ class Service:
         self._unknown_fields: set[str] = set()
 
     async def start(self) -> None:
-        """Start the engine, and wait until it serves.
-
-        Raises:
-            ArgumentError: the model or a setting cannot be used.
-        """
+        """Start the engine, and wait until it serves; raises `ArgumentError` for a wrong model or setting."""
         await self.client.start()
 
     @cached_property
@@ -107,11 +103,7 @@ class Service:
         return self.client.num_open
 
     def check_room(self, answers: int) -> None:
-        """Refuse a request for which there is no room.
-
-        Raises:
-            HttpError: 503 while draining or restarting, 429 if too many wait.
-        """
+        """Refuse (HttpError) a request: with 503 while draining or restarting, with 429 if too many wait."""
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
         if not self.client.serves:
@@ -121,11 +113,7 @@ class Service:
             raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=_RETRY_AFTER)
 
     def reserve(self, answers: int) -> Callable[[], None]:
-        """Reserve room for some outputs until the returned function is called: when they are submitted, or given up.
-
-        Raises:
-            HttpError: there is none; see `check_room`.
-        """
+        """Reserve room (see `check_room`) until the returned function is called: on submission, or when given up."""
         self.check_room(answers)
         held = [answers]
         self._reserved += answers
@@ -136,11 +124,7 @@ class Service:
         return release
 
     async def orders(self, caller: str, prompts: list[Resolved], structured: StructuredOutput | None) -> list[Order]:
-        """Return the orders of some prompts with the same parameters.
-
-        Raises:
-            HttpError: there is no room for them, or the structured output cannot be enforced.
-        """
+        """Return the orders of prompts with the same parameters; raises `HttpError` without room or grammar."""
         answers = sum(prompt.asked.params.n for prompt in prompts)
         self.check_room(answers)  # before a grammar is read
         grammar = None

@@ -211,11 +211,7 @@ class _StatusCollector(Collector):
 
 
 class Tracer:
-    """Writes spans.
-
-    Args:
-        exporter: where spans go.
-    """
+    """Writes spans to an exporter."""
 
     def __init__(self, model_name: str, exporter: SpanExporter, version: str = "") -> None:
         from opentelemetry.sdk.resources import Resource
@@ -231,11 +227,7 @@ class Tracer:
         self._contexts = TraceContextTextMapPropagator()
 
     def trace(self, request_id: str, order: Order, body: Generation, headers: Mapping[str, str]) -> None:
-        """Write the span of a prompt that finished or was aborted.
-
-        Args:
-            headers: of the request; a `traceparent` among them makes the span a part of its caller's trace.
-        """
+        """Write the span of a prompt that finished or was aborted, in the trace of a `traceparent` in its headers."""
         from opentelemetry.trace import SpanKind
 
         output, metrics = order.output, order.output.metrics
@@ -266,14 +258,7 @@ class Tracer:
 
 
 def otlp_tracer(model_name: str, endpoint: str, version: str) -> Tracer:
-    """Return a tracer that sends its spans over OTLP's HTTP.
-
-    Args:
-        endpoint: such as `http://127.0.0.1:4318/v1/traces`.
-
-    Raises:
-        ArgumentError: OpenTelemetry is not installed.
-    """
+    """Return a tracer for an OTLP endpoint, such as `http://127.0.0.1:4318/v1/traces`."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:

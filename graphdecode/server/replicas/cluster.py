@@ -84,11 +84,7 @@ class Cluster:
         return self.front.num_open if self.front is not None else 0
 
     async def start(self) -> None:
-        """Deploy, and wait until all replicas serve.
-
-        Raises:
-            ArgumentError: there is no such cluster, or too few devices.
-        """
+        """Deploy, and wait until all replicas serve; raises `ArgumentError` for a wrong address, or too few devices."""
         await asyncio.to_thread(self._deploy)
 
     def _deploy(self) -> None:
@@ -184,11 +180,7 @@ class Cluster:
         )(Replica)
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve behind Ray's proxies until SIGTERM or Ctrl-C, and finish the requests in flight; a second signal ends.
-
-        Raises:
-            ArgumentError: see `start`.
-        """
+        """Serve behind Ray's proxies until SIGTERM or Ctrl-C, and finish the requests in flight."""
         asked = asyncio.Event()
         try:
             await self.start()

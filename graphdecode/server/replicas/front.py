@@ -43,11 +43,7 @@ class _Channel(Protocol):
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Return one text in which each sample has the label `replica`.
-
-    Args:
-        texts: in Prometheus' text format, by the name of the replica.
-    """
+    """Merge texts in Prometheus' format, by replica; each sample gets the label `replica`."""
     families: dict[str, list[str]] = {}  # what introduces a family, and behind it the samples of all replicas
     for replica, text in texts.items():
         introduced = ""
@@ -77,10 +73,9 @@ def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Fron
 
 
 class Front:
-    """Forwards requests without looking at what they mean.
+    """Forwards requests to replicas, and to another one as long as no response has begun.
 
-    A request that no replica has begun to answer is tried again elsewhere. Where an answer had begun, it ends: a
-    stream with an event that tells of an error, anything else by closing the connection.
+    If a replica is lost later, a stream ends with an error event; another response is cut.
     """
 
     def __init__(self, channel: _Channel, limits: ServerConfig) -> None:

@@ -36,17 +36,10 @@ class Route(NamedTuple):
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that `choose` names, by the requests under way at each.
-
-    Replicas that say that their engine does not serve, and those that a request avoids, come last.
-    """
+    """Sends a request to the replica that `choose` names; those that do not serve or are to be avoided come last."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take the settings: Ray's constructor has no room for them.
-
-        Args:
-            kwargs: `slack`, see `choose`, and `policy`, as `routing` of [replicas].
-        """
+        """Take `slack`, see `choose`, and `policy`, as `routing` of [replicas]."""
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
         self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
@@ -105,16 +98,11 @@ class RayChannel:
     async def messages(
         self, scope: Scope, body: bytes, blocks: Sequence[int], avoid: Sequence[str]
     ) -> AsyncGenerator[Message, None]:
-        """Yield a replica's response as ASGI has it; the first message tells status and headers.
+        """Yield the ASGI messages of a replica's response; raises `LostError` if the replica is gone.
 
         Args:
-            scope: of the request, as ASGI has it.
-            body: of the request.
-            blocks: of its prompt; see `prompt_blocks`.
-            avoid: replicas that could not serve it.
-
-        Raises:
-            LostError: the replica is gone.
+            blocks: of the prompt; see `prompt_blocks`.
+            avoid: names of replicas that could not serve the request.
         """
         sent = {name: scope[name] for name in _SENT if name in scope}
         answer = self._streaming.answer.remote(sent, body, route=Route(blocks, avoid))
@@ -135,10 +123,7 @@ class RayChannel:
 
 
 class HttpChannel(RayChannel):
-    """Ray chooses the replica and counts the request; the answer itself comes over HTTP.
-
-    A request costs two messages of Ray, however long its answer is.
-    """
+    """Ray chooses the replica and counts the request, by a lease; the response itself comes over HTTP."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         super().__init__(handle)

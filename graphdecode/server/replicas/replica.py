@@ -27,12 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Replica:
-    """Ray actor of one engine; the application and its endpoints are the server's own.
-
-    Args:
-        make_service: returns the service, which is yet to be started.
-        listens: whether it takes requests over HTTP too.
-    """
+    """Ray actor of one engine and its application, which `listens` on HTTP too."""
 
     async def __init__(self, make_service: Callable[[], Service], listens: bool) -> None:  # type: ignore[misc]
         self.service = make_service()
