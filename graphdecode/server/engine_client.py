@@ -28,6 +28,7 @@ from graphdecode.server.messages import (
     Finish,
     Heartbeat,
     Refused,
+    end_process,
     framed,
     in_parts,
     receive,
@@ -158,7 +159,7 @@ class EngineClient:
     async def _restarted(self) -> asyncio.StreamReader:
         began, pauses = time.monotonic(), itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
         while True:
-            await asyncio.to_thread(self._end_process)
+            await asyncio.to_thread(end_process, self._process, self._socket, _END_SECONDS)
             log.error("the engine's process ended; starting it again")
             self.restarts += 1
             try:
@@ -259,16 +260,4 @@ class EngineClient:
             task.cancel()
         if at_once:
             self._kill()
-        self._end_process()
-
-    def _end_process(self) -> None:
-        """Close the socket, so that the process ends; kill it if it does not."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                self._socket.shutdown(socket.SHUT_RDWR)
-        if self._process is not None:
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        end_process(self._process, self._socket, _END_SECONDS)

@@ -220,7 +220,6 @@ def main() -> None:
         return
     assert isinstance(setup, EngineSetup)
     threading.Thread(target=_beat, args=(connection,), name="heartbeat", daemon=True).start()
-    began = time.perf_counter()
     try:
         engine = load_engine(setup.model, setup.config, progress=setup.progress)
     except GraphdecodeError as error:
@@ -234,8 +233,7 @@ def main() -> None:
             grammars.load()
         except GraphdecodeError as error:  # such requests are refused, and others served
             log.warning("%s", error)
-    load_seconds = time.perf_counter() - began
-    connection.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, _floor_seconds(engine)))
+    connection.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, _floor_seconds(engine)))
     gc.collect()
     gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
     EngineProcess(engine, connection, grammars).serve()

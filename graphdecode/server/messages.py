@@ -6,8 +6,10 @@ import pickle
 import select
 import socket
 import struct
+import subprocess
 import threading
 from asyncio import StreamReader
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +75,6 @@ class EngineReady(NamedTuple):
     rules: RequestRules  # limits of requests
     seed: int  # of requests without one
     buckets: tuple[int, ...]  # that were captured
-    load_seconds: float  # loading and capture
     floor_seconds: float | None  # to read the weights once at the measured bandwidth; None: a cache holds them
 
 
@@ -149,6 +150,19 @@ async def receive(reader: StreamReader) -> Any:
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(length))  # of this project's own process: both ends are trusted
+
+
+def end_process(process: subprocess.Popen[bytes] | None, connection: socket.socket | None, seconds: float) -> None:
+    """Shut a child's socket down, so that it ends; kill it if it does not within some seconds."""
+    if connection is not None:
+        with suppress(OSError):  # it is closed already
+            connection.shutdown(socket.SHUT_RDWR)
+    if process is not None:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class MessageSocket:

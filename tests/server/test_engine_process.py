@@ -212,7 +212,7 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
     assert HeartbeatTimeouts().serving_seconds * 5 / 4 + 1 < 10
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, Heartbeat(), EngineReady(RULES, 0, (1,), 0.0, 0.0))
+        scripted = Scripted(monkeypatch, Heartbeat(), EngineReady(RULES, 0, (1,), 0.0))
         client = client_of(HeartbeatTimeouts(5, 5, 0.4))
         await client.start()
         assert client.serves
@@ -229,7 +229,7 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
 
 def test_others_have_their_turn_between_the_events_of_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0, 0.0))
+        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0))
         taken, turns = list[int](), list[int]()
         client = client_of(HeartbeatTimeouts(), lambda events: taken.extend(event.request_id for event in events))
         await client.start()
@@ -252,7 +252,7 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", lambda loop, _, call, *given: loop.call_soon(call, *given))
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0, 0.0))
+        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0))
         client = client_of(HeartbeatTimeouts())
         await client.start()
         for nbytes in (KEPT_BYTES, KEPT_BYTES + 1):
