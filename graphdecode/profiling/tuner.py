@@ -74,8 +74,8 @@ def _read(path: Path) -> Counter[int]:
 class StepCost:
     """Cost of a decode step at each batch size, in milliseconds."""
 
-    step_ms: np.ndarray  # [max_batch_size + 1]; entry b is the cost of a graph of b rows, entry 0 is not used
-    source: str  # where the numbers come from, for people
+    step_ms: np.ndarray  # [max_batch_size + 1]; entry b is of a graph of b rows, entry 0 is unused
+    source: str  # of the numbers
 
     @classmethod
     def linear(cls, max_batch_size: int, *, base_ms: float = 1.0, row_ms: float = 0.02) -> StepCost:
@@ -96,10 +96,10 @@ class StepCost:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """Cost of a graph at each batch size; entry b is of a graph of b rows, entry 0 is not used."""
+    """Cost of a graph at each batch size; see `StepCost`."""
 
-    capture_ms: np.ndarray  # [max_batch_size + 1]; time of its capture
-    pool_bytes: np.ndarray  # [max_batch_size + 1]; memory of its intermediates
+    capture_ms: np.ndarray  # [max_batch_size + 1]
+    pool_bytes: np.ndarray  # [max_batch_size + 1]; of its intermediates
 
     @classmethod
     def from_profile(cls, profile: dict, max_batch_size: int) -> GraphCost | None:
@@ -109,11 +109,8 @@ class GraphCost:
             for bucket in profile["captures"]["buckets"]
             if bucket["state"] == "captured" and bucket.get("queries", 1) == 1
         ]
-        if not captured:
-            return None
-        times = {bucket["bucket"]: bucket["capture_ms"] for bucket in captured}
-        sizes = {bucket["bucket"]: bucket["pool_bytes"] for bucket in captured}
-        return cls(_interpolated(times, max_batch_size), _interpolated(sizes, max_batch_size))
+        columns = ({each["bucket"]: each[name] for each in captured} for name in ("capture_ms", "pool_bytes"))
+        return cls(*(_interpolated(column, max_batch_size) for column in columns)) if captured else None
 
 
 @dataclass(frozen=True)
@@ -122,9 +119,8 @@ class QueryCost:
 
     bucket: int  # rows
     queries: int  # of each row
-    step_ms: float  # from the launch to the tokens in the host's hands
-    # tokens that a row has to gain by such a step, on average, for it to be no slower than plain ones
-    break_even: float
+    step_ms: float  # from the launch to the tokens on the host
+    break_even: float  # mean tokens of a row at which such a step is as quick as plain ones
 
 
 def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
@@ -137,7 +133,7 @@ def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
 
 
 def _interpolated(points: Mapping[int, float], max_batch_size: int) -> np.ndarray:
-    """Return values for 0..max_batch_size: below the first point its own, past the last on along the slope of all."""
+    """Return values for 0..max_batch_size: below the first point its own, past the last along the slope of all."""
     sizes = np.array(sorted(points), dtype=float)
     values = np.array([points[int(size)] for size in sizes])
     rows = np.arange(max_batch_size + 1, dtype=float)
@@ -216,10 +212,10 @@ class LadderFigures:
     name: str  # "today", "auto K" (made without knowing the load) or "best of K" graphs
     sizes: tuple[int, ...]  # the buckets
     expected_ms: float  # mean cost of a step
-    gain_ms: float | None  # what a step of "best of K" saves against "best of K-1"; None for others
+    gain_ms: float | None  # of "best of K" against "best of K-1"
     padding_share: float  # share of the computed rows that are padding
-    capture_ms: float | None  # expected time to capture all graphs; None where no profile tells
-    pool_bytes: float | None  # expected memory of their intermediates; None likewise
+    capture_ms: float | None  # expected, of all graphs; None without a profile
+    pool_bytes: float | None  # expected, of their intermediates; None without a profile
 
     @property
     def ladder(self) -> BucketLadder:
@@ -246,17 +242,12 @@ def compare_ladders(
     named |= {f"best of {graphs}": ladder for graphs, ladder in enumerate(best, 1)}
     figures: list[LadderFigures] = []
     for name, ladder in named.items():
-        expected_ms = expected_step_ms(ladder, counts, cost)
+        expected_ms, graphs = expected_step_ms(ladder, counts, cost), list(ladder)
         follows = name.startswith("best") and figures[-1].name.startswith("best")
-        figures.append(
-            LadderFigures(
-                name,
-                ladder.sizes,
-                expected_ms,
-                figures[-1].expected_ms - expected_ms if follows else None,
-                padding_share(ladder, counts),
-                None if graph_cost is None else float(graph_cost.capture_ms[list(ladder)].sum()),
-                None if graph_cost is None else float(graph_cost.pool_bytes[list(ladder)].sum()),
-            )
-        )
+        gain_ms = figures[-1].expected_ms - expected_ms if follows else None
+        costs: tuple[float, float] | tuple[None, None] = (None, None)
+        if graph_cost is not None:
+            costs = float(graph_cost.capture_ms[graphs].sum()), float(graph_cost.pool_bytes[graphs].sum())
+        share = padding_share(ladder, counts)
+        figures.append(LadderFigures(name, ladder.sizes, expected_ms, gain_ms, share, *costs))
     return figures
