@@ -16,24 +16,8 @@ from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
+from graphdecode.server import messages
 from graphdecode.server.http import RESTARTING
-from graphdecode.server.messages import (
-    Abort,
-    Add,
-    AddGrammar,
-    DropGrammar,
-    EngineReady,
-    EngineSetup,
-    EngineStatus,
-    Finish,
-    Heartbeat,
-    Refused,
-    end_process,
-    framed,
-    in_parts,
-    receive,
-    unpack_event,
-)
 from graphdecode.server.structured_outputs import KEPT_BYTES, KeptGrammars, ReadGrammar
 
 _DIED = "the engine's process ended before the answer was complete"
@@ -61,10 +45,10 @@ class EngineClient:
 
     def __init__(
         self,
-        setup: EngineSetup,
+        setup: messages.EngineSetup,
         *,
         on_events: Callable[[Sequence[Event]], None],
-        on_status: Callable[[EngineStatus], None],
+        on_status: Callable[[messages.EngineStatus], None],
         timeouts: HeartbeatTimeouts | None = None,
     ) -> None:
         self._setup = setup
@@ -78,7 +62,7 @@ class EngineClient:
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.ready: EngineReady | None = None  # None until a process has loaded for the first time
+        self.ready: messages.EngineReady | None = None  # None until a process has loaded for the first time
         self.serves = False
         self.restarts = 0
         self._heard = False  # anything since the last check of the heartbeat
@@ -127,11 +111,11 @@ class EngineClient:
         return reader
 
     async def _loaded(self, reader: asyncio.StreamReader) -> None:
-        message, timeout = Heartbeat(), self._timeouts.starting_seconds
+        message, timeout = messages.Heartbeat(), self._timeouts.starting_seconds
         try:
-            while isinstance(message, Heartbeat):
+            while isinstance(message, messages.Heartbeat):
                 async with asyncio.timeout(timeout):
-                    message = await receive(reader)
+                    message = await messages.receive(reader)
                 timeout = self._timeouts.loading_seconds
         except TimeoutError:
             self._kill()
@@ -139,9 +123,9 @@ class EngineClient:
             raise AnswerError(f"{still}: nothing came from it for {timeout:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
             raise AnswerError("the engine's process ended while it was loading the model") from None
-        if isinstance(message, Refused):
+        if isinstance(message, messages.Refused):
             raise ArgumentError(message.message)
-        assert isinstance(message, EngineReady)
+        assert isinstance(message, messages.EngineReady)
         self.ready, self.serves = message, True
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
@@ -149,7 +133,7 @@ class EngineClient:
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    await self._take(await receive(reader))
+                    await self._take(await messages.receive(reader))
             self.serves = False
             lost, self._metrics = self._metrics, {}
             ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
@@ -159,7 +143,7 @@ class EngineClient:
     async def _restarted(self) -> asyncio.StreamReader:
         began, pauses = time.monotonic(), itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
         while True:
-            await asyncio.to_thread(end_process, self._process, self._socket, _END_SECONDS)
+            await asyncio.to_thread(messages.end_process, self._process, self._socket, _END_SECONDS)
             log.error("the engine's process ended; starting it again")
             self.restarts += 1
             try:
@@ -190,9 +174,9 @@ class EngineClient:
 
     async def _take(self, message: Any) -> None:
         self._heard = True
-        if isinstance(message, Heartbeat):
+        if isinstance(message, messages.Heartbeat):
             return
-        if isinstance(message, EngineStatus):
+        if isinstance(message, messages.EngineStatus):
             self._on_status(message)
             return
         for first in range(0, len(message), _EVENTS_AT_ONCE):
@@ -200,7 +184,7 @@ class EngineClient:
                 await asyncio.sleep(0)  # decoding may take long, and other tasks wait
                 self._heard = True
             packed = message[first : first + _EVENTS_AT_ONCE]
-            known = [unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
+            known = [messages.unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
             for event in known:
                 if event.finish_reason is not None:
                     del self._metrics[event.request_id]
@@ -208,14 +192,14 @@ class EngineClient:
                 self._on_events(known)
                 continue
             for event in known:
-                for part in in_parts(event, _ENTRIES_AT_ONCE):
+                for part in messages.in_parts(event, _ENTRIES_AT_ONCE):
                     self._on_events([part])
                     await asyncio.sleep(0)
                     self._heard = True
 
     def _write(self, message: Any) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(framed(message))
+            self._writer.write(messages.framed(message))
 
     def add(self, request: Request) -> int:
         """Send a request; raises `AnswerError` during a restart. The engine refuses one with its first event."""
@@ -225,7 +209,7 @@ class EngineClient:
             self.add_grammar(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
-        self._write(Add(request_id, request))
+        self._write(messages.Add(request_id, request))
         return request_id
 
     def has_grammar(self, grammar: str) -> bool:
@@ -234,25 +218,25 @@ class EngineClient:
 
     def add_grammar(self, read: ReadGrammar) -> None:
         """Send a grammar to the process, and evict others beyond its limits."""
-        self._write(AddGrammar(read.grammar, read.automaton))
+        self._write(messages.AddGrammar(read.grammar, read.automaton))
         for other in self._grammars.add(read):
-            self._write(DropGrammar(other))
+            self._write(messages.DropGrammar(other))
         if read.nbytes > KEPT_BYTES:  # only requests that come at once share it
             asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._drop_grammar, read.grammar)
 
     def _drop_grammar(self, grammar: str) -> None:
         if self._grammars.drop(grammar):
-            self._write(DropGrammar(grammar))
+            self._write(messages.DropGrammar(grammar))
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""
         if self._metrics.pop(request_id, None) is not None:
-            self._write(Abort(request_id))
+            self._write(messages.Abort(request_id))
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """See `Engine.finish`."""
         if self._metrics.pop(request_id, None) is not None:
-            self._write(Finish(request_id, num_tokens))
+            self._write(messages.Finish(request_id, num_tokens))
 
     def close(self, *, at_once: bool = False) -> None:
         """End the process; requests in flight fail."""
@@ -260,4 +244,4 @@ class EngineClient:
             task.cancel()
         if at_once:
             self._kill()
-        end_process(self._process, self._socket, _END_SECONDS)
+        messages.end_process(self._process, self._socket, _END_SECONDS)

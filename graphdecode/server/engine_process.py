@@ -26,23 +26,9 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.models.load import return_free_memory
 from graphdecode.profiling.environment import cache_bytes, read_bandwidth
+from graphdecode.server import messages
 from graphdecode.server.fork_pool import STACK_BYTES
 from graphdecode.server.http import REFUSED
-from graphdecode.server.messages import (
-    HEARTBEAT_SECONDS,
-    Abort,
-    Add,
-    AddGrammar,
-    DropGrammar,
-    EngineReady,
-    EngineSetup,
-    EngineStatus,
-    Finish,
-    Heartbeat,
-    MessageSocket,
-    Refused,
-    pack_event,
-)
 from graphdecode.text.grammar import Grammars
 
 _STATUS_EVERY_SECONDS = 0.25
@@ -57,7 +43,7 @@ log = logging.getLogger(__name__)
 class EngineProcess:
     """Runs one engine for the process at the other end of a socket; `grammars`: None if it has none."""
 
-    def __init__(self, engine: Engine, connection: MessageSocket, grammars: Grammars | None = None) -> None:
+    def __init__(self, engine: Engine, connection: messages.MessageSocket, grammars: Grammars | None = None) -> None:
         self._engine = engine
         self._grammars = grammars
         self._connection = connection
@@ -66,7 +52,7 @@ class EngineProcess:
         self._begun: set[int] = set()  # requests whose first event was sent
         # compiling may take long, so no step waits for it; None: no request has needed it yet
         self._compiled: dict[str, Future[Any] | None] = {}
-        self._waiting: dict[int, tuple[Future[Any], Add]] = {}  # their id of a request -> the grammar it waits for
+        self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # their id -> the grammar it waits for
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
         self._status_sent = 0.0  # seconds
 
@@ -97,23 +83,23 @@ class EngineProcess:
                 log.exception("a step failed")
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Add):
+        if isinstance(message, messages.Add):
             grammar = message.request.grammar
             if grammar is None or grammar not in self._compiled:
                 self._add(message)
             else:
                 self._waiting[message.request_id] = self._compile(grammar), message
-        elif isinstance(message, AddGrammar):
+        elif isinstance(message, messages.AddGrammar):
             self._compiled[message.grammar] = None
             if message.automaton is not None:
                 known = self._compiled[message.grammar] = Future()
                 known.set_result(message.automaton)
-        elif isinstance(message, DropGrammar):
+        elif isinstance(message, messages.DropGrammar):
             self._cancel_unused(self._compiled.pop(message.grammar, None))
             self._compilers.submit(return_free_memory)  # a grammar is scattered over the heap
-        elif isinstance(message, Finish):
+        elif isinstance(message, messages.Finish):
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
-        elif isinstance(message, Abort):
+        elif isinstance(message, messages.Abort):
             self._cancel_unused(self._waiting.pop(message.request_id, (None,))[0])
             self._engine.abort(self._forget(message.request_id))
 
@@ -149,14 +135,14 @@ class EngineProcess:
             log.exception("a form that was read in a child cannot be read here")
             raise AnswerError(f"the form could not be read: {type(error).__name__}") from error
 
-    def _add(self, message: Add, compiled: Future[Any] | None = None) -> None:
+    def _add(self, message: messages.Add, compiled: Future[Any] | None = None) -> None:
         try:
             ours = self._engine.add(message.request, None if compiled is None else self._constraint(compiled))
         except GraphdecodeError as error:
             metrics = RequestMetrics(time.perf_counter())
             code = REFUSED if isinstance(error, ArgumentError | ConstraintError) else None
             refusal = Event(message.request_id, [], None, "error", None, metrics, str(error), error_code=code)
-            self._connection.send([pack_event(refusal, message.request_id, whole=True)])
+            self._connection.send([messages.pack_event(refusal, message.request_id, whole=True)])
         else:
             self._theirs[ours], self._ours[message.request_id] = message.request_id, ours
 
@@ -174,7 +160,7 @@ class EngineProcess:
             if theirs is None:
                 continue
             is_last = event.finish_reason is not None
-            packed.append(pack_event(event, theirs, whole=is_last or event.request_id not in self._begun))
+            packed.append(messages.pack_event(event, theirs, whole=is_last or event.request_id not in self._begun))
             self._begun.add(event.request_id)
             if is_last:
                 self._forget(theirs)
@@ -188,7 +174,7 @@ class EngineProcess:
         self._status_sent = now
         pool, stats = engine.cache.pool, engine.stats
         counts = engine.num_running, engine.num_waiting, pool.used, pool.total, engine.num_preemptions
-        self._connection.send(EngineStatus(*counts, stats))
+        self._connection.send(messages.EngineStatus(*counts, stats))
         stats.step_seconds.clear()
         stats.launch_seconds.clear()
 
@@ -201,11 +187,11 @@ def _floor_seconds(engine: Engine) -> float | None:
     return size / read_bandwidth(device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
 
 
-def _beat(connection: MessageSocket) -> None:
+def _beat(connection: messages.MessageSocket) -> None:
     with suppress(OSError):
         while True:
-            time.sleep(HEARTBEAT_SECONDS)
-            connection.send(Heartbeat())
+            time.sleep(messages.HEARTBEAT_SECONDS)
+            connection.send(messages.Heartbeat())
 
 
 def main() -> None:
@@ -213,17 +199,17 @@ def main() -> None:
     leave_signals()
     threading.stack_size(_STACK_BYTES)
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    connection = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    connection = messages.MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     try:
         (setup,) = connection.receive(wait=True)
     except EOFError:
         return
-    assert isinstance(setup, EngineSetup)
+    assert isinstance(setup, messages.EngineSetup)
     threading.Thread(target=_beat, args=(connection,), name="heartbeat", daemon=True).start()
     try:
         engine = load_engine(setup.model, setup.config, progress=setup.progress)
     except GraphdecodeError as error:
-        connection.send(Refused(str(error)))
+        connection.send(messages.Refused(str(error)))
         return
     grammars = None
     if setup.tokenizer is not None:
@@ -233,7 +219,7 @@ def main() -> None:
             grammars.load()
         except GraphdecodeError as error:  # such requests are refused, and others served
             log.warning("%s", error)
-    connection.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, _floor_seconds(engine)))
+    connection.send(messages.EngineReady(engine.rules, engine.seed, engine.graphs.buckets, _floor_seconds(engine)))
     gc.collect()
     gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
     EngineProcess(engine, connection, grammars).serve()

@@ -17,7 +17,7 @@ from graphdecode.text.intake import Asked, Intake, Resolved, as_prompt
 
 
 class EngineInfo(NamedTuple):
-    """What an `Intake` knows of an engine in another process."""
+    """What an `Intake` needs of an engine in another process."""
 
     rules: RequestRules
     seed: int
@@ -31,13 +31,13 @@ class Preprocessor:
     tokenizer: Any  # of transformers
     limits: ServerConfig
     sampling_defaults: SamplingParams  # of the checkpoint
-    serves: EngineInfo
-    max_open: int  # answers that run and wait at a time
+    engine: EngineInfo
+    max_open: int  # outputs that run and wait at a time
 
     @cached_property
     def intake(self) -> Intake:
         """The intake: prompts to tokens."""
-        return Intake(self.serves, self.tokenizer)
+        return Intake(self.engine, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "intake"}
@@ -45,10 +45,10 @@ class Preprocessor:
     @property
     def mask_words(self) -> int:
         """32-bit words of a token mask."""
-        return -(-self.serves.rules.vocab_size // MASK_BITS)
+        return -(-self.engine.rules.vocab_size // MASK_BITS)
 
     def warm(self) -> Preprocessor:
-        """Return this with what all grammars share made; where grammars cannot be read, each request says so."""
+        """Return this, after making what all grammars share; if that fails, each request with a grammar does."""
         with suppress(GraphdecodeError):
             self.intake.grammars.warm()
         return self
@@ -56,12 +56,8 @@ class Preprocessor:
     def check_model(self, name: str | None) -> None:
         """Refuse (HttpError) a request for another model; None is this one."""
         if name is not None and name != self.model_name:
-            raise HttpError(
-                404,
-                f"the model {name[:200]!r} does not exist; there is {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"the model {name[:200]!r} does not exist; there is {self.model_name!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
 
     def asked(self, params: SamplingParams, prompts: int, *, priority: int, is_structured: bool) -> Asked:
         """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
@@ -71,12 +67,11 @@ class Preprocessor:
         if params.n > self.limits.max_answers:
             raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
         if prompts * params.n > self.max_open:
-            raise HttpError(
-                400,
+            message = (
                 f"n: {prompts} prompts with {params.n} answers each are {prompts * params.n}, and {self.max_open} "
-                "answers at most run and wait at a time (max_batch_size and max_waiting)",
-                param="n" if params.n > 1 else "prompt",
+                "answers at most run and wait at a time (max_batch_size and max_waiting)"
             )
+            raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
         return self.intake.asked(params, priority=priority, is_structured=is_structured)
 
     def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:

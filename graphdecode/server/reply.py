@@ -11,11 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, sse_event, until_disconnect
+from graphdecode.server.http import (
+    SSE_DONE,
+    HttpError,
+    as_http_error,
+    as_json,
+    error_response,
+    sse_event,
+    until_disconnect,
+)
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.text.answer import Answer
@@ -184,11 +192,10 @@ class Reply(Response, ABC):
         try:
             choices = [await in_pieces(choice) async for choice in self._choices()]
         except HttpError as failed:
-            await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
+            await error_response(failed)(scope, receive, send)
         except asyncio.CancelledError:
             if self.service.draining:
-                cut = self._cut_off()
-                await JSONResponse(cut.body, cut.status, cut.headers)(scope, receive, send)
+                await error_response(self._cut_off())(scope, receive, send)
             raise
         else:
             head, usage = as_json(self._head), as_json(self.usage())

@@ -11,13 +11,21 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import EXCEPTION_HANDLERS, SSE_DONE, Bodies, HttpError, sse_event, until_disconnect
+from graphdecode.server.http import (
+    EXCEPTION_HANDLERS,
+    SSE_DONE,
+    Bodies,
+    HttpError,
+    error_response,
+    sse_event,
+    until_disconnect,
+)
 from graphdecode.server.replicas.routing import prompt_blocks
 
 REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: who answered
@@ -119,7 +127,7 @@ class Front:
                         return
         except TimeoutError:
             error = HttpError(504, f"no replica answered in {self._limits.request_timeout_s:g} s", code="timeout")
-        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+        await error_response(error)(scope, receive, send)
 
     async def _go_on(self, begin: Message, messages: Any, send: Send) -> None:
         try:
