@@ -24,8 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import shown
-from graphdecode.server.completions import rendered_chat
-from graphdecode.server.endpoint import GENERATING, Endpoint
+from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
 from graphdecode.server.http import EXCEPTION_HANDLERS, HttpError, error_response, until_disconnect
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Detokenize, Tokenize

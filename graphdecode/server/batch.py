@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.endpoint import GENERATING
+from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import GeneratingPath, problem_of
 from graphdecode.server.run import Served
@@ -181,7 +181,8 @@ async def answer_request(service: Service, request: BatchRequest) -> tuple[int, 
             if request.body.get("stream"):
                 raise HttpError(400, "stream is not supported in a batch: its answers are whole", param="stream")
             data = json.dumps(request.body).encode()
-            return 200, await (await GENERATING[request.url].respond(service, data, caller="")).whole()
+            reply = await GENERATING[request.url].respond(service, data, caller="")
+            return 200, json.loads(await reply.whole())
         except HttpError as failed:
             if failed.status < 500 or attempt == ATTEMPTS:
                 return failed.status, failed.body

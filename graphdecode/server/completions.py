@@ -1,15 +1,21 @@
-"""`POST /v1/completions` and `POST /v1/chat/completions`."""
+"""Endpoints that take a body: `POST /v1/completions` and `POST /v1/chat/completions`, over HTTP or from a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from graphdecode.errors import ArgumentError
-from graphdecode.server.http import HttpError
+from pydantic import ValidationError
+
+from graphdecode.errors import ArgumentError, GraphdecodeError
+from graphdecode.server import protocol
+from graphdecode.server.fork_pool import JobError, JobLimits
+from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.protocol import ChatCompletion, Completion, Tokenize, sampling_params, without_large_parts
+from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Tokenize
 from graphdecode.server.reply import Cursor, Delta, Reply
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
@@ -18,7 +24,69 @@ from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.intake import Order, Resolved
 from graphdecode.text.outputs import Logprob
 
+B = TypeVar("B", bound=protocol.Body)
+P = TypeVar("P")
+R = TypeVar("R", covariant=True)
+
+_MAX_PARTS_HERE = 64  # of a body that is prepared in this process, where others wait: some milliseconds
+_LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[B, P, R]):
+    """Parses and prepares a body, in a child process if that takes long, and answers it."""
+
+    kind: type[B]
+    prepare: Callable[[Preprocessor, B], P]  # raises HttpError or ArgumentError
+    answer: Callable[[Service, P, str], Awaitable[R]]  # of a prepared body and its caller; returns the response
+
+    async def respond(self, service: Service, data: bytes, caller: str) -> R:
+        """Return the response to a body, or raise `HttpError`."""
+        if issubclass(self.kind, protocol.Generation):
+            service.check_room(1)
+        prepared = None
+        if len(data) <= LARGE_BYTES:
+            prepared = self.prepared(service.preprocessor, data, in_child=False)
+        if prepared is None:
+            try:
+                prepared = await service.work.run(_prepared, self, data, limits=_LIMITS, caller=caller, size=len(data))
+            except JobError as error:
+                raise HttpError(400, f"reading the body {error}") from error
+        result, unknown = prepared
+        service.note_unknown(unknown)
+        with self._as_http_errors():
+            return await self.answer(service, result, caller)
+
+    def prepared(self, preprocessor: Preprocessor, data: bytes, *, in_child: bool) -> tuple[P, tuple[str, ...]] | None:
+        """Parse and prepare a body; return it with the names of its unknown fields, or raise `HttpError`.
+
+        Args:
+            in_child: this is a child process; otherwise None is returned for a slow body, or one with a template.
+        """
+        try:
+            body = self.kind.model_validate_json(data)
+        except ValidationError as error:
+            message, place, code = protocol.problem_of(error)
+            raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
+        preprocessor.check_model(body.model)
+        if not in_child and (body.parts > _MAX_PARTS_HERE or getattr(body, "chat_template", None) is not None):
+            return None
+        with self._as_http_errors():
+            return self.prepare(preprocessor, body), protocol.unknown_fields(body)
+
+    @contextmanager
+    def _as_http_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except HttpError:
+            raise
+        except GraphdecodeError as error:
+            raise as_http_error(error, frozenset(self.kind.model_fields)) from error
+
+
+def _prepared(preprocessor: Preprocessor, endpoint: Endpoint[Any, Any, Any], data: bytes) -> Any:
+    return endpoint.prepared(preprocessor, data, in_child=True)
 
 
 class CompletionReply(Reply):
@@ -89,13 +157,13 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
         raise HttpError(400, "best_of is not supported: ask for n answers and choose", param="best_of")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    params = sampling_params(
+    params = protocol.sampling_params(
         body, preprocessor.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
     )
     structured, special, prompts = structured_output_of(body), body.add_special_tokens is not False, _prompts(body)
     asked = preprocessor.asked(params, len(prompts), priority=body.priority or 0, is_structured=structured is not None)
     resolved = [preprocessor.resolved(prompt, asked, special=special) for prompt in prompts]
-    return PreparedCompletion(without_large_parts(body), resolved, structured)
+    return PreparedCompletion(protocol.without_large_parts(body), resolved, structured)
 
 
 async def complete(service: Service, prepared: PreparedCompletion, caller: str) -> CompletionReply:
@@ -202,7 +270,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> PreparedC
     structured = _structured(preprocessor, body, tools)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, preprocessor.sampling_defaults, max_tokens=limit, logprobs=logprobs)
+    params = protocol.sampling_params(body, preprocessor.sampling_defaults, max_tokens=limit, logprobs=logprobs)
     if tools is not None and tools.is_special:
         params = params.unchecked(skip_special_tokens=False)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
@@ -210,7 +278,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> PreparedC
         rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None
     )
     prompt = preprocessor.intake.resolved(rendered.text, rendered.token_ids, asked)
-    return PreparedChat(without_large_parts(body), prompt, structured, tools, names)
+    return PreparedChat(protocol.without_large_parts(body), prompt, structured, tools, names)
 
 
 async def chat(service: Service, prepared: PreparedChat, caller: str) -> ChatReply:
@@ -297,3 +365,9 @@ def _tool_names(body: ChatCompletion) -> list[str]:
             raise HttpError(400, f"tools[{place}] must be a function with a name", param="tools")
         names.append(name)
     return names
+
+
+GENERATING: dict[GeneratingPath, Endpoint[Any, Any, Reply]] = {
+    "/v1/completions": Endpoint(Completion, prepared_completion, complete),
+    "/v1/chat/completions": Endpoint(ChatCompletion, prepared_chat, chat),
+}

@@ -155,7 +155,7 @@ class Reply(Response, ABC):
     async def _news(self) -> AsyncGenerator[None, None]:
         """Submit the orders, and yield whenever there is news of them."""
         service, began = self.service, False
-        with service.metrics.tracked(self.orders) as clocks:
+        with service.metrics.tracked(self.orders) as count_tokens:
             async with (
                 contextlib.aclosing(service.front.follow(self.orders)) as news,
                 asyncio.timeout(service.request_timeout),
@@ -165,42 +165,36 @@ class Reply(Response, ABC):
                     if not began:
                         began = True
                         service.queue.began(min(request.turn for order in self.orders for request, _ in order.requests))
-                    for clock in clocks:
-                        clock.tick()
+                    count_tokens()
                     yield
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
         """Generate, and return the body of the whole response, or raise `HttpError`."""
-        choices = [_jsonable(choice) async for choice in self._choices()]
-        return self._head | {"choices": choices, "usage": self.usage()}
-
-    async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Generate, and yield the choices; other tasks run between two of them."""
         try:
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     pass
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
+        choices = []
         for cursor in self.cursors:
             choice = self.choice(cursor, cursor.whole(), whole=True)
             assert choice is not None
-            yield choice
-            await asyncio.sleep(0)
+            choices.append(await in_pieces(choice))
+            await asyncio.sleep(0)  # other tasks wait
+        head, usage = as_json(self._head), as_json(self.usage())
+        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            choices = [await in_pieces(choice) async for choice in self._choices()]
+            response: Response = Response(await self.whole(), media_type="application/json")
         except HttpError as failed:
-            await error_response(failed)(scope, receive, send)
+            response = error_response(failed)
         except asyncio.CancelledError:
             if self.service.draining:
                 await error_response(self._cut_off())(scope, receive, send)
             raise
-        else:
-            head, usage = as_json(self._head), as_json(self.usage())
-            body = b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
-            await Response(body, media_type="application/json")(scope, receive, send)
+        await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -208,7 +202,7 @@ class Reply(Response, ABC):
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     chunks = [
-                        self._head | {"choices": [_jsonable(choice)]} | self._usage_of_chunk()
+                        self._head | {"choices": [choice]} | self._usage_of_chunk()
                         for cursor in self.cursors
                         if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
                     ]
@@ -238,16 +232,6 @@ class Reply(Response, ABC):
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
 
 
-def _scores_as_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """Return a prompt's log-probabilities in vLLM's format: by token id, None for the first token."""
-    return [None if each is None else {str(token): vars(entry) for token, entry in each.items()} for each in entries]
-
-
-def _jsonable(choice: dict[str, Any]) -> dict[str, Any]:
-    scores = choice.get("prompt_logprobs")
-    return choice if scores is None else choice | {"prompt_logprobs": _scores_as_json(scores)}
-
-
 async def in_pieces(choice: dict[str, Any]) -> bytes:
     """Return a choice as JSON; other tasks run between two pieces of a prompt's log-probabilities."""
     scores = choice.get("prompt_logprobs")
@@ -256,7 +240,7 @@ async def in_pieces(choice: dict[str, Any]) -> bytes:
     del choice["prompt_logprobs"]
     pieces = [as_json(choice)[:-1] + b',"prompt_logprobs":[']
     for first in range(0, len(scores), _POSITIONS_AT_ONCE):
-        piece = as_json(_scores_as_json(scores[first : first + _POSITIONS_AT_ONCE]))
+        piece = as_json(scores[first : first + _POSITIONS_AT_ONCE])
         pieces.append((b"," if first else b"") + piece[1:-1])
         await asyncio.sleep(0)
     return b"".join([*pieces, b"]}"])

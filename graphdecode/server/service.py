@@ -25,7 +25,7 @@ from graphdecode.text.grammar import is_available
 from graphdecode.text.intake import Intake, Order, Resolved
 from graphdecode.text.router import Router
 
-_WORK_MODULES = ("graphdecode.server.endpoint",)  # what is done in children is of them, or of what they import
+_WORK_MODULES = ("graphdecode.server.completions",)  # what is done in children is of them, or of what they import
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 _RETRY_AFTER = {"Retry-After": "1"}
 

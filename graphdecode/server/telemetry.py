@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,7 +17,6 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.messages import EngineStatus
 from graphdecode.server.protocol import Generation
-from graphdecode.text.answer import Answer
 from graphdecode.text.intake import Order
 
 if TYPE_CHECKING:
@@ -104,21 +103,28 @@ class Metrics:
             self._histograms["graphdecode:launch_seconds"].observe(seconds)
 
     @contextlib.contextmanager
-    def tracked(self, orders: list[Order]) -> Iterator[list[TokenClock]]:
-        """Count some prompts when the context ends; yields a clock for each output, to be ticked on news."""
+    def tracked(self, orders: list[Order]) -> Iterator[Callable[[], None]]:
+        """Yield a function that counts new tokens of some prompts; the prompts are counted when the context ends."""
+        outputs = [answer.output for order in orders for answer in order.answers]
+        seen = [(0, 0.0)] * len(outputs)  # tokens, and when the last of them came
+
+        def count_tokens() -> None:
+            for index, output in enumerate(outputs):
+                before, last = seen[index]
+                new = len(output.token_ids) - before
+                if new:
+                    now = time.perf_counter()
+                    seen[index] = before + new, now
+                    self.generated_tokens += new
+                    self._counters["generation_tokens"].inc(new)
+                    for _ in range(new if before else 0):
+                        self._histograms["vllm:inter_token_latency_seconds"].observe((now - last) / new)
+
         try:
-            yield [TokenClock(self, answer) for order in orders for answer in order.answers]
+            yield count_tokens
         finally:
             for order in orders:
                 self._count(order)
-
-    def count_tokens(self, count: int, seconds: float | None) -> None:
-        """Count new tokens of an output; `seconds` since the ones before, None for the first."""
-        self.generated_tokens += count
-        self._counters["generation_tokens"].inc(count)
-        if seconds is not None:
-            for _ in range(count):
-                self._histograms["vllm:inter_token_latency_seconds"].observe(seconds / count)
 
     def _count(self, order: Order) -> None:
         output, metrics, histograms = order.output, order.output.metrics, self._histograms
@@ -144,24 +150,6 @@ class Metrics:
     def text(self) -> bytes:
         """Return all of it in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class TokenClock:
-    """Times the tokens of one output."""
-
-    def __init__(self, metrics: Metrics, answer: Answer) -> None:
-        self._metrics = metrics
-        self._answer = answer
-        self._count = 0
-        self._last: float | None = None
-
-    def tick(self) -> None:
-        """Count the tokens that are new."""
-        count = len(self._answer.output.token_ids)
-        if count > self._count:
-            now = time.perf_counter()
-            self._metrics.count_tokens(count - self._count, None if self._last is None else now - self._last)
-            self._count, self._last = count, now
 
 
 class _StatusCollector(Collector):

@@ -14,7 +14,7 @@ from graphdecode.engine.request import ContextLengthError, RequestRules
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
-from graphdecode.server.endpoint import GENERATING
+from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError, as_http_error
 from graphdecode.server.preprocessing import EngineInfo, Preprocessor
 from graphdecode.text.intake import Intake

@@ -19,8 +19,8 @@ from graphdecode.server.replicas.ray_channel import LEASE_HEADER, Route
 from graphdecode.server.run import bind, make_server
 from graphdecode.server.service import Service
 
-_PATIENCE_SECONDS = 60.0  # with an engine that does not start again; then the whole replica is made anew, elsewhere
-_LEASE_SECONDS = 30.0  # until the request comes that a lease was taken for
+_RESTART_SECONDS = 60.0  # for an engine to serve again; then Ray replaces the replica
+_LEASE_SECONDS = 30.0  # until the request of a lease comes
 _LEASE_KEY = LEASE_HEADER.encode()
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class Replica:
             self._address = f"http://{node}:{bound.getsockname()[1]}"
 
     async def answer(self, scope: Scope, body: bytes, *, route: Route) -> AsyncGenerator[list[Message], None]:
-        """Yield the response to a request, as many of its messages at a time as there are."""
+        """Yield the ASGI messages of the response to a request, as many at a time as there are."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         sent: list[Message] = [{"type": "http.request", "body": body}]
 
         async def receive() -> Message:
             if sent:
                 return sent.pop()
-            await asyncio.Event().wait()  # who leaves cancels this call
+            await asyncio.Event().wait()  # a client that disconnects cancels this call
             raise AssertionError
 
         async def work() -> None:
@@ -69,18 +69,18 @@ class Replica:
                 while not messages.empty():
                     several.append(messages.get_nowait())
                 is_last = several[-1] is None
-                if told := [message for message in several if message is not None]:
-                    yield told
+                if whole := [message for message in several if message is not None]:
+                    yield whole
         finally:
             working.cancel()
             await asyncio.wait((working,))
 
     async def whole(self, request: BatchRequest, *, route: Route) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of the response to a request of a batch."""
+        """Return status and body of the response to a request of a batch."""
         return await answer_request(self.service, request)
 
     async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
-        """Yield the address for a request over HTTP, and end when it was answered."""
+        """Yield the address for a request over HTTP, and end when its response has ended."""
         lease = self._leases[number] = _Lease()
         try:
             yield self._address
@@ -93,7 +93,7 @@ class Replica:
             del self._leases[number]
 
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application over HTTP: it tells a lease when its request is answered."""
+        """Serve a request over HTTP, and end its lease."""
         number = next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == _LEASE_KEY), "")
         lease = self._leases.get(number, _Lease())
         lease.began.set()
@@ -103,23 +103,23 @@ class Replica:
             lease.ended.set()
 
     async def metrics(self) -> tuple[str, str]:
-        """Return this replica's name, and what it tells Prometheus."""
+        """Return this replica's name, and its metrics."""
         return self.name, self.service.metrics.text().decode()
 
     async def check_health(self) -> None:
-        """Raise where the engine has not served for long; Ray asks now and then."""
+        """Raise if the engine has not served for long; Ray calls this periodically."""
         now = time.monotonic()
         if self.service.client.serves:
             self._served_at = now
-        elif now - self._served_at > _PATIENCE_SECONDS:
+        elif now - self._served_at > _RESTART_SECONDS:
             raise RuntimeError(f"the engine has not served for {now - self._served_at:.0f} s")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the router should know; Ray asks now and then."""
+        """Return what the router uses; Ray calls this periodically."""
         return {"serves": self.service.client.serves}
 
     async def __del__(self) -> None:
-        """End the engine; Ray calls this when no request is under way, or time is up."""
+        """End the engine; Ray calls this when no request is in flight, or time is up."""
         self.service.close(at_once=True)
 
 
@@ -132,7 +132,7 @@ class _Lease:
 
 
 def _signed(app: ASGIApp, name: str) -> ASGIApp:
-    """Return an application whose responses say which replica they are of."""
+    """Return an application whose responses name the replica."""
     header = (REPLICA_HEADER, name.encode("latin-1"))
 
     async def signed(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 
-BLOCK_CHARACTERS = 32  # of a prompt; a replica caches whole pages, commonly 16 tokens of 1..4 characters
-MAX_BLOCKS = 256  # looked at of one prompt
-KEPT_BLOCKS = 1 << 16  # remembered of one replica: 2 million characters, in the order of a cache of pages
+BLOCK_CHARACTERS = 32  # a replica caches whole pages, commonly 16 tokens of 1..4 characters
+MAX_BLOCKS = 256  # of one prompt
+KEPT_BLOCKS = 1 << 16  # of one replica: 2 million characters, about the size of its cache
 
 
 class RoutedPrefixes(Generic[R]):
@@ -42,7 +42,7 @@ class RoutedPrefixes(Generic[R]):
     def add(self, replica: R, blocks: Sequence[int]) -> None:
         """Record that a replica computes a prompt."""
         kept = self._blocks.setdefault(replica, OrderedDict())
-        for block in reversed(blocks):  # so that the end of a prompt is forgotten before its beginning
+        for block in reversed(blocks):  # so that the end of a prompt is evicted before its beginning
             kept[block] = None
             kept.move_to_end(block)
             self._holders.setdefault(block, set()).add(replica)
@@ -50,7 +50,7 @@ class RoutedPrefixes(Generic[R]):
             self._drop(replica, kept.popitem(last=False)[0])
 
     def keep_only(self, replicas: Sequence[R]) -> None:
-        """DropGrammar all replicas but some: the others have ended, and their caches with them."""
+        """Forget all other replicas, which have ended."""
         for replica in self._blocks.keys() - set(replicas):
             for block in self._blocks.pop(replica):
                 self._drop(replica, block)
@@ -80,7 +80,7 @@ class OwnRequests(Generic[R]):
         self.sent(replica)
 
     def settled(self, request: Hashable) -> None:
-        """Count a choice no more: its request was sent, or given up."""
+        """Count a choice no more: its request was sent, or cancelled."""
         if request in self._chosen:
             self.ended(self._chosen.pop(request))
 
@@ -89,7 +89,7 @@ class OwnRequests(Generic[R]):
         self._counts[replica] += 1
 
     def ended(self, replica: R) -> None:
-        """Count it no more, whatever came of it."""
+        """Count it no more."""
         self._counts[replica] -= 1
         if self._counts[replica] <= 0:
             del self._counts[replica]
@@ -131,5 +131,5 @@ def _beginning(body: dict[str, Any]) -> str:
         return json.dumps([body.get("tools"), body["messages"]], ensure_ascii=False)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # the others have mostly the same beginning, where there is one in common
+        prompt = prompt[0]  # the others mostly begin alike
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
