@@ -9,16 +9,17 @@ import logging
 import socket
 import subprocess
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
+from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.server import messages
 from graphdecode.server.http import RESTARTING
-from graphdecode.server.structured_outputs import KEPT_BYTES, KeptGrammars, ReadGrammar
 
 _DIED = "the engine's process ended before the answer was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
@@ -27,6 +28,8 @@ _FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles gramma
 _EVENTS_AT_ONCE = 16
 _ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
 _LARGE_SECONDS = 5.0  # that a grammar is kept which alone exceeds the limit of all
+KEPT_BYTES = 32 << 20  # of grammars, in the engine's process
+_KEPT = 64
 _END_SECONDS = 5.0  # for the process to end by itself
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,45 @@ class HeartbeatTimeouts(NamedTuple):
     starting_seconds: float = 300.0  # until its first heartbeat
     loading_seconds: float = 60.0
     serving_seconds: float = 6.0
+
+
+class ReadGrammar(NamedTuple):
+    """A valid grammar."""
+
+    grammar: str  # as `Grammars.compiled` takes it
+    automaton: TokenAutomaton | None  # its compiled form, where that is an automaton
+    nbytes: int  # of its compiled form
+
+
+class KeptGrammars:
+    """The grammars that the engine's process holds: those used last, bounded in number and bytes."""
+
+    def __init__(self) -> None:
+        self._nbytes: OrderedDict[str, int] = OrderedDict()
+        self._sum = 0
+
+    def __contains__(self, grammar: str) -> bool:
+        """Return whether a grammar is held, and mark it as used."""
+        if grammar in self._nbytes:
+            self._nbytes.move_to_end(grammar)
+            return True
+        return False
+
+    def add(self, read: ReadGrammar) -> list[str]:
+        """Add a grammar; return the grammars to evict for it."""
+        self._nbytes[read.grammar] = read.nbytes
+        self._sum += read.nbytes
+        evicted = []
+        while len(self._nbytes) > 1 and (len(self._nbytes) > _KEPT or self._sum > KEPT_BYTES):
+            evicted.append(next(iter(self._nbytes)))
+            self.drop(evicted[-1])
+        return evicted
+
+    def drop(self, grammar: str) -> bool:
+        """Evict a grammar; return whether it was there."""
+        nbytes = self._nbytes.pop(grammar, None)
+        self._sum -= nbytes or 0
+        return nbytes is not None
 
 
 class EngineClient:

@@ -9,13 +9,14 @@ import resource
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from graphdecode.engine import StructuredOutputsParams
 from graphdecode.engine.constraint import ConstraintError, TokenAutomaton
 from graphdecode.errors import ArgumentError, shown
+from graphdecode.server.engine_client import EngineClient, ReadGrammar
 from graphdecode.server.fork_pool import ForkPool, JobError, JobLimits
 from graphdecode.server.http import HttpError
 from graphdecode.server.preprocessing import Preprocessor
@@ -29,9 +30,7 @@ _STRICTLY = {
 }
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
 _READING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
-KEPT_BYTES = 32 << 20  # in the engine's process
-_KEPT = 64
-_RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20  # in this one
+_RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # of a job: small grammars may take long, too
 
 
@@ -161,45 +160,6 @@ def _calls(
     return StructuredOutput(StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules, ""])), "tools")
 
 
-class ReadGrammar(NamedTuple):
-    """A valid grammar."""
-
-    grammar: str  # as `Grammars.compiled` takes it
-    automaton: TokenAutomaton | None  # its compiled form, where that is an automaton
-    nbytes: int  # of its compiled form
-
-
-class KeptGrammars:
-    """The grammars that the engine's process holds: those used last, bounded in number and bytes."""
-
-    def __init__(self) -> None:
-        self._nbytes: OrderedDict[str, int] = OrderedDict()
-        self._sum = 0
-
-    def __contains__(self, grammar: str) -> bool:
-        """Return whether a grammar is held, and mark it as used."""
-        if grammar in self._nbytes:
-            self._nbytes.move_to_end(grammar)
-            return True
-        return False
-
-    def add(self, read: ReadGrammar) -> list[str]:
-        """Add a grammar; return the grammars to evict for it."""
-        self._nbytes[read.grammar] = read.nbytes
-        self._sum += read.nbytes
-        evicted = []
-        while len(self._nbytes) > 1 and (len(self._nbytes) > _KEPT or self._sum > KEPT_BYTES):
-            evicted.append(next(iter(self._nbytes)))
-            self.drop(evicted[-1])
-        return evicted
-
-    def drop(self, grammar: str) -> bool:
-        """Evict a grammar; return whether it was there."""
-        nbytes = self._nbytes.pop(grammar, None)
-        self._sum -= nbytes or 0
-        return nbytes is not None
-
-
 class _Results:
     """The texts that came of the latest jobs, by digest of the request; bounded in number and characters."""
 
@@ -217,14 +177,6 @@ class _Results:
             self._sum -= len(self._texts.popitem(last=False)[1])
 
 
-class _GrammarHolder(Protocol):
-    """`EngineClient`."""
-
-    def has_grammar(self, grammar: str) -> bool: ...
-
-    def add_grammar(self, read: ReadGrammar) -> None: ...
-
-
 @dataclass
 class _Job:
     task: asyncio.Task[str]
@@ -234,7 +186,7 @@ class _Job:
 class GrammarReader:
     """Compiles structured outputs in a child process, caches the results, and sends the grammars to the engine."""
 
-    def __init__(self, pool: ForkPool, engine: _GrammarHolder) -> None:
+    def __init__(self, pool: ForkPool, engine: EngineClient) -> None:
         self._pool = pool
         self._engine = engine
         self._errors, self._grammars = _Results(), _Results()

@@ -23,7 +23,7 @@ from graphdecode.errors import AnswerError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.server import engine_client
-from graphdecode.server.engine_client import EngineClient, HeartbeatTimeouts
+from graphdecode.server.engine_client import KEPT_BYTES, EngineClient, HeartbeatTimeouts, ReadGrammar
 from graphdecode.server.engine_process import EngineProcess
 from graphdecode.server.messages import (
     Abort,
@@ -38,7 +38,6 @@ from graphdecode.server.messages import (
     framed,
     pack_event,
 )
-from graphdecode.server.structured_outputs import KEPT_BYTES, ReadGrammar
 
 RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity())
 

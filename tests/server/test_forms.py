@@ -11,9 +11,10 @@ from starlette.types import Receive, Scope, Send
 from graphdecode.engine import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.server.app import KeyGuard, caller_of
+from graphdecode.server.engine_client import KeptGrammars, ReadGrammar
 from graphdecode.server.fork_pool import CALLERS_KEPT, FairQueue, JobError
 from graphdecode.server.http import HttpError
-from graphdecode.server.structured_outputs import GrammarReader, KeptGrammars, ReadGrammar
+from graphdecode.server.structured_outputs import GrammarReader
 
 
 class Reader:
