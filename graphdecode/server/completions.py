@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,12 +17,12 @@ from graphdecode.server.fork_pool import JobError, JobLimits
 from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Tokenize
-from graphdecode.server.reply import Cursor, Delta, Reply
+from graphdecode.server.reply import Cursor, Delta, Prepared, Reply
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.intake import Order, Resolved
+from graphdecode.text.intake import Order
 from graphdecode.text.outputs import Logprob
 
 B = TypeVar("B", bound=protocol.Body)
@@ -141,15 +142,7 @@ class CompletionReply(Reply):
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
-class PreparedCompletion(NamedTuple):
-    """A request for completions in tokens."""
-
-    body: Completion  # without its large parts
-    prompts: list[Resolved]
-    structured: StructuredOutput | None
-
-
-def prepared_completion(preprocessor: Preprocessor, body: Completion) -> PreparedCompletion:
+def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepared:
     """Validate and tokenize a request; see `Endpoint.prepare`."""
     if body.suffix:
         raise HttpError(400, "suffix is not supported: text is generated behind a prompt only", param="suffix")
@@ -163,13 +156,7 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
     structured, special, prompts = structured_output_of(body), body.add_special_tokens is not False, _prompts(body)
     asked = preprocessor.asked(params, len(prompts), priority=body.priority or 0, is_structured=structured is not None)
     resolved = [preprocessor.resolved(prompt, asked, special=special) for prompt in prompts]
-    return PreparedCompletion(protocol.without_large_parts(body), resolved, structured)
-
-
-async def complete(service: Service, prepared: PreparedCompletion, caller: str) -> CompletionReply:
-    """Return the response to a request; see `Endpoint.answer`."""
-    orders = await service.orders(caller, prepared.prompts, prepared.structured)
-    return CompletionReply(service, prepared.body, orders)
+    return Prepared(protocol.without_large_parts(body), resolved, structured)
 
 
 def _prompts(body: Completion) -> list[str | list[int]]:
@@ -187,8 +174,8 @@ class ChatReply(Reply):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body_fields: ChatCompletion
 
-    def __init__(self, service: Service, prepared: PreparedChat, order: Order) -> None:
-        super().__init__(service, prepared.body, [order])
+    def __init__(self, service: Service, prepared: Prepared, orders: list[Order]) -> None:
+        super().__init__(service, prepared, orders)
         tools, names = prepared.tools, prepared.names
         self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
         self._call_counts = [0] * len(self.cursors)
@@ -250,17 +237,7 @@ def _token(entry: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
 
 
-class PreparedChat(NamedTuple):
-    """A request for a chat completion in tokens."""
-
-    body: ChatCompletion  # without its large parts
-    prompt: Resolved
-    structured: StructuredOutput | None
-    tools: ToolFormat | None  # None: the output is not searched for calls
-    names: frozenset[str]  # of functions that may be called
-
-
-def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> PreparedChat:
+def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     """Validate, render and tokenize a request; see `Endpoint.prepare`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -278,13 +255,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> PreparedC
         rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None
     )
     prompt = preprocessor.intake.resolved(rendered.text, rendered.token_ids, asked)
-    return PreparedChat(protocol.without_large_parts(body), prompt, structured, tools, names)
-
-
-async def chat(service: Service, prepared: PreparedChat, caller: str) -> ChatReply:
-    """Return the response to a request; see `Endpoint.answer`."""
-    (order,) = await service.orders(caller, [prepared.prompt], prepared.structured)
-    return ChatReply(service, prepared, order)
+    return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names)
 
 
 def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
@@ -367,7 +338,11 @@ def _tool_names(body: ChatCompletion) -> list[str]:
     return names
 
 
+async def _generate(reply: type[Reply], service: Service, prepared: Prepared, caller: str) -> Reply:
+    return reply(service, prepared, await service.orders(caller, prepared.prompts, prepared.structured))
+
+
 GENERATING: dict[GeneratingPath, Endpoint[Any, Any, Reply]] = {
-    "/v1/completions": Endpoint(Completion, prepared_completion, complete),
-    "/v1/chat/completions": Endpoint(ChatCompletion, prepared_chat, chat),
+    "/v1/completions": Endpoint(Completion, prepared_completion, partial(_generate, CompletionReply)),
+    "/v1/chat/completions": Endpoint(ChatCompletion, prepared_chat, partial(_generate, ChatReply)),
 }

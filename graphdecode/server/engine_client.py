@@ -116,12 +116,6 @@ class EngineClient:
         return self.ready.rules
 
     @property
-    def seed(self) -> int:
-        """Seed of requests without one."""
-        assert self.ready is not None
-        return self.ready.seed
-
-    @property
     def num_open(self) -> int:
         """Requests in flight."""
         return len(self._metrics)

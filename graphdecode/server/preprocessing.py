@@ -5,22 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphdecode.config import ServerConfig
 from graphdecode.engine import SamplingParams
-from graphdecode.engine.request import RequestRules
 from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http import HttpError
+from graphdecode.server.messages import EngineReady
 from graphdecode.text.intake import Asked, Intake, Resolved, as_prompt
-
-
-class EngineInfo(NamedTuple):
-    """What an `Intake` needs of an engine in another process."""
-
-    rules: RequestRules
-    seed: int
 
 
 @dataclass
@@ -31,7 +24,7 @@ class Preprocessor:
     tokenizer: Any  # of transformers
     limits: ServerConfig
     sampling_defaults: SamplingParams  # of the checkpoint
-    engine: EngineInfo
+    engine: EngineReady
     max_open: int  # outputs that run and wait at a time
 
     @cached_property

@@ -26,8 +26,10 @@ from graphdecode.server.http import (
 )
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
+from graphdecode.server.structured_outputs import StructuredOutput
+from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.answer import Answer
-from graphdecode.text.intake import Order
+from graphdecode.text.intake import Order, Resolved
 from graphdecode.text.outputs import Logprob
 
 _POSITIONS_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
@@ -37,6 +39,16 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class Prepared(NamedTuple):
+    """A request that was validated and tokenized."""
+
+    body: Generation  # without its large parts
+    prompts: list[Resolved]
+    structured: StructuredOutput | None
+    tools: ToolFormat | None = None  # of a chat; None: the output is not searched for calls
+    names: frozenset[str] = frozenset()  # of functions that may be called
 
 
 class Delta(NamedTuple):
@@ -94,9 +106,9 @@ class Reply(Response, ABC):
     kind: str  # `object` of the whole response
     chunk_kind: str  # `object` of a chunk
 
-    def __init__(self, service: Service, body: Generation, orders: list[Order]) -> None:
+    def __init__(self, service: Service, prepared: Prepared, orders: list[Order]) -> None:
         self.service = service
-        self.body_fields = body
+        self.body_fields = body = prepared.body
         self.orders = orders
         pairs = [(order, answer) for order in orders for answer in order.answers]
         self.cursors = [Cursor(index, order, answer) for index, (order, answer) in enumerate(pairs)]

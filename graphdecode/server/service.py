@@ -17,15 +17,15 @@ from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fork_pool import FairQueue, ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
 from graphdecode.server.messages import EngineSetup
-from graphdecode.server.preprocessing import EngineInfo, Preprocessor
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.structured_outputs import GrammarReader, StructuredOutput
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
-from graphdecode.text.intake import Intake, Order, Resolved
+from graphdecode.text.intake import Order, Resolved
 from graphdecode.text.router import Router
 
-_WORK_MODULES = ("graphdecode.server.completions",)  # what is done in children is of them, or of what they import
+_POOL_MODULES = ("graphdecode.server.completions",)
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 _RETRY_AFTER = {"Retry-After": "1"}
 
@@ -58,7 +58,7 @@ class Service:
         self._reserved = 0  # outputs that have room, and are not submitted yet
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
-        self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _WORK_MODULES)
+        self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
         self.client = EngineClient(
             setup,
             on_events=lambda events: self.router.deliver(events),
@@ -66,7 +66,6 @@ class Service:
         )
         self.grammar_reader = GrammarReader(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
-        self.intake = Intake(self.client, tokenizer)
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint
@@ -82,10 +81,9 @@ class Service:
     @cached_property
     def preprocessor(self) -> Preprocessor:
         """The preprocessor, once the engine was started."""
-        engine = EngineInfo(self.client.rules, self.client.seed)
-        return Preprocessor(
-            self.model_name, self.tokenizer, self.limits, self.sampling_defaults, engine, self._max_open
-        )
+        assert self.client.ready is not None
+        defaults, engine = self.sampling_defaults, self.client.ready
+        return Preprocessor(self.model_name, self.tokenizer, self.limits, defaults, engine, self._max_open)
 
     @property
     def api_keys(self) -> list[str]:
@@ -133,13 +131,13 @@ class Service:
                 grammar = await self.grammar_reader.grammar(structured.params, caller)
             except ArgumentError as error:
                 raise HttpError(400, structured.error_text(error), param=structured.field) from error
-        orders, release = [], self.reserve(answers)
+        orders, release, intake = [], self.reserve(answers), self.preprocessor.intake
         limit = self.client.rules.capacity.token_limit
         try:
             for prompt in prompts:
                 params = prompt.asked.params
                 most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-                orders.append(self.intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
+                orders.append(intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
                 await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
         finally:
             release()  # the response reserves it again when it is sent

@@ -69,7 +69,7 @@ def _phases(metrics: RequestMetrics, now: float) -> dict[str, float]:
     }
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts and times of one served model."""
 
     def __init__(self, model_name: str, client: EngineClient) -> None:
@@ -79,6 +79,7 @@ class Metrics:
         self.last_first_tokens: deque[float] = deque(maxlen=_RECENT)  # seconds from arrival
         self.generated_tokens = 0  # since the start
         self.client = client
+        self._label = model_name
         labels, registry = ["model_name"], self.registry
         self._counters = {
             name: Counter(f"vllm:{name}", text, labels, registry=registry).labels(model_name)
@@ -91,7 +92,7 @@ class Metrics:
             name: Histogram(name, text, labels, registry=registry, buckets=buckets).labels(model_name)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
-        registry.register(_StatusCollector(self, model_name))
+        registry.register(self)
 
     def take_status(self, status: EngineStatus) -> None:
         """Take the engine's latest status."""
@@ -147,21 +148,10 @@ class Metrics:
                 mean = phases["time_in_model_decode"] / (longest - 1)
                 histograms["vllm:request_time_per_output_token_seconds"].observe(mean)
 
-    def text(self) -> bytes:
-        """Return all of it in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-
-class _StatusCollector(Collector):
-    """Makes metrics of the engine's latest status when Prometheus asks."""
-
-    def __init__(self, metrics: Metrics, model_name: str) -> None:
-        self._metrics = metrics
-        self._label = model_name
-
     def collect(self) -> Iterator[Metric]:
-        status, stats = self._metrics.engine_status, self._metrics.engine_status.stats
-        usage, restarts = status.used_pages / max(status.total_pages, 1), self._metrics.client.restarts
+        """Yield the metrics of the engine's latest status."""
+        status, stats = self.engine_status, self.engine_status.stats
+        usage, restarts = status.used_pages / max(status.total_pages, 1), self.client.restarts
         gauges = (
             ("vllm:num_requests_running", "Requests that have a row.", status.running),
             ("vllm:num_requests_waiting", "Requests that wait for a row.", status.waiting),
@@ -196,6 +186,10 @@ class _StatusCollector(Collector):
         for place, count in enumerate(stats.spec_decode_num_accepted_tokens_per_pos):
             places.add_metric([self._label, str(place)], count)
         yield places
+
+    def text(self) -> bytes:
+        """Return all of it in Prometheus' text format."""
+        return generate_latest(self.registry)
 
 
 class Tracer:

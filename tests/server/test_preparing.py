@@ -16,7 +16,8 @@ from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError, as_http_error
-from graphdecode.server.preprocessing import EngineInfo, Preprocessor
+from graphdecode.server.messages import EngineReady
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.text.intake import Intake
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -42,7 +43,9 @@ class Counting:
 @pytest.fixture(scope="module")
 def preprocessor() -> Preprocessor:
     tokenizer = Counting(load_tokenizer(resolve_model_path("demo")))
-    return Preprocessor("demo", tokenizer, ServerConfig(), SamplingParams(), EngineInfo(RULES, 0), max_open=300)
+    return Preprocessor(
+        "demo", tokenizer, ServerConfig(), SamplingParams(), EngineReady(RULES, 0, (), None), max_open=300
+    )
 
 
 def prepared(preprocessor: Preprocessor, *, in_child: bool = True, **fields: Any) -> Any:
@@ -149,7 +152,7 @@ def test_a_prompt_that_is_too_long_is_told_so(preprocessor: Preprocessor) -> Non
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
-    intake = Intake(EngineInfo(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    intake = Intake(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
     alone = [intake.asked(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)]
@@ -159,6 +162,6 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
-    intake = Intake(EngineInfo(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    intake = Intake(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bad_words"):
         intake.asked(SamplingParams(bad_words=["\ud800"]))

@@ -16,9 +16,11 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.models.source import installable
-from graphdecode.server.completions import PreparedChat, prepared_chat
-from graphdecode.server.preprocessing import EngineInfo, Preprocessor
+from graphdecode.server.completions import prepared_chat
+from graphdecode.server.messages import EngineReady
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion
+from graphdecode.server.reply import Prepared
 from graphdecode.server.tool_calls import BARE_JSON, format_of, messages_with_tools
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -128,18 +130,20 @@ def test_earlier_calls_are_in_words_where_no_tools_are_offered(served: Served) -
 def test_of_several_templates_the_one_for_tools_says_how_calls_are_written() -> None:
     tokenizer = load_tokenizer(resolve_model_path("demo"))
     rules = RequestRules(512, (0,), Capacity(2048, 128, 512, 1, 16, 2048), 16, SamplingCapacity())
-    preprocessor = Preprocessor("demo", tokenizer, ServerConfig(), SamplingParams(), EngineInfo(rules, 0), max_open=1)
+    preprocessor = Preprocessor(
+        "demo", tokenizer, ServerConfig(), SamplingParams(), EngineReady(rules, 0, (), None), max_open=1
+    )
 
-    def prepared(**fields: Any) -> PreparedChat:
+    def prepared(**fields: Any) -> Prepared:
         return prepared_chat(preprocessor, ChatCompletion(messages=ASKED, **fields))
 
     taught = "{{ tools | tojson }}<tool_call>" + TEMPLATE
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": taught}
     offered, refused = prepared(tools=[SQUARE]), prepared(tools=[SQUARE], tool_choice="none")
     assert offered.tools == format_of(taught)
-    assert str(offered.prompt.prompt).startswith('[{"type"')
-    assert "You can call" not in str(offered.prompt.prompt)
-    assert str(refused.prompt.prompt).startswith("system: none")
+    assert str(offered.prompts[0].prompt).startswith('[{"type"')
+    assert "You can call" not in str(offered.prompts[0].prompt)
+    assert str(refused.prompts[0].prompt).startswith("system: none")
     tokenizer.chat_template = {"default": TEMPLATE}
     assert prepared(tools=[SQUARE]).tools is BARE_JSON
     for none in (None, {"other": TEMPLATE}):

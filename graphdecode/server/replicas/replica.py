@@ -33,7 +33,7 @@ class Replica:
         self.service = make_service()
         self.name = serve.get_replica_context().replica_id.unique_id
         self._app = _signed(make_app(self.service), self.name)
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}  # the request has come; its response ended
         self._served_at = time.monotonic()
         await self.service.start()
         self._address = ""
@@ -81,12 +81,12 @@ class Replica:
 
     async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
         """Yield the address for a request over HTTP, and end when its response has ended."""
-        lease = self._leases[number] = _Lease()
+        came, ended = self._leases[number] = asyncio.Event(), asyncio.Event()
         try:
             yield self._address
             async with asyncio.timeout(_LEASE_SECONDS):
-                await lease.began.wait()
-            await lease.ended.wait()
+                await came.wait()
+            await ended.wait()
         except TimeoutError:
             log.warning("a request never came for which a lease was taken")
         finally:
@@ -95,12 +95,12 @@ class Replica:
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request over HTTP, and end its lease."""
         number = next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == _LEASE_KEY), "")
-        lease = self._leases.get(number, _Lease())
-        lease.began.set()
+        came, ended = self._leases.get(number) or (asyncio.Event(), asyncio.Event())
+        came.set()
         try:
             await self._app(scope, receive, send)
         finally:
-            lease.ended.set()
+            ended.set()
 
     async def metrics(self) -> tuple[str, str]:
         """Return this replica's name, and its metrics."""
@@ -121,14 +121,6 @@ class Replica:
     async def __del__(self) -> None:
         """End the engine; Ray calls this when no request is in flight, or time is up."""
         self.service.close(at_once=True)
-
-
-class _Lease:
-    """A request over HTTP that Ray counts."""
-
-    def __init__(self) -> None:
-        self.began = asyncio.Event()
-        self.ended = asyncio.Event()
 
 
 def _signed(app: ASGIApp, name: str) -> ASGIApp:
