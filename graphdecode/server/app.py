@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from graphdecode.config import ServerConfig
 from graphdecode.errors import shown
 from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
-from graphdecode.server.http import EXCEPTION_HANDLERS, HttpError, error_response, until_disconnect
+from graphdecode.server.http import HANDLERS, HttpError, error_response, until_gone
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
@@ -232,7 +232,7 @@ def make_app(service: Service) -> Starlette:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if service.api_keys:
         middleware.append(Middleware(KeyGuard, keys=service.api_keys))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
 
 
 def _get(answer: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -253,9 +253,7 @@ def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[
         if media_type != "application/json":  # a browser sends others from any origin
             raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
         async with service.bodies.read(request) as data:
-            response = await until_disconnect(
-                request.receive, endpoint.respond(service, data, caller_of(request.scope))
-            )
+            response = await until_gone(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
         if response is None:
             raise HttpError(499, "the client went away")
         return response

@@ -121,12 +121,7 @@ class EngineClient:
         return len(self._metrics)
 
     async def start(self) -> None:
-        """Start the process, and wait until it serves.
-
-        Raises:
-            ArgumentError: the model or a setting cannot be used.
-            AnswerError: the process ended.
-        """
+        """Start the process, and wait until it serves; raises `ArgumentError`, or `AnswerError` if it ends."""
         reader = await self._spawn()
         await self._loaded(reader)
         self._tasks = [

@@ -93,7 +93,7 @@ def _not_found(request: Request) -> str:
 
 
 # of an application
-EXCEPTION_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
     (HttpError, GraphdecodeError, HTTPException, Exception), _handle
 )
 
@@ -133,7 +133,7 @@ class Bodies:
             self._held -= counted
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of some work; None: the client, whose body was read, disconnected, which cancels the work."""
 
     async def gone() -> None:

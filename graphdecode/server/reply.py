@@ -15,15 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import (
-    SSE_DONE,
-    HttpError,
-    as_http_error,
-    as_json,
-    error_response,
-    sse_event,
-    until_disconnect,
-)
+from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, error_response, sse_event, until_gone
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput
@@ -146,7 +138,7 @@ class Reply(Response, ABC):
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:
-            await until_disconnect(receive, sending)
+            await until_gone(receive, sending)
         except Exception as error:
             failed = error
         finally:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 _MARKS = re.compile(r'[{}\[\]"]')  # between values
 _IN_TEXT = re.compile(r'["\\]')
@@ -160,7 +159,8 @@ class ToolCallReader:
                 return None
             end = start + (length or 0)
             try:
-                self._found = json.loads(body[start:end], parse_float=_finite, parse_constant=_no_number), end
+                self._found = json.loads(body[start:end]), end
+                json.dumps(self._found, allow_nan=False)
             except (ValueError, RecursionError):
                 return []
         value, end = self._found
@@ -185,15 +185,6 @@ class ToolCallReader:
             self._text = rest
             self._is_inside, self._is_behind, self._may_begin = False, True, True
         return calls
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number that JSON could say again")
 
 
 BARE_JSON = ToolFormat("json", "", "", "")
@@ -226,11 +217,8 @@ def messages_with_tools(
     place = next((n for n, each in enumerate(plain) if isinstance(each, Mapping) and each.get("role") == role), None)
     if place is None or (not to_user and place > 0):
         return [{"role": role, "content": description}, *plain]
-    return [
-        *plain[:place],
-        {**plain[place], "content": _joined(description, plain[place].get("content"))},
-        *plain[place + 1 :],
-    ]
+    plain[place] = {**plain[place], "content": _joined(description, plain[place].get("content"))}
+    return plain
 
 
 def _as_plain(messages: Sequence[Any]) -> list[Any]:

@@ -17,15 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import (
-    EXCEPTION_HANDLERS,
-    SSE_DONE,
-    Bodies,
-    HttpError,
-    error_response,
-    sse_event,
-    until_disconnect,
-)
+from graphdecode.server.http import HANDLERS, SSE_DONE, Bodies, HttpError, error_response, sse_event, until_gone
 from graphdecode.server.replicas.routing import prompt_blocks
 
 REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: the replica's name
@@ -74,7 +66,7 @@ def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Fron
         return Response(merged(await channel.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [Route("/metrics", metrics), Mount("", front)]
-    return Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS), front
+    return Starlette(routes=routes, exception_handlers=HANDLERS), front
 
 
 class Front:
@@ -97,7 +89,7 @@ class Front:
         async with self._bodies.read(Request(scope, receive)) as body:
             self.num_open += 1
             try:
-                await until_disconnect(receive, self._answer(scope, body, receive, send))
+                await until_gone(receive, self._answer(scope, body, receive, send))
             finally:
                 self.num_open -= 1
 
