@@ -281,38 +281,30 @@ def rendered_chat(
         ArgumentError: the messages are malformed, there is no template, or it refuses them.
     """
     if body.chat_template is not None and not preprocessor.limits.trust_request_chat_template:
-        raise HttpError(
-            400,
-            "chat_template is refused: it is a program, and [server] trust_request_chat_template is false",
-            param="chat_template",
-        )
+        message = "chat_template is refused: it is a program, and [server] trust_request_chat_template is false"
+        raise HttpError(400, message, param="chat_template")
     if body.messages and body.chat_template is None and not preprocessor.tokenizer.chat_template:
         raise ArgumentError(
             "this model has no chat template: ask /v1/completions, which takes prompts as they are, or start with "
             "--chat-template FILE"
         )
     continues = bool(body.continue_final_message)
-    begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
+    render = partial(
+        render_chat,
+        preprocessor.tokenizer,
+        chat_template=body.chat_template,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
     messages, tools = body.messages or [], (body.tools or None) if with_tools else None
-
-    def rendered(messages: Sequence[Any], tools: Sequence[dict[str, Any]] | None) -> RenderedChat:
-        return render_chat(
-            preprocessor.tokenizer,
-            messages,
-            chat_template=body.chat_template,
-            add_generation_prompt=begins,
-            continue_final_message=continues,
-            tools=tools,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
-
     if _tool_format(preprocessor, body, tools) is not BARE_JSON:
-        return rendered(messages, tools)
+        return render(messages, tools=tools)
     choice = getattr(body, "tool_choice", None)
     try:
-        return rendered(messages_with_tools(messages, tools, choice), None)
+        return render(messages_with_tools(messages, tools, choice))
     except ArgumentError:  # some templates take no system message
-        return rendered(messages_with_tools(messages, tools, choice, to_user=True), None)
+        return render(messages_with_tools(messages, tools, choice, to_user=True))
 
 
 def _tool_format(
@@ -326,16 +318,13 @@ def _tool_format(
     return format_of(template) or BARE_JSON
 
 
-def _tool_names(body: ChatCompletion) -> list[str]:
-    """Return the names of the functions in `tools`, each of which must have one."""
-    names = []
+def _tool_names(body: ChatCompletion) -> Iterator[str]:
     for place, tool in enumerate(body.tools or []):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
             raise HttpError(400, f"tools[{place}] must be a function with a name", param="tools")
-        names.append(name)
-    return names
+        yield name
 
 
 async def _generate(reply: type[Reply], service: Service, prepared: Prepared, caller: str) -> Reply:

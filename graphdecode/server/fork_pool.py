@@ -74,13 +74,6 @@ class PoolTimeouts(NamedTuple):
     start_seconds: float = 120.0  # for the fork server to start
 
 
-class PoolSetup(NamedTuple):
-    """The first message to the fork server."""
-
-    modules: tuple[str, ...]  # to import, by name
-    make_state: Callable[[], Any]  # makes the first argument of all jobs
-
-
 class Job(NamedTuple):
     """A call `function(state, *arguments)`."""
 
@@ -284,7 +277,7 @@ class ForkPool:
         self._control = here
         here.settimeout(self._patience.start_seconds)
         connection = MessageSocket(here)
-        connection.send(PoolSetup(self._modules, self._state_maker()))
+        connection.send((self._modules, self._state_maker()))
         connection.receive(wait=True)
         here.setblocking(False)  # the event loop never waits for it
         return here

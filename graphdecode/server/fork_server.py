@@ -179,10 +179,10 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     connection = MessageSocket(control)
     try:
-        (setup,) = connection.receive(wait=True)
-        for name in setup.modules:
+        ((modules, make_state),) = connection.receive(wait=True)
+        for name in modules:
             importlib.import_module(name)
-        state = setup.make_state()
+        state = make_state()
         connection.send(None)
     except (EOFError, OSError):
         return
