@@ -88,9 +88,7 @@ def _commit() -> str:
 def read_bandwidth(device: torch.device | str, *, size_bytes: int | None = None, repeats: int = 7) -> float:
     """Return the median read bandwidth of a device in bytes per second, from sums of a tensor with torch's threads.
 
-    Args:
-        size_bytes: of the tensor; None means 1 GiB on a CPU, and on a GPU 4 GiB or half of what is free.
-        repeats: timed passes, after one for warm-up.
+    The tensor has 1 GiB on a CPU, and on a GPU 4 GiB or half of what is free, if `size_bytes` is None.
     """
     device = torch.device(device)
     if size_bytes is None:

@@ -72,13 +72,7 @@ def spread_of(round_ms: Sequence[float]) -> float:
 def _row(
     point: tuple[int, int], rounds: Sequence[dict[str, list[float]]], moved: int, bandwidth: float, cache_bytes: int
 ) -> dict[str, Any]:
-    """Return the figures of a point (bucket, context), as `profile.json` holds them.
-
-    Args:
-        rounds: the times of each kind, of each round.
-        moved: see `step_bytes`.
-        bandwidth: measured in the same run, in bytes per second.
-    """
+    """Return the figures of a point (bucket, context), as `profile.json` holds them; `moved`: see `step_bytes`."""
     times = {kind: percentiles([value for each in rounds for value in each[kind]]) for kind in _KINDS}
     step = times["step_ms"]["p50"]
     round_ms, eager_round_ms = ([statistics.median(each[kind]) for each in rounds] for kind in ("step_ms", "eager_ms"))
@@ -106,8 +100,7 @@ def _row(
 def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool = True) -> list[float]:
     """Return the time of each of `count` consecutive steps on a GPU in ms.
 
-    Args:
-        is_held: hold the device until the host has launched all of them, so that no launch is part of a step's time.
+    `is_held`: hold the device until the host has launched all of them, so that no launch is part of a step's time.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     hold = getattr(torch.cuda, "_sleep", None)
@@ -130,11 +123,7 @@ def step_bytes(runner: Runner, bucket: int, context: int) -> int:
 def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Iterator[list[RowInputs]]:
     """Yield `count` rows with `context - 1` tokens in the cache, about to feed the next one; they own their pages.
 
-    Args:
-        logprobs: that a step computes besides the token's own; -1: none.
-
-    Raises:
-        ValueError: there are not enough pages.
+    `logprobs` are those that a step computes besides the token's own; -1: none.
     """
     cache, length = runner.cache, context + STEPS_PER_STAGING
     names = [object() for _ in range(count)]

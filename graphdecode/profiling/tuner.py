@@ -228,11 +228,7 @@ def compare_ladders(
 ) -> list[LadderFigures]:
     """Return figures of the ladder in force, the automatic one of `max_graphs`, and the best ones of 1, 2, ... graphs.
 
-    The automatic one is left out if `max_graphs` is the number in force. Errors: see `best_ladders`.
-
-    Args:
-        counts: batch size -> decode steps.
-        today: the ladder in force; its largest bucket is the capacity.
+    The automatic one is left out if `max_graphs` is the number in force. `counts` and errors: see `best_ladders`.
     """
     top = today.max_batch_size
     best = best_ladders(counts, cost, top, max_graphs)

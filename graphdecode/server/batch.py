@@ -93,9 +93,6 @@ class BatchInput:
 class BatchOutput:
     """The output file of a batch, locked against other runs; an incomplete last line is dropped.
 
-    Args:
-        asked: the `custom_id`s of the input.
-
     Raises:
         ArgumentError: it is locked, not writable, or has other lines than answers to `asked`; it stays as it was.
     """
@@ -201,10 +198,9 @@ async def run_batch(
     window: int,
     on_answer: Callable[[], object],
 ) -> Counter[str]:
-    """Answer the requests that have no answer yet; return the sums of their usage.
+    """Start an engine or several, answer the requests that have no answer yet, and return the sums of their usage.
 
     Args:
-        served: is started before, and closed after.
         answer: returns status and body of the response to a request.
         window: requests in flight at a time, which bounds the memory.
 

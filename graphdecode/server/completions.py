@@ -274,12 +274,7 @@ def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFor
 def rendered_chat(
     preprocessor: Preprocessor, body: ChatCompletion | Tokenize, *, with_tools: bool = True
 ) -> RenderedChat:
-    """Render and tokenize a conversation.
-
-    Raises:
-        HttpError: the request has a template of its own, and may not.
-        ArgumentError: the messages are malformed, there is no template, or it refuses them.
-    """
+    """Render and tokenize a conversation; raises `HttpError` for a forbidden template, or `ArgumentError`."""
     if body.chat_template is not None and not preprocessor.limits.trust_request_chat_template:
         message = "chat_template is refused: it is a program, and [server] trust_request_chat_template is false"
         raise HttpError(400, message, param="chat_template")

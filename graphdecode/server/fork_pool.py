@@ -165,11 +165,8 @@ class Lane:
 class ForkPool:
     """Client of the fork server, for use from one event loop; it starts the process when needed.
 
-    A job that takes more than a second is started again in a lane for slow ones.
-
-    Args:
-        state_maker: returns a picklable function that makes, in the fork server, the first argument of all jobs.
-        modules: names of modules that the fork server imports once.
+    A job that takes more than a second is started again in a lane for slow ones. `state_maker` returns a picklable
+    function that makes, in the fork server, the first argument of all jobs; `modules` are imported there once.
     """
 
     def __init__(

@@ -102,23 +102,15 @@ class EngineStatus(NamedTuple):
         return 1.0 - live / computed if computed else 0.0
 
 
-PackedEvent = tuple[Any, ...]
-
-
-def pack_event(event: Event, request_id: int, *, whole: bool) -> PackedEvent:
-    """Return an event as plain values.
-
-    Args:
-        request_id: the other side's id of the request.
-        whole: with the metrics, which matter in the first and the last event of a request.
-    """
+def pack_event(event: Event, request_id: int, *, whole: bool) -> tuple[Any, ...]:
+    """Return an event as plain values; `whole`: with the metrics, as the first and the last event of a request."""
     metrics = event.metrics
     times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
     kept = (*times, metrics.num_cached_tokens, metrics.num_preemptions) if whole else None
     return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
 
 
-def unpack_event(packed: PackedEvent, known: RequestMetrics) -> Event:
+def unpack_event(packed: tuple[Any, ...], known: RequestMetrics) -> Event:
     """Return the event; `known` are the metrics where it has none."""
     event = Event(*packed)
     return event._replace(metrics=known if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
@@ -143,11 +135,7 @@ def framed(message: Any) -> bytes:
 
 
 async def receive(reader: StreamReader) -> Any:
-    """Return the next message.
-
-    Raises:
-        asyncio.IncompleteReadError: the other side is gone.
-    """
+    """Return the next message; raises `asyncio.IncompleteReadError` if the other side is gone."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(length))  # of this project's own process: both ends are trusted
 
@@ -180,11 +168,7 @@ class MessageSocket:
             self._socket.sendall(data)
 
     def receive(self, *, wait: bool) -> list[Any]:
-        """Return the messages that have come; `wait`: at least one.
-
-        Raises:
-            EOFError: the other side is gone.
-        """
+        """Return the messages that have come, at least one if `wait`; raises EOFError if the other side is gone."""
         messages: list[Any] = []
         while not messages and (wait or select.select([self._socket], [], [], 0)[0]):
             data = self._socket.recv(_READ_BYTES)

@@ -156,14 +156,7 @@ def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]
 def sampling_params(
     body: Generation, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **others: Any
 ) -> SamplingParams:
-    """Return the sampling parameters of a request; raises `ArgumentError`.
-
-    Args:
-        body: fields that it leaves out, or sets to null, keep their defaults.
-        max_tokens: None: as many as fit.
-        logprobs: of how many tokens; None: none.
-        others: fields that follow from other fields of the body.
-    """
+    """Return the sampling parameters of a request, with `defaults` for null; raises `ArgumentError`."""
     asked = {name: value for name in _ASKED - set(others) if (value := getattr(body, name)) is not None}
     return replace(defaults, **asked, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others)
 

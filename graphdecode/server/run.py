@@ -32,17 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """A connection of uvicorn's, with bounds on its time and its bytes.
+    """A connection of uvicorn's, with bounds on its time and its bytes."""
 
-    Attributes:
-        patience_seconds: for the head of a request, and for the client to take what was sent; None: for ever.
-        max_connections: open at a time; one more is answered with 503.
-        max_message_bytes: of a request, chunk headers and trailers included.
-    """
-
-    patience_seconds: ClassVar[float | None] = None
+    patience_seconds: ClassVar[float | None] = None  # for the head of a request, and for the client to read
     max_connections: ClassVar[int] = 0
-    max_message_bytes: ClassVar[int] = 0
+    max_message_bytes: ClassVar[int] = 0  # of a request, chunk headers and trailers included
     _awaiting_head: asyncio.TimerHandle | None = None
     _awaiting_room: asyncio.TimerHandle | None = None
     _in_head = False
@@ -170,17 +164,10 @@ class Served(Protocol):
 async def run(
     served: Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
 ) -> None:
-    """Start an engine or several, and serve until SIGTERM or Ctrl-C.
+    """Start an engine or several (`ArgumentError`: a wrong model or setting), and serve until SIGTERM or Ctrl-C.
 
     The first signal drains: new requests are answered with 503, and requests in flight may finish for
     `drain_timeout_s`. A second one ends at once. During loading, the process exits with 128 and the signal's number.
-
-    Args:
-        make_app: returns the application, once they were started.
-        bound: see `bind`.
-
-    Raises:
-        ArgumentError: the model or a setting cannot be used.
     """
     life = _Life(served)
     on_signals(life.take_signal)

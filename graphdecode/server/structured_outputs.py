@@ -25,9 +25,7 @@ from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
 # llguidance's options for arguments: what cannot be kept is refused, and JSON is spaced as chat templates write it
-_STRICTLY = {
-    "x-guidance": {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-}
+_STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
 _READING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
@@ -156,7 +154,7 @@ def _calls(
         head = f'{{"name": {json.dumps(name)}, "{tool_format.arguments}": '
         rules.append(f'call_{index}: {json.dumps(head)} arguments_{index} "}}"')
         schema = {"type": "object"} if parameters is None else parameters
-        rules.append(f"arguments_{index}: %json {json.dumps(schema | _STRICTLY)}")
+        rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _STRICT})}")
     return StructuredOutput(StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules, ""])), "tools")
 
 

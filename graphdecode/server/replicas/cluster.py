@@ -28,7 +28,7 @@ from graphdecode.server.replicas.routing import prompt_blocks
 from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 
-Way = Literal["proxy", "direct", "calls"]
+Way = Literal["proxy", "direct", "calls"]  # to the replicas: Ray's proxies, HTTP, or calls of this process
 
 _STORE_BYTES = 200 << 20  # of Ray's object store
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
@@ -42,13 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """The replicas of one model.
-
-    Args:
-        make_service: returns the service of one replica, not started yet.
-        way: how requests reach them: through Ray's proxies, directly over HTTP, or by calls from this process.
-        application: its name in Ray; one of the same name is replaced.
-    """
+    """The replicas of one model, in an application of Ray that replaces another one of its name."""
 
     def __init__(
         self,

@@ -98,12 +98,7 @@ class RayChannel:
     async def messages(
         self, scope: Scope, body: bytes, blocks: Sequence[int], avoid: Sequence[str]
     ) -> AsyncGenerator[Message, None]:
-        """Yield the ASGI messages of a replica's response; raises `LostError` if the replica is gone.
-
-        Args:
-            blocks: of the prompt; see `prompt_blocks`.
-            avoid: names of replicas that could not serve the request.
-        """
+        """Yield the ASGI messages of the response of a replica; `LostError`: it is gone. See `Route`."""
         sent = {name: scope[name] for name in _SENT if name in scope}
         answer = self._streaming.answer.remote(sent, body, route=Route(blocks, avoid))
         try:
