@@ -9,6 +9,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, error_response, sse_event, until_gone
-from graphdecode.server.protocol import Generation
+from graphdecode.server.protocol import Generation, StreamOptions
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput
 from graphdecode.server.tool_calls import ToolFormat
@@ -54,17 +55,17 @@ class Delta(NamedTuple):
     stop_reason: str | int | None  # of the last delta: the stop text or token
 
 
+@dataclass
 class Cursor:
     """Reads an output as it grows."""
 
-    def __init__(self, index: int, order: Order, answer: Answer) -> None:
-        self.index = index
-        self.order = order
-        self.answer = answer
-        self.text_length = 0
-        self._tokens_read = 0
-        self._begun = False
-        self._ended = False
+    index: int
+    order: Order
+    answer: Answer
+    text_length: int = 0  # of the text that was read
+    _tokens_read: int = 0
+    _begun: bool = False
+    _ended: bool = False
 
     def take(self) -> Delta | None:
         """Return what is new; None if nothing is."""
@@ -107,8 +108,7 @@ class Reply(Response, ABC):
         self.background = None
         self._release: Callable[[], None] = lambda: None
         self.status_code = 200
-        self._usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
-        self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self._options = body.stream_options or StreamOptions()
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": self.chunk_kind if body.stream else self.kind,
@@ -213,7 +213,7 @@ class Reply(Response, ABC):
                     if chunks:
                         await _send_more(send, b"".join(map(sse_event, chunks)))
             end = self._head | {"choices": [], "usage": self.usage()}
-            await _send_more(send, (sse_event(end) if self._usage_wanted else b"") + SSE_DONE)
+            await _send_more(send, (sse_event(end) if self._options.include_usage else b"") + SSE_DONE)
         except (GraphdecodeError, TimeoutError) as error:
             await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
         except asyncio.CancelledError:
@@ -223,7 +223,8 @@ class Reply(Response, ABC):
         await send({"type": "http.response.body", "body": b""})
 
     def _usage_of_chunk(self) -> dict[str, Any]:
-        return {"usage": self.usage() if self._usage_always else None} if self._usage_wanted else {}
+        options = self._options
+        return {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
 
     def _cut_off(self) -> HttpError:
         log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])

@@ -158,21 +158,16 @@ def _calls(
     return StructuredOutput(StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules, ""])), "tools")
 
 
-class _Results:
+class _Results(OrderedDict[bytes, str]):
     """The texts that came of the latest jobs, by digest of the request; bounded in number and characters."""
 
-    def __init__(self) -> None:
-        self._texts: OrderedDict[bytes, str] = OrderedDict()
-        self._sum = 0
-
-    def get(self, digest: bytes) -> str | None:
-        return self._texts.get(digest)
+    _sum = 0
 
     def put(self, digest: bytes, text: str) -> None:
-        self._sum += len(text) - len(self._texts.pop(digest, ""))
-        self._texts[digest] = text
-        while len(self._texts) > _RESULTS_KEPT or self._sum > _RESULTS_BYTES:
-            self._sum -= len(self._texts.popitem(last=False)[1])
+        self._sum += len(text) - len(self.pop(digest, ""))
+        self[digest] = text
+        while len(self) > _RESULTS_KEPT or self._sum > _RESULTS_BYTES:
+            self._sum -= len(self.popitem(last=False)[1])
 
 
 @dataclass

@@ -33,6 +33,11 @@ _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
+_DRAFT_COUNTERS = {
+    "spec_decode_num_drafts": "Runs of drafts that were verified.",
+    "spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafts that were accepted.",
+}
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
     "vllm:inter_token_latency_seconds": ("Between two tokens.", _STEP_SECONDS),
@@ -158,14 +163,10 @@ class Metrics(Collector):
             ("vllm:kv_cache_usage_perc", "Share of the pages in use.", usage),
             ("graphdecode:padding_share", "Share of the computed rows that were padding.", status.padding_share),
         )
-        drafts, drafted = stats.spec_decode_num_drafts, stats.spec_decode_num_draft_tokens
-        accepted = stats.spec_decode_num_accepted_tokens
         counts = (
             ("vllm:num_preemptions", "Preemptions of rows.", status.preemptions),
             ("graphdecode:recaptures", "How often the engine was started again.", restarts),
-            ("vllm:spec_decode_num_drafts", "Runs of drafts that were verified.", drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", drafted),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", accepted),
+            *((f"vllm:{name}", text, getattr(stats, name)) for name, text in _DRAFT_COUNTERS.items()),
         )
         for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
             for name, text, value in families:
