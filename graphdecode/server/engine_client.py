@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
-from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.server import messages
@@ -43,14 +42,6 @@ class HeartbeatTimeouts(NamedTuple):
     serving_seconds: float = 6.0
 
 
-class ReadGrammar(NamedTuple):
-    """A valid grammar."""
-
-    grammar: str  # as `Grammars.compiled` takes it
-    automaton: TokenAutomaton | None  # its compiled form, where that is an automaton
-    nbytes: int  # of its compiled form
-
-
 class KeptGrammars:
     """The grammars that the engine's process holds: those used last, bounded in number and bytes."""
 
@@ -65,10 +56,10 @@ class KeptGrammars:
             return True
         return False
 
-    def add(self, read: ReadGrammar) -> list[str]:
+    def add(self, added: messages.AddGrammar) -> list[str]:
         """Add a grammar; return the grammars to evict for it."""
-        self._nbytes[read.grammar] = read.nbytes
-        self._sum += read.nbytes
+        self._nbytes[added.grammar] = added.nbytes
+        self._sum += added.nbytes
         evicted = []
         while len(self._nbytes) > 1 and (len(self._nbytes) > _KEPT or self._sum > KEPT_BYTES):
             evicted.append(next(iter(self._nbytes)))
@@ -237,7 +228,7 @@ class EngineClient:
         if not self.serves:
             raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
         if request.grammar is not None and not self.has_grammar(request.grammar):  # evicted meanwhile
-            self.add_grammar(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
+            self.add_grammar(messages.AddGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
         self._write(messages.Add(request_id, request))
@@ -247,13 +238,13 @@ class EngineClient:
         """Whether the process holds a grammar."""
         return grammar in self._grammars
 
-    def add_grammar(self, read: ReadGrammar) -> None:
+    def add_grammar(self, added: messages.AddGrammar) -> None:
         """Send a grammar to the process, and evict others beyond its limits."""
-        self._write(messages.AddGrammar(read.grammar, read.automaton))
-        for other in self._grammars.add(read):
+        self._write(added)
+        for other in self._grammars.add(added):
             self._write(messages.DropGrammar(other))
-        if read.nbytes > KEPT_BYTES:  # only requests that come at once share it
-            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._drop_grammar, read.grammar)
+        if added.nbytes > KEPT_BYTES:  # only requests that come at once share it
+            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._drop_grammar, added.grammar)
 
     def _drop_grammar(self, grammar: str) -> None:
         if self._grammars.drop(grammar):

@@ -90,7 +90,7 @@ class ForkServer:
         if child == 0:
             _end_with(self._pid)
             for descriptor in (self._control.fileno(), self._woken, self._wake, *self._children):
-                os.close(descriptor)  # else the askers of the others would not see them end
+                os.close(descriptor)  # else the clients of other jobs would not see them end
             _run(job, self._state)
         self._children[job.fileno()] = child, job
         return True

@@ -44,10 +44,11 @@ class Add(NamedTuple):
 
 
 class AddGrammar(NamedTuple):
-    """A grammar that requests will name; it was compiled once already, so it is valid."""
+    """A valid grammar that requests will name."""
 
-    grammar: str
+    grammar: str  # as `Grammars.compiled` takes it
     automaton: TokenAutomaton | None  # its compiled form, where that is an automaton
+    nbytes: int  # of its compiled form
 
 
 class DropGrammar(NamedTuple):

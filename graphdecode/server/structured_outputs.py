@@ -16,9 +16,10 @@ import numpy as np
 from graphdecode.engine import StructuredOutputsParams
 from graphdecode.engine.constraint import ConstraintError, TokenAutomaton
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.server.engine_client import EngineClient, ReadGrammar
+from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fork_pool import ForkPool, JobError, JobLimits
 from graphdecode.server.http import HttpError
+from graphdecode.server.messages import AddGrammar
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Generation
 from graphdecode.server.tool_calls import ToolFormat
@@ -218,7 +219,7 @@ class GrammarReader:
     async def _read(self, key: tuple[str, bytes], params: StructuredOutputsParams, size: int) -> str:
         caller, digest = key
         try:
-            read: ReadGrammar = await self._pool.run(
+            read: AddGrammar = await self._pool.run(
                 read_grammar, params, limits=_READING_LIMITS, caller=caller, size=size
             )
         except (ArgumentError, JobError) as error:
@@ -232,7 +233,7 @@ class GrammarReader:
         return read.grammar
 
 
-def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> ReadGrammar:
+def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> AddGrammar:
     """Compile a structured output as the engine's process will, and its first mask; raises `ArgumentError`."""
     before = _most_resident_bytes()
     grammars = preprocessor.intake.grammars
@@ -244,8 +245,8 @@ def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) ->
         raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
     if isinstance(compiled, TokenAutomaton):
         arrays = (compiled.classes, compiled.following, compiled.masks, compiled.accepts, compiled.completes)
-        return ReadGrammar(grammar, compiled, len(grammar) + sum(array.nbytes for array in arrays))
-    return ReadGrammar(grammar, None, len(grammar) + _most_resident_bytes() - before)
+        return AddGrammar(grammar, compiled, len(grammar) + sum(array.nbytes for array in arrays))
+    return AddGrammar(grammar, None, len(grammar) + _most_resident_bytes() - before)
 
 
 def _most_resident_bytes() -> int:

@@ -23,7 +23,7 @@ from graphdecode.errors import AnswerError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.server import engine_client
-from graphdecode.server.engine_client import KEPT_BYTES, EngineClient, HeartbeatTimeouts, ReadGrammar
+from graphdecode.server.engine_client import KEPT_BYTES, EngineClient, HeartbeatTimeouts
 from graphdecode.server.engine_process import EngineProcess
 from graphdecode.server.messages import (
     Abort,
@@ -135,7 +135,7 @@ def until(done: Callable[[], bool]) -> None:
 def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: Any) -> None:
     engine, grammars, send, _ = process
     for number in range(40):
-        send(AddGrammar(f"form {number}", None))
+        send(AddGrammar(f"form {number}", None, 0))
     for number in range(40):
         send(asks(number, f"form {number}"))
     until(lambda: len(grammars.begun) == 2)
@@ -154,12 +154,12 @@ def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: A
 def test_whatever_reading_a_form_raises_is_told_to_its_owner(process: Any, grammar: str) -> None:
     engine, grammars, send, events = process
     grammars.may_end.set()
-    send(AddGrammar(grammar, None))
+    send(AddGrammar(grammar, None, 0))
     send(asks(3, grammar))
     (event,) = events()
     assert (event[0], event[3]) == (3, "error")
     assert "no form" in event[6] or "the form could not be read" in event[6]
-    send(AddGrammar("good", None))
+    send(AddGrammar("good", None, 0))
     send(asks(4, "good"))
     until(lambda: engine.added == [("good", "held GOOD")])
 
@@ -255,7 +255,7 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
         client = client_of(HeartbeatTimeouts())
         await client.start()
         for nbytes in (KEPT_BYTES, KEPT_BYTES + 1):
-            client.add_grammar(ReadGrammar(f"form of {nbytes}", None, nbytes))
+            client.add_grammar(AddGrammar(f"form of {nbytes}", None, nbytes))
             assert client.has_grammar(f"form of {nbytes}")
             await asyncio.sleep(0)
             await asyncio.sleep(0)
