@@ -289,17 +289,17 @@ def show_loads(rows: list[dict[str, Any]]) -> None:
     """Print what users would see of each load, and how it was served."""
     columns = {"load": "{load}", "tokens/s": "{tokens_per_second:.0f}"}
     for kind in ("ttft", "tpot", "itl"):
-        columns |= percentiles(kind.upper(), f"{kind}_ms")
+        columns |= percentile_columns(kind.upper(), f"{kind}_ms")
     show(columns, rows, "open loop: latencies in ms")
     columns = {"load": "{load}", "offered/s": "{offered_per_second:.1f}", "served/s": "{served_per_second:.1f}"}
     columns |= {"rows of a step": "{mean_rows:.1f}", "preempted": "{preemptions}"}
     show(columns, (row | {"mean_rows": mean_rows(row["batch_sizes"])} for row in rows))
-    columns = {"load": "{load}"} | percentiles("queued", "queue_ms")
+    columns = {"load": "{load}"} | percentile_columns("queued", "queue_ms")
     columns |= {f"queue {key}": f"{{queue_depth[{key}]:.0f}}" for key in ("p50", "p90", "p99", "max")}
     show(columns, rows, "time in the queue (ms), length of the queue (requests)")
 
 
-def percentiles(heading: str, key: str) -> dict[str, str]:
+def percentile_columns(heading: str, key: str) -> dict[str, str]:
     return {f"{heading} {each}": f"{{{key}[{each}]:.2f}}" for each in ("p50", "p90", "p99")}
 
 
