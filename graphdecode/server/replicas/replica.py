@@ -32,10 +32,10 @@ class Replica:
     async def __init__(self, make_service: Callable[[], Service], listens: bool) -> None:  # type: ignore[misc]
         self.service = make_service()
         self.name = serve.get_replica_context().replica_id.unique_id
-        self._app = _signed(make_app(self.service), self.name)
         self._leases: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}  # the request has come; its response ended
         self._served_at = time.monotonic()
         await self.service.start()
+        self._app = _signed(make_app(self.service), self.name)
         self._address = ""
         if listens:
             node = ray.util.get_node_ip_address()
