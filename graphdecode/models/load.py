@@ -32,11 +32,11 @@ from graphdecode.linear.quantized_weight import QuantizedSource
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.config import DTYPES, ModelConfig, read_json
+from graphdecode.models.config import DTYPES, ModelConfig, ModelShape, read_json
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of, known_families
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.model import Model, ModelShape
+from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
 from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, quantized_on_load
 from graphdecode.models.shapes import RandomWeights

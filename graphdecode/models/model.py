@@ -10,6 +10,7 @@ from torch import Tensor
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
+from graphdecode.models.config import ModelShape
 
 
 class Chunks(NamedTuple):
@@ -22,54 +23,6 @@ class Chunks(NamedTuple):
     cu_seqlens_q: Tensor  # int32 [b + 1], where each row's tokens begin
     cu_seqlens_kv: Tensor  # int32 [b + 1], cumulative lengths, these tokens included
     page_table: Tensor  # int32 [b, pages]
-
-
-class ModelShape(Protocol):
-    """The sizes of a model, which follow from its configuration alone."""
-
-    @property
-    def architecture(self) -> str:
-        """Hugging Face's name of it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Logits of a token."""
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Layers, each with a cache of its own."""
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads."""
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key and value heads."""
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Distinct window sizes of the layers: keys before a query's own, -1 for all. Steps are planned for each."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Tokens that a sequence may have."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the checkpoint."""
-
-    @property
-    def few_bits(self) -> bool:
-        """Whether its weights are integers of few bits, which are not of that dtype."""
 
 
 class Model(Protocol):

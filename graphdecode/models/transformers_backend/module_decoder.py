@@ -8,7 +8,7 @@ sees follows from the cache, its position and the window.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from graphdecode.kernels.cache.kv_format import format_of, mixed, within
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import Attend, Tokens
-from graphdecode.models.config import UnsupportedModelError
+from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.model import Chunks
 
 NAME = "graphdecode"  # of the function, in transformers' registry
@@ -31,25 +31,11 @@ _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # querie
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdoptedConfig:
-    """Sizes of a model that transformers runs; see `ModelShape`."""
+class AdoptedConfig(ModelShape):
+    """Sizes of a model that transformers runs."""
 
-    architecture: str
-    vocab_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype
-    few_bits: bool = field(default=False, init=False)
+    windows: tuple[int, ...] = (-1,)  # layers may see all keys: what else they see their module says while it runs
     num_parameters: int  # numbers in all its tensors, each counted once
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """No more than that layers may see all keys: what else they see their module says while it runs."""
-        return (-1,)
 
     def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
         """Refuse a layer whose attention the cache has no place for; values of fewer channels than keys are padded.
