@@ -7,7 +7,7 @@ found by walking through it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
@@ -108,6 +108,11 @@ class Block:
             elif isinstance(value, WeightForm):
                 changed[entry.name] = vary(value)
         return replace(self, **changed)  # type: ignore[type-var]
+
+
+def each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors in their order, without those that are there already."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 @dataclass(frozen=True)

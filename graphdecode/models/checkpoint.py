@@ -18,8 +18,8 @@ from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
 from graphdecode.models.family import config_of, family_of
+from graphdecode.models.quantized.method import Method, PackedTensor
 from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
-from graphdecode.models.quantized.packed_tensor import Method, PackedTensor
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -118,7 +118,7 @@ class Checkpoint:
         if method is None:
             return found
         self._packed = dict(method.find(found, self._part))
-        used = {name for packed in self._packed.values() for name in packed.tensors}
+        used = {name for packed in self._packed.values() for name in packed.tensors.values()}
         plain = {name: stored for name, stored in found.items() if name not in used and not name.endswith(method.spare)}
         return plain | {name: packed.stored for name, packed in self._packed.items()}
 
@@ -140,9 +140,7 @@ class Checkpoint:
     ) -> QuantizedWeight | None:
         """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
         packed = self._packed.get(name) if name in self.tensors else None
-        if packed is None:
-            return None
-        return part_of(packed.groups(self._part) if expert is None else packed.expert(self._part, expert), shard)
+        return None if packed is None else part_of(packed.groups(self._part, expert), shard)
 
     def _part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         with safe_open(self._file_of[name], framework="pt") as reader:

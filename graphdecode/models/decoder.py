@@ -30,9 +30,38 @@ from graphdecode.models.blocks import (
     StepOperators,
     Tokens,
     Vary,
+    each_once,
 )
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.model import Chunks
+
+
+def tokens_of(batch: Batch | Chunks) -> Tokens:
+    """Return the tokens of a decode step, or of chunks of prompts."""
+    if isinstance(batch, Chunks):
+        return Tokens(*batch[:4], batch.page_table)
+    return Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
+
+
+def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
+    """Return the attention of a decode step's tokens over a layer's cache."""
+
+    def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+        attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
+
+    return attend
+
+
+def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> Attend:
+    """Return the same of chunks of prompts: token by token, or many queries at once."""
+
+    def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+        if attention is not None:
+            attention.run(out, q, cache, *tokens_of(chunks)[1:], options)
+        else:
+            extend_over(cache, out, q, *chunks[4:], options)
+
+    return attend
 
 
 class Decoder:
@@ -79,13 +108,13 @@ class Decoder:
     @property
     def constants(self) -> list[Tensor]:
         """Every tensor that a step only reads, each once."""
-        return list({id(tensor): tensor for block in self.blocks for tensor in block.tensors}.values())
+        return each_once(tensor for block in self.blocks for tensor in block.tensors)
 
     @property
     def workspace(self) -> list[Tensor]:
         """Tensors that products of few rows leave as they found them, and write in between."""
-        linears = [linear for block in self.blocks for linear in block.linears.values()]
-        return list({id(tensor): tensor for linear in linears for tensor in linear.workspace}.values())
+        linears = (linear for block in self.blocks for linear in block.linears.values())
+        return each_once(tensor for linear in linears for tensor in linear.workspace)
 
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
         """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
@@ -110,16 +139,13 @@ class Decoder:
     def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
             attention.append_and_run(out, qkv, cache.keys, cache.values, batch.page_table, turn, options, cache.scales)
 
         # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
-        return self.head.run(self._run_layers([tokens], caches, attend, None if attention.is_invariant else append))
+        fused, attend = None if attention.is_invariant else append, attend_step(batch, attention)
+        return self.head.run(self._run_layers([tokens_of(batch)], caches, attend, fused))
 
     def mix(self, batch: Batch, chunks: Chunks, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and compute chunks of prompts in one pass; see `MixingModel.mix`.
@@ -127,9 +153,7 @@ class Decoder:
         Products, norms and what else takes each token by itself are one launch for all tokens, the chunks' first.
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        of_chunks = Tokens(*chunks[:4], chunks.page_table)
-        of_rows = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-        count = chunks.token_ids.shape[0]
+        of_chunks, count = tokens_of(chunks), chunks.token_ids.shape[0]
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
@@ -139,23 +163,15 @@ class Decoder:
             pages = (cache.keys, cache.values)
             attention.append_and_run(out[count:], qkv[count:], *pages, batch.page_table, turn, options, cache.scales)
 
-        stream = self._run_layers([of_chunks, of_rows], caches, None, append)
+        stream = self._run_layers([of_chunks, tokens_of(batch)], caches, None, append)
         return self.head.run(stream.narrowed(count, count + batch.size))
 
     def prefill(
         self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None
     ) -> ResidualStream:
         """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
-        tokens = Tokens(*chunks[:4], chunks.page_table)
-
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            if attention is not None:
-                attention.run(out, q, cache, *tokens[1:], options)
-            else:
-                extend_over(cache, out, q, *chunks[4:], options)
-
         with torch.no_grad():
-            return self._run_layers([tokens], caches, attend)
+            return self._run_layers([tokens_of(chunks)], caches, attend_chunks(chunks, attention))
 
     def logits(self, stream: ResidualStream, begin: int, end: int) -> Tensor:
         """Return the logits of some tokens of a prefill; once: they are made in place. See `Model.logits`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
-from graphdecode.linear.quantized_weight import QuantizedSource
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
 from graphdecode.models.checkpoint import Checkpoint
@@ -40,7 +39,7 @@ from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
 from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
-from graphdecode.models.split import SplitSource, check_split, split_config
+from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.weight_map import CheckpointError, Part, check, parts
 from graphdecode.models.weights import Weights
@@ -65,13 +64,6 @@ class Source(TensorSource, Protocol):
         """
 
 
-@runtime_checkable
-class KeepsBlocks(QuantizedSource, Protocol):
-    """A source whose weights of few bits are blocks of GGUF's types, as `read_quantized` returns them."""
-
-    keeps_blocks: Literal[True]
-
-
 SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first that opens a name has the model
 
 
@@ -93,11 +85,7 @@ _OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(
 
 
 def open_source(model: str | Path) -> Source:
-    """Return the source of a model: a shape's random weights, a GGUF file, a folder, or what was registered.
-
-    Raises:
-        ValueError: there is no model of that name.
-    """
+    """Return the source of a model: a shape's random weights, a GGUF file, a folder, or what was registered."""
     _OUTSIDE.find()
     return next(source for source in SOURCES if source.opens(model))(model)
 
@@ -195,12 +183,12 @@ def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) 
     """
     found = cache_scale_names(source.tensors, num_layers)
     return [
-        (1.0, 1.0) if pair is None else (_read(source, pair[0], num_kv_heads), _read(source, pair[1], num_kv_heads))
+        (1.0, 1.0) if pair is None else (_scale(source, pair[0], num_kv_heads), _scale(source, pair[1], num_kv_heads))
         for pair in found
     ]
 
 
-def _read(source: TensorSource, name: str, num_kv_heads: int) -> float:
+def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
     shape = source.tensors[name].shape
     if math.prod(shape) not in (1, num_kv_heads):
         raise CheckpointError(
@@ -299,11 +287,7 @@ def _cpu_has_bf16(compiled: _Compiled) -> bool:
 def describe_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Return what a model looks like, without its weights; arguments as for `load_model`.
-
-    Raises:
-        ValueError: there is no such model, or its configuration cannot be used.
-    """
+    """Return what a model looks like, without its weights; arguments and errors are those of `load_model`."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     return source.config() if by_transformers is None else by_transformers.config
@@ -312,11 +296,7 @@ def describe_model(
 def check_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Look at a model's configuration and at what weights there are, and read none of them.
-
-    Raises:
-        ValueError: there is no such model, its configuration cannot be used, or tensors are missing or of wrong shapes.
-    """
+    """Do the same, and look at what tensors there are."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
@@ -342,14 +322,11 @@ def kept_bytes(
     *,
     quantize: str | None = None,
 ) -> int:
-    """Return the memory that all tensors of a model take: those that stay in few bits as stored, less groups' scales.
+    """Return the memory that all tensors of a model take: those that stay quantized as stored, less groups' scales.
 
     Args:
         model: where `config` is from, as for `load_model`; `quantize` likewise.
-        dtype: of what does not stay in few bits.
-
-    Raises:
-        ValueError: there is no such model.
+        dtype: of what does not stay quantized.
     """
     source = open_source(model)
     if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
@@ -358,7 +335,7 @@ def kept_bytes(
 
     def size(part: Part) -> int:
         values, stored = math.prod(part.shape), source.tensors[part.name].dtype
-        if isinstance(source, KeepsBlocks):
+        if _keeps_blocks(source):
             return BLOCK_OF[stored].size(values) if keeps_blocks and stored in BLOCK_OF else values * dtype.itemsize
         return values * (4 if stored.endswith("4") else 8) // 8 if stored in KEPT_GROUPS else values * dtype.itemsize
 
@@ -404,7 +381,7 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model)
-    if quantize == "gguf" and not isinstance(source, KeepsBlocks):
+    if quantize == "gguf" and not _keeps_blocks(source):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     quantize = _unless_stored_so(quantize, source)
     expands = quantize == _EXPANDED
@@ -428,12 +405,13 @@ def load_model(
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
         if shared is not None:
-            check_split(by_transformers.config, shared.count)
+            split_config(by_transformers.config, shared.count)
         quantize = None if expands else quantize
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
         if options.quantize != quantize:
             raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
-        return _load_adopted(by_transformers, source, options, progress)
+        by_transformers.check_files(source)
+        return _settled(by_transformers.load(options, progress=progress), device)
     config = source.config()
     if expands or quantize is None:
         quantize = "gguf" if not expands and _has_blocks(source, device, native.library) else None
@@ -452,19 +430,15 @@ def load_model(
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
-    if shared is None:
-        return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), scales, progress)
-    shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
-    weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
-    return _build(split_config(config, shared.count), weights, scales, progress)
+    if shared is not None:
+        weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
+        config, weight_map = split_config(config, shared.count), shard.weight_map
+    weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared)
+    return _settled(_build(config, weights, scales, progress), device)
 
 
 def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
-    """Return what `quantize` asks for beyond the way in which a source stores its weights, which is kept unasked.
-
-    Raises:
-        ArgumentError: it names another way, in which weights can be stored and are not rounded.
-    """
+    """Return what `quantize` asks for beyond the way in which a source stores its weights, which is kept unasked."""
     stored = getattr(source, "quant_method", None)
     if quantize in METHODS and quantize not in FORMS_OF and quantize != stored:
         raise ArgumentError(
@@ -475,25 +449,16 @@ def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
     return None if quantize == stored else quantize
 
 
-def _load_adopted(folder: AdoptedFolder, source: Source, options: FormOptions, progress: bool) -> Model:
-    folder.check_files(source)
-    module = folder.load(options, progress=progress)
-    return_free_memory()
-    if options.device.type == "cpu":
-        join_pages(module.constants)
-    return module
-
-
 class _Expanded:
-    """A source whose weights in few bits are read as plain ones."""
+    """A source whose quantized weights are read as plain ones."""
 
     def __init__(self, source: TensorSource) -> None:
-        kinds = KeptPanels.kinds | KeptTiles.kinds
-        self.read = source.read
-        self.tensors = {
-            name: stored._replace(dtype="F32") if stored.dtype in kinds else stored
-            for name, stored in source.tensors.items()
-        }
+        self.read, self.tensors = source.read, source.tensors
+
+
+def _keeps_blocks(source: TensorSource) -> bool:
+    """Whether a source's quantized weights are blocks of GGUF's types, as it says itself."""
+    return getattr(source, "keeps_blocks", False)
 
 
 def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled) -> bool:
@@ -501,14 +466,12 @@ def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled)
     if device.type == "cpu" and not compiled(None):
         return False
     kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
-    return isinstance(source, KeepsBlocks) and any(stored.dtype in kinds for stored in source.tensors.values())
+    return _keeps_blocks(source) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
 def _has_groups(source: TensorSource) -> bool:
     """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
-    return not isinstance(source, KeepsBlocks) and any(
-        stored.dtype in GROUP_TYPES for stored in source.tensors.values()
-    )
+    return not _keeps_blocks(source) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
@@ -524,11 +487,7 @@ def _check_weights(source: Source, config: ModelConfig) -> None:
 
 
 def _check_form(source: TensorSource, options: FormOptions, quantize: str) -> None:
-    """Refuse to round weights that would be read as plain ones again.
-
-    Raises:
-        ArgumentError: no form keeps them on the device.
-    """
+    """Refuse to round weights that no form keeps on the device: they would be read as plain ones again."""
     kinds = {stored.dtype: name for name, stored in source.tensors.items() if stored.dtype not in PLAIN}
     for kind, name in kinds.items():
         if keeping(source, LinearNames((name,)), options) is None:
@@ -545,13 +504,17 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
         layers.append(family.layer(config, weights, index))
         if index % _TRIMMED_LAYERS == 0:
             return_free_memory()
-    decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
+    return Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
+
+
+def _settled(model: Model, device: torch.device) -> Model:
+    """Return a model that was loaded, when what loading took has been given back."""
     return_free_memory()
-    if decoder.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
-    elif decoder.device.type == "cpu":
-        join_pages(decoder.constants)
-    return decoder
+    elif device.type == "cpu":
+        join_pages(model.constants)
+    return model
 
 
 def _check_invariance(config: ModelShape, device: torch.device) -> None:

@@ -71,9 +71,6 @@ class GgufTensor(NamedTuple):
 class GgufFile:
     """One file: its metadata and where its tensors are; no tensor is read.
 
-    Args:
-        path: of the file.
-
     Attributes:
         path: of the file.
         fields: the metadata; arrays of numbers are NumPy's, those of strings are lists.
@@ -101,13 +98,10 @@ class GgufFile:
         header.check_magic()
         num_tensors, num_fields = header.count("tensor_count", 32), header.count("metadata_kv_count", 13)
         self.fields: Mapping[str, Any] = header.fields(num_fields)
-        self.tensors: Mapping[str, GgufTensor] = header.tensors(num_tensors, self._alignment())
-
-    def _alignment(self) -> int:
         alignment = self.fields.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
             raise CheckpointError(f"{self.path}: general.alignment must be a power of two >= 8, got {alignment!r}")
-        return alignment
+        self.tensors: Mapping[str, GgufTensor] = header.tensors(num_tensors, alignment)
 
 
 def read_header(path: Path) -> GgufFile:
@@ -168,10 +162,15 @@ class _Header:
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Read what the header says of the tensors, and look whether the file has their bytes."""
-        described = [self._tensor(index) for index in range(count)]
+        described: dict[str, GgufTensor] = {}
+        for index in range(count):
+            name = self._string(f"the name of tensor {index}")
+            if name in described:
+                raise CheckpointError(f"{self._path}: the tensor {name} is there twice")
+            described[name] = self._tensor(name)
         start = -(-self._at // alignment) * alignment
         end_before, name_before = start, ""
-        for name, tensor in sorted(described, key=lambda each: each[1].offset):
+        for name, tensor in sorted(described.items(), key=lambda each: each[1].offset):
             offset = start + tensor.offset
             if tensor.offset % alignment:
                 raise CheckpointError(
@@ -184,18 +183,9 @@ class _Header:
                 raise CheckpointError(
                     f"{self._path} is truncated: {name} ends at byte {end_before}, and the file has {self._size}"
                 )
-        return {name: tensor._replace(offset=start + tensor.offset) for name, tensor in self._once(described)}
+        return {name: tensor._replace(offset=start + tensor.offset) for name, tensor in described.items()}
 
-    def _once(self, described: list[tuple[str, GgufTensor]]) -> list[tuple[str, GgufTensor]]:
-        seen: set[str] = set()
-        for name, _ in described:
-            if name in seen:
-                raise CheckpointError(f"{self._path}: the tensor {name} is there twice")
-            seen.add(name)
-        return described
-
-    def _tensor(self, index: int) -> tuple[str, GgufTensor]:
-        name = self._string(f"the name of tensor {index}")
+    def _tensor(self, name: str) -> GgufTensor:
         dims = self._number("I", f"the number of dimensions of {name}")
         if not 1 <= dims <= _MAX_DIMS:
             raise CheckpointError(f"{self._path}: {name} has {dims} dimensions; there may be 1 to {_MAX_DIMS}")
@@ -212,7 +202,7 @@ class _Header:
                 f"{self._path}: {name} has rows of {shape[-1]} values, which blocks of {block.values} ({block.name}) "
                 f"cannot fill"
             )
-        return name, GgufTensor(self._path, shape, block, self._number("Q", f"the offset of {name}"))
+        return GgufTensor(self._path, shape, block, self._number("Q", f"the offset of {name}"))
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:
@@ -273,39 +263,21 @@ _HARMONY = {"<|return|>", "<|call|>"}  # where these end an answer, <|end|> ends
 
 
 class Metadata:
-    """The fields of one architecture.
-
-    Args:
-        fields: all of a file's.
-
-    Attributes:
-        architecture: GGUF's name of it.
-
-    Raises:
-        UnsupportedModelError: no architecture is named.
-    """
+    """The fields of a file, and of its architecture; each reader raises `UnsupportedModelError` for what is wrong."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._all = fields
         self.architecture = self.whole("general.architecture", str)
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """Return a number of the architecture, such as "embedding_length"; one for all layers where there are many.
-
-        Raises:
-            UnsupportedModelError: it is missing and has no default, is no number, or differs between layers.
-        """
+        """Return a number of the architecture, such as "embedding_length"; one for all layers where there are many."""
         return self.whole(f"{self.architecture}.{name}", (int, float), default)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a number that is an integer >= 1.
-
-        Raises:
-            UnsupportedModelError: it is none, or see `number`.
-        """
+        """Return a number that is an integer >= 1."""
         value = self.number(name, default)
         if not isinstance(value, int) or value < 1:
-            raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 1, got {_shown(value)}")
+            raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 1, got {value!r:.80}")
         return value
 
     def has(self, name: str) -> bool:
@@ -330,12 +302,8 @@ class Metadata:
             raise UnsupportedModelError(f"the field {key} is missing")
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
             kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-            raise UnsupportedModelError(f"{key} must be {kinds}, got {_shown(value)}")
+            raise UnsupportedModelError(f"{key} must be {kinds}, got {value!r:.80}")
         return value
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.80}"
 
 
 def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
@@ -354,7 +322,7 @@ def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
     return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
 
 
-_VALUES_AT_ONCE = 1 << 19  # are undone together: what that needs beside the result is a few MB
+_VALUES_AT_ONCE = 1 << 19  # are dequantized together: what that needs beside the result is a few MB
 
 
 @dataclass(frozen=True)

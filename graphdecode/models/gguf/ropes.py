@@ -87,8 +87,8 @@ def _longrope(metadata: Metadata, short: np.ndarray, long: np.ndarray) -> dict[s
 def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: int) -> dict[str, Any]:
     """Return the rope whose frequencies are divided by factors.
 
-    A file has them in place of the four numbers that Llama 3.1 defines them by. Where they are the factors of those
-    numbers as all its models have them, it is that rope again; else one that has factors.
+    A file has them in place of Llama 3.1's four numbers. Where they follow from the numbers that all its models have,
+    it is that rope; else one that has factors.
     """
     llama3 = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
     if 2 * len(factors) != rotated:
@@ -97,11 +97,9 @@ def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: 
     ours = inverse_frequencies(RopeConfig(theta=theta), rotated) / inverse_frequencies(rope, rotated)
     if torch.allclose(ours, torch.from_numpy(factors), rtol=1e-5):
         return llama3
-    trained = metadata.count("context_length")
+    trained = {"original_max_position_embeddings": metadata.count("context_length"), "attention_factor": 1.0}
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist()}
-    return {
-        "rope_type": "longrope", **same, "attention_factor": 1.0, "original_max_position_embeddings": trained
-    }  # fmt: skip
+    return {"rope_type": "longrope", **same, **trained}
 
 
 def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:

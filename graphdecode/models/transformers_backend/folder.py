@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -84,27 +84,6 @@ def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightF
     return forms
 
 
-class _Calls:
-    """Answers a module's attention with nothing, and keeps what it asked for; see `Attends`.
-
-    Attributes:
-        shapes: layer -> query heads, key heads, channels of queries, keys and values.
-        is_complete: whether the step came to its end; one that reads on the host, or runs what exists for real tensors
-            alone, does not.
-    """
-
-    def __init__(self) -> None:
-        self.is_complete = False
-        self.shapes: dict[int, tuple[int, int, int, int, int]] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Keep the shapes."""
-        if layer in self.shapes:
-            raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
-        self.shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
-        return q.new_empty((*q.shape[:2], v.shape[2]))
-
-
 class AdoptedFolder:
     """A model that transformers runs and has no family here."""
 
@@ -123,14 +102,14 @@ class AdoptedFolder:
         settings = self._settings()
         try:
             module = self._module_without_weights(settings)
-            calls = _calls_of(module)
-            self._check_layers(module, settings, calls)
-            return _config_of(module, settings.get_text_config(decoder=True), calls)
+            shapes, is_complete = _attention_shapes(module)
+            self._check_layers(module, settings, shapes if is_complete else None)
+            return _config_of(module, settings.get_text_config(decoder=True), shapes)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
     def check_files(self, source: TensorSource) -> None:
-        """Look for the weights, and read none of them; what is missing from them is seen when they are loaded.
+        """Count the numbers that the files hold; which tensors are missing is seen when they are loaded.
 
         Raises:
             CheckpointError: they do not suffice for the model, whatever their names, or cannot be read.
@@ -143,7 +122,7 @@ class AdoptedFolder:
             )
 
     def load(self, options: FormOptions, *, progress: bool) -> ModuleDecoder:
-        """Read the weights, of safetensors alone, and give its products the forms that are read fastest here.
+        """Read the weights, of safetensors alone, and put its products into forms.
 
         Raises:
             UnsupportedModelError: see `config`.
@@ -208,14 +187,13 @@ class AdoptedFolder:
                 raise UnsupportedModelError(f"transformers has no causal decoder for {name}: {why}") from error
             raise UnsupportedModelError(f"transformers has no causal decoder {name}: {_line(error)}") from error
 
-    def _check_layers(self, module: Any, settings: Any, calls: _Calls) -> None:
+    def _check_layers(self, module: Any, settings: Any, attended: Collection[int] | None) -> None:
+        """Refuse a module that cannot run over a paged cache; `attended` are its layers that attend, None: unknown."""
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
         order = {part.is_causal for part in module.modules() if hasattr(part, "is_causal")}
         if order == {False}:
-            raise UnsupportedModelError(
-                f"{name} is an encoder, whose tokens see those behind them: it generates no text, and only causal "
-                "decoders are run"
-            )
+            why = "whose tokens see those behind them: it generates no text, and only causal decoders are run"
+            raise UnsupportedModelError(f"{name} is an encoder, {why}")
         if type(module).__name__ != name:
             asked, made = shown(name, plain=True), type(module).__name__
             why = _other_inputs(settings)
@@ -229,7 +207,7 @@ class AdoptedFolder:
         if module._is_stateful or other:
             kinds = f": layers of {', '.join(other)}" if other else ""
             raise UnsupportedModelError(f"{name} keeps another state than keys and values by position{kinds}")
-        if calls.is_complete and sorted(calls.shapes) != list(range(text.num_hidden_layers)):
+        if attended is not None and sorted(attended) != list(range(text.num_hidden_layers)):
             raise UnsupportedModelError(_no_interface(name))
         if any(
             "position_ids" not in inspect.signature(part.forward).parameters for part in (module, module.base_model)
@@ -237,10 +215,23 @@ class AdoptedFolder:
             raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
 
 
-def _calls_of(module: nn.Module) -> _Calls:
-    """Return what attention is asked for in a step over no data, as far as the step gets without any."""
-    calls = _Calls()
-    answer(module, calls)
+_Shape = tuple[int, int, int, int, int]  # query heads, key heads, channels of queries, keys and values
+
+
+def _attention_shapes(module: nn.Module) -> tuple[dict[int, _Shape], bool]:
+    """Return for each layer what attention is asked for in a step over no data, and whether the step came to its end.
+
+    One that reads on the host, or runs what exists for real tensors alone, does not.
+    """
+    shapes: dict[int, _Shape] = {}
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        if layer in shapes:
+            raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
+        shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
+        return q.new_empty((*q.shape[:2], v.shape[2]))
+
+    answer(module, attend)
     token = torch.zeros((1, 1), dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -248,19 +239,18 @@ def _calls_of(module: nn.Module) -> _Calls:
     except UnsupportedModelError:
         raise
     except (RuntimeError, NotImplementedError):
-        return calls
-    calls.is_complete = True
-    return calls
+        return shapes, False
+    return shapes, True
 
 
-def _config_of(module: nn.Module, text: Any, calls: _Calls) -> AdoptedConfig:
+def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape]) -> AdoptedConfig:
     """Return the sizes: those that attention asks for, else what the configuration calls them."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     heads = count(fields, "num_attention_heads")
     kv_heads = count(fields, "num_key_value_heads", heads)
     head_dim = fields.get("head_dim") or count(fields, "hidden_size") // heads
-    if 0 in calls.shapes:
-        heads, kv_heads, head_dim, *_ = calls.shapes[0]
+    if 0 in shapes:
+        heads, kv_heads, head_dim, *_ = shapes[0]
     dtype = getattr(text, "dtype", None) or torch.float32
     eos = text.eos_token_id
     config = AdoptedConfig(
@@ -275,7 +265,7 @@ def _config_of(module: nn.Module, text: Any, calls: _Calls) -> AdoptedConfig:
         dtype=dtype if dtype in DTYPES.values() else torch.float32,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
     )
-    for shape in calls.shapes.values():
+    for shape in shapes.values():
         config.check_heads(*shape)
     return config
 

@@ -7,10 +7,10 @@ sees follows from the cache, its position and the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.kv_format import format_of, mixed, within
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.blocks import Attend, Tokens
+from graphdecode.models.blocks import Attend, Tokens, each_once
 from graphdecode.models.config import ModelShape, UnsupportedModelError
+from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
 from graphdecode.models.model import Chunks
 
 NAME = "graphdecode"  # of the function, in transformers' registry
-_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds who answers it
+_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds what answers it
 _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are turned by them already
 
 
@@ -51,19 +52,9 @@ class AdoptedConfig(ModelShape):
             )
 
 
-class Attends(Protocol):
-    """The object that answers the calls of a model's attention modules."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Return the attention of some tokens, [t, heads, head_dim].
-
-        Args:
-            layer: its number, from 0.
-            q: [t, heads, head_dim], any strides.
-            k: [t, kv_heads, head_dim].
-            v: [t, kv_heads, head_dim].
-            options: of the layer.
-        """
+# given a layer's number, q [t, heads, head_dim] of any strides, k and v [t, kv_heads, head_dim], and its options,
+# returns the attention, [t, heads, head_dim]
+Attending = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 
 def register() -> None:
@@ -73,11 +64,11 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention)
 
 
-def answer(model: nn.Module, who: Attends) -> None:
-    """Hand the calls of a model's attention modules to `who` from now on."""
+def answer(model: nn.Module, attend: Attending) -> None:
+    """Hand the calls of a model's attention modules to a function from now on."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
-            setattr(module, _PLACE, who)
+            setattr(module, _PLACE, attend)
 
 
 def keep_quantiles(model: nn.Module) -> None:
@@ -122,13 +113,13 @@ def _attention(
     if attention_mask is not None or is_causal is False or tensors:
         asked = ", ".join(["a mask of its own"] * (attention_mask is not None) + tensors) or "no causal order"
         raise UnsupportedModelError(f"{type(module).__name__} asks attention for {asked}, which this runtime has not")
-    who: Attends | None = getattr(module, _PLACE, None)
-    if who is None:
+    attend: Attending | None = getattr(module, _PLACE, None)
+    if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention, but does not say for which layer")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     options = AttentionOptions(scaling, window, softcap or 0.0, None if s_aux is None else s_aux.float())
-    return who.attend(module.layer_idx, q, k, v, options)[None], None
+    return attend(module.layer_idx, q, k, v, options)[None], None
 
 
 class _Pass(NamedTuple):
@@ -153,7 +144,7 @@ class ModuleDecoder:
         # no channel is left to be turned: queries and keys come from the module as they are to be compared
         self._angles = torch.empty((config.max_position_embeddings, 2, 0), device=self.device)
         self._pass: _Pass | None = None
-        answer(module, self)
+        answer(module, self.attend)
 
     @property
     def num_layers(self) -> int:
@@ -168,12 +159,12 @@ class ModuleDecoder:
     def constants(self) -> list[Tensor]:
         """Every tensor that a step only reads, each once."""
         of_forms = [tensor for _, form in self._forms for tensor in form.tensors]
-        return list({id(tensor): tensor for tensor in [*self._plain_tensors(), *of_forms, self._angles]}.values())
+        return each_once([*self._plain_tensors(), *of_forms, self._angles])
 
     @property
     def workspace(self) -> list[Tensor]:
         """Tensors that products leave as they found them, and write in between."""
-        return list({id(tensor): tensor for _, form in self._forms for tensor in form.workspace}.values())
+        return each_once(tensor for _, form in self._forms for tensor in form.workspace)
 
     @property
     def weight_bytes(self) -> int:
@@ -196,26 +187,13 @@ class ModuleDecoder:
     def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
-
-        return self._logits(_Pass(tokens, caches, attend))
+        return self._logits(_Pass(tokens_of(batch), caches, attend_step(batch, attention)))
 
     def prefill(
         self, chunks: Chunks, caches: list[LayerCache], attention: TokenByTokenAttention | None = None
     ) -> _Pass:
         """Append the keys and values of many tokens; see `Model.prefill`."""
-        tokens = Tokens(*chunks[:4], chunks.page_table)
-
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            if attention is not None:
-                attention.run(out, q, cache, *tokens[1:], options)
-            else:
-                extend_over(cache, out, q, *chunks[4:], options)
-
-        passed = _Pass(tokens, caches, attend)
+        passed = _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention))
         with torch.no_grad():  # what comes after the layers is for logits
             self._run(self.module.base_model, passed)
         return passed
@@ -254,17 +232,8 @@ class ModuleDecoder:
             joined = torch.cat((q, k, v), dim=1).flatten(1)
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
             key, value, pages = cache.scales
-            rope_append(
-                queries,
-                cache.keys,
-                cache.values,
-                joined,
-                *where,
-                self._angles,
-                k_scale=key,
-                v_scale=value,
-                scales=pages,
-            )
+            pool = (cache.keys, cache.values)
+            rope_append(queries, *pool, joined, *where, self._angles, k_scale=key, v_scale=value, scales=pages)
         attended = torch.empty_like(queries)
         self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]
