@@ -1,7 +1,5 @@
 """Quantized and expanded copies of models, which appear at once or not at all."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -69,7 +67,7 @@ def quantized_copy(
     config = source.config()
     rounded = quantized_on_load(source, config, quantize, group_size)
     names = [part.name for part in parts(rounded.weight_map)]
-    _check_room(out.absolute().parent, sum(_bytes_of(rounded.tensors[name]) for name in names))
+    _check_room(out, [rounded.tensors[name] for name in names])
     if fitting == "gguf":
         file = GgufModel(rounded, config)
         vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
@@ -93,22 +91,15 @@ def converted_copy(
 ) -> Path:
     """Write a GGUF model as safetensors with config.json, tokenizer and chat template, and return `out`.
 
-    Args:
-        model: a `.gguf` file, or what leads to one; see `resolve_model_path`.
-        out: the folder to make.
-        dtype: of the weights; "auto": bfloat16 for blocks of few bits, else the file's own.
-        overwrite: replace the checkpoint folder that is at `out`.
-        progress: show a bar on standard error.
-
-    Raises:
-        ArgumentError: the model, the path or an option cannot be used; nothing was written.
+    `dtype` is that of the weights; "auto": bfloat16 for quantized blocks, else the file's own. Other arguments and
+    errors are those of `quantized_copy`.
     """
     source = PlainGguf(model, dtype)
     _check_out(out, source.path, "safetensors", overwrite)
     check_model(source.path, model_impl="native")
     config = source.config()
     names = [part.name for part in parts(family_of(config.architecture).weights(config))]
-    _check_room(out.absolute().parent, sum(_bytes_of(source.tensors[name]) for name in names))
+    _check_room(out, [source.tensors[name] for name in names])
     tokenizer = load_tokenizer(source.path, replaceable=False)
     with _at_once(out) as partial:
         partial.mkdir()
@@ -149,17 +140,15 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
         raise ArgumentError(f"{out} is no checkpoint folder, and is not replaced")
 
 
-def _check_room(folder: Path, size: int) -> None:
-    """Refuse a copy for which a folder's disk has no room."""
-    free = shutil.disk_usage(folder).free
+def _check_room(out: Path, tensors: list[Stored]) -> None:
+    """Refuse a copy of about so many bytes as the tensors take, for which the disk has no room."""
+    widths = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
+    size = sum(int(math.prod(stored.shape) * widths.get(stored.dtype, 2.0)) for stored in tensors)
+    free = shutil.disk_usage(out.absolute().parent).free
     if free < size:
-        raise ArgumentError(f"{folder} has {free / 2**20:.0f} MiB left, and the copy needs {size / 2**20:.0f}")
-
-
-def _bytes_of(stored: Stored) -> int:
-    """Return about how many bytes a tensor takes."""
-    wide = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
-    return int(math.prod(stored.shape) * wide.get(stored.dtype, 2.0))
+        raise ArgumentError(
+            f"{out.absolute().parent} has {free / 2**20:.0f} MiB left, and the copy needs {size / 2**20:.0f}"
+        )
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """What is written into a checkpoint folder: weights as safetensors, plain or quantized, and what stands beside them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,15 +32,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class PlainGguf(Gguf):
-    """A GGUF model whose tensors are plain ones, of one type.
-
-    Args:
-        model: see `resolve_model_path`.
-        dtype: of the tensors, as a config.json calls it; "auto": what the model is computed in.
-
-    Raises:
-        ArgumentError: it is none, or cannot be said in a checkpoint folder.
-    """
+    """A GGUF model whose tensors are plain ones, of one type: a dtype of config.json, or what the model says."""
 
     def __init__(self, model: str | Path, dtype: str = "auto") -> None:
         if not Gguf.opens(model):

@@ -4,8 +4,6 @@ What is written is what `Architecture` reads: the configuration that a header gi
 before anything is written, and a model of which GGUF cannot say all is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -32,14 +30,7 @@ _CALLED = {"mixtral": "llama"}  # what a header calls it, where that is another'
 
 
 class GgufModel:
-    """A model, as a GGUF file has it.
-
-    Attributes:
-        fields: of the header.
-
-    Raises:
-        UnsupportedModelError: GGUF has no words for the architecture, or for something of the configuration.
-    """
+    """A model as a GGUF file has it; `UnsupportedModelError` where GGUF has no words for it."""
 
     def __init__(self, source: RoundedSource, config: ModelConfig) -> None:
         self._source = source
@@ -192,7 +183,7 @@ def _kinds(value: Any) -> tuple[Any, Any]:
     """Return what GGUF calls a value's type, and that of its entries."""
     from gguf import GGUFValueType as Kind
 
-    kinds = {bool: Kind.BOOL, int: Kind.UINT32, float: Kind.FLOAT32, str: Kind.STRING}
+    kinds: dict[type, Any] = {bool: Kind.BOOL, int: Kind.UINT32, float: Kind.FLOAT32, str: Kind.STRING}
     if not isinstance(value, list):
         return kinds[type(value)], None
     return Kind.ARRAY, (kinds | {int: Kind.INT32})[type(value[0])]

@@ -1,7 +1,5 @@
 """The configuration of a decoder, and the fields of a config.json that most families read alike."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,12 +92,7 @@ class ModelConfig(ModelShape):
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5.
-
-    Raises:
-        UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
-        UnsupportedRopeError: the same, of the rotary embedding.
-    """
+    """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5."""
     if settings.get("quantization_config"):
         method = settings["quantization_config"]
         method = shown(method.get("quant_method") if isinstance(method, dict) else method, plain=True)
@@ -138,11 +131,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
 
 
 def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
-    """Return for each layer whether it sees a window, as `layer_types` says, or as `otherwise` does.
-
-    Raises:
-        UnsupportedModelError: the field does not name each layer's type, or names an unknown one.
-    """
+    """Return for each layer whether it sees a window, as `layer_types` says, or as `otherwise` does."""
     kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
     if not isinstance(kinds, list) or len(kinds) != len(otherwise) or any(kind not in _LAYER_TYPES for kind in kinds):
         raise UnsupportedModelError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from graphdecode.models.blocks import (
     each_once,
 )
 from graphdecode.models.config import ModelConfig
-from graphdecode.models.model import Chunks
+from graphdecode.models.model import Chunks, Model
 
 
 def tokens_of(batch: Batch | Chunks) -> Tokens:
@@ -64,11 +63,10 @@ def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> At
     return attend
 
 
-class Decoder:
-    """A decoder-only transformer; see `Model`.
+class Decoder(Model):
+    """A decoder-only transformer; operators other than the fused ones measure what fusing is worth."""
 
-    Other operators than the fused ones are for measuring what fusing is worth.
-    """
+    config: ModelConfig
 
     def __init__(
         self,
@@ -101,39 +99,17 @@ class Decoder:
         return [self.stem, *self.layers, self.head]
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers, each with a cache of its own."""
-        return len(self.layers)
-
-    @property
     def constants(self) -> list[Tensor]:
         """Every tensor that a step only reads, each once."""
         return each_once(tensor for block in self.blocks for tensor in block.tensors)
 
-    @property
-    def workspace(self) -> list[Tensor]:
-        """Tensors that products of few rows leave as they found them, and write in between."""
-        linears = (linear for block in self.blocks for linear in block.linears.values())
-        return each_once(tensor for linear in linears for tensor in linear.workspace)
+    def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
+        """Yield the products of a step, each with its name within a layer."""
+        parts = (part for block in self.blocks for part in block.parts())
+        yield from ((name, form) for name, form in parts if isinstance(form, (WeightForm, ExpertForm)))
 
-    def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
-        """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, form in (part for block in self.blocks for part in block.parts()):
-            if isinstance(form, WeightForm):
-                found[f"{name} {form.out_features}x{form.in_features}"] = form.choice(rows).as_report()
-            elif isinstance(form, ExpertForm):
-                experts, *sizes = form.shape
-                found[f"{name} {'x'.join(map(str, sizes))} of {experts} experts"] = form.choice(rows).as_report()
-        return found
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but the embedding's unused rows."""
-        return sum(block.read_bytes() for block in self.blocks)
-
-    def read_bytes(self, rows: int) -> int:
-        """Return how many of them a step of so many rows reads at most: of experts, those that it can go to."""
+    def read_bytes(self, rows: int | None) -> int:
+        """Return the bytes of weights that a step reads: of experts, those that so many rows can go to."""
         return sum(block.read_bytes(rows) for block in self.blocks)
 
     def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:

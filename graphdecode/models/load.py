@@ -1,7 +1,5 @@
 """From a source of weights to a decoder: each tensor straight to its place, no second copy of the model."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -37,11 +35,11 @@ from graphdecode.models.family import family_of, known_families
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
-from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, quantized_on_load
+from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, RoundedSource, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.weight_map import CheckpointError, Part, check, parts
+from graphdecode.models.weight_map import CheckpointError, Part, check, parts, runs_of
 from graphdecode.models.weights import Weights
 
 
@@ -57,11 +55,7 @@ class Source(TensorSource, Protocol):
         """Whether a model's name is one of this kind of source; whether there is such a model is not asked here."""
 
     def config(self) -> ModelConfig:
-        """Return the configuration, without reading any tensor.
-
-        Raises:
-            UnsupportedModelError: it cannot be read, or describes no model that is supported.
-        """
+        """Return the configuration, without reading any tensor; `UnsupportedModelError` says why it cannot."""
 
 
 SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first that opens a name has the model
@@ -70,12 +64,8 @@ SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first tha
 def register_source(source: type[Source], *, replace: bool = False) -> None:
     """Register a kind of source; it is asked before those that are known.
 
-    Args:
-        source: the class.
-        replace: even before one of the same name.
-
     Raises:
-        ArgumentError: there is a source of that name.
+        ArgumentError: there is a source of that name, and it is not to be replaced.
     """
     refuse_taken("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
     SOURCES.insert(0, source)
@@ -96,12 +86,7 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False) -> AdoptedFolder | None:
-    """Return a source's model as transformers runs it; None where a family of ours does.
-
-    Raises:
-        ArgumentError: transformers is asked for, and the source is no folder; or there is no such implementation.
-        UnsupportedModelError: the folder's config.json cannot be read.
-    """
+    """Return a source's model as transformers runs it; None where a family of ours does."""
     if model_impl not in MODEL_IMPLS:
         raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
     folder: Path | None = getattr(source, "folder", None)
@@ -110,16 +95,12 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
     if folder is None:
         raise ArgumentError(f"model_impl='transformers' runs checkpoint folders, and {source.name} is none")
     file = folder / "config.json"
-    if model_impl == "auto" and (not file.exists() or _is_ours(read_json(file).get("architectures"))):
-        return None
+    if model_impl == "auto":
+        named = read_json(file).get("architectures") if file.exists() else None
+        name = named[0] if isinstance(named, list) and named else None
+        if not isinstance(name, str) or name in known_families():  # where none is named, ours say so
+            return None
     return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
-
-
-def _is_ours(architectures: object) -> bool:
-    """Whether a family of ours has an architecture, or none is named at all, which is for ours to say."""
-    return not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)) or (
-        architectures[0] in known_families()
-    )
 
 
 HUGE_PAGE = 2 << 20
@@ -144,17 +125,11 @@ def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     for begin, end in spans:
         for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE)):
             filled[page] += min(end, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
-    found: list[tuple[int, int]] = []
-    for page in sorted(page for page, count in filled.items() if count >= _LEAST_SHARE * HUGE_PAGE):
-        begin, end = page * HUGE_PAGE, (page + 1) * HUGE_PAGE
-        if found and found[-1][1] == begin:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return found
+    full = [page for page, count in filled.items() if count >= _LEAST_SHARE * HUGE_PAGE]
+    return [(first * HUGE_PAGE, last * HUGE_PAGE + HUGE_PAGE) for first, last in runs_of(full)]
 
 
-_ATTENTION = "model.layers.{}.self_attn."
-_NAMES = (  # of keys and of values, behind the attention's own
+_SCALES = (  # of keys and of values, behind the attention's own
     ("k_scale", "v_scale"),  # compressed-tensors, llm-compressor
     ("attn.k_scale", "attn.v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
@@ -167,25 +142,16 @@ _NAMES = (  # of keys and of values, behind the attention's own
 
 def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tuple[str, str] | None]:
     """Return the names of each layer's scales, of keys and of values; None where a layer has none."""
-    found: list[tuple[str, str] | None] = []
-    for layer in range(num_layers):
-        prefix = _ATTENTION.format(layer)
-        pairs = ((prefix + key, prefix + value) for key, value in _NAMES)
-        found.append(next((pair for pair in pairs if all(name in tensors for name in pair)), None))
-    return found
+    of_layers = [f"model.layers.{layer}.self_attn." for layer in range(num_layers)]
+    pairs = [[(at + key, at + value) for key, value in _SCALES] for at in of_layers]
+    return [next((pair for pair in known if tensors.keys() >= set(pair)), None) for known in pairs]
 
 
 def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:
-    """Return the scales of keys and of values of each layer; 1.0 where the source says nothing.
-
-    Raises:
-        CheckpointError: a scale is not a positive number, or neither one of the layer nor one for each head.
-    """
+    """Return the scales of keys and of values of each layer; 1.0 where the source says nothing."""
     found = cache_scale_names(source.tensors, num_layers)
-    return [
-        (1.0, 1.0) if pair is None else (_scale(source, pair[0], num_kv_heads), _scale(source, pair[1], num_kv_heads))
-        for pair in found
-    ]
+    pairs = [[1.0, 1.0] if pair is None else [_scale(source, name, num_kv_heads) for name in pair] for pair in found]
+    return [(key, value) for key, value in pairs]
 
 
 def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
@@ -202,7 +168,7 @@ def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
     return largest
 
 
-_EXPANDED = "none"  # what `quantize` is where weights in few bits are to be plain ones
+_EXPANDED = "none"  # what `quantize` is where quantized weights are to be plain ones
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -215,11 +181,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
         instructions()
     except MissingInstructions as error:
         raise ArgumentError(str(error)) from error
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = None
     with suppress(RuntimeError):
-        resolved = torch.device(device)
+        resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if resolved is None or resolved.type not in ("cpu", "cuda"):
         raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
     index = resolved.index or 0
@@ -245,29 +209,26 @@ def resolve_dtype(
     """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU is not fast at it.
 
     Args:
-        dtype: by name, or `"auto"`.
+        dtype: by name, or `"auto"`; a name that is unknown is a `ValueError`.
         checkpoint: what it says of itself.
         device: that computes.
         few_bits: its weights are integers of few bits, which say nothing of activations: `"auto"` is float16 on a CPU.
         compiles: kernels are compiled to know what is fast here; False: those that a compiler would make are believed.
-
-    Raises:
-        ValueError: the name is unknown.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         checkpoint = torch.float16 if few_bits and device.type == "cpu" else checkpoint
-        compiled = native.library if compiles else native.is_expected
-        slow = device.type == "cpu" and not _is_fast_on_cpu(checkpoint, compiled)
-        return torch.float32 if slow else checkpoint
+        if device.type == "cpu" and not _is_fast_on_cpu(checkpoint, native.library if compiles else native.is_expected):
+            return torch.float32
+        return checkpoint
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
 
 
 def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
-    if dtype == torch.float16:  # which compiled kernels alone are fast at, where an instruction widens it
+    if dtype == torch.float16:  # only compiled kernels are fast at it, where an instruction converts it
         return bool(compiled(dtype)) and instructions().name != "portable"
     return dtype == torch.bfloat16 and _cpu_has_bf16(compiled)
 
@@ -366,8 +327,8 @@ def load_model(
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
-        quantize: None keeps what a checkpoint has in few bits as it is, the blocks of a GGUF file too, where there are
-            kernels for it; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
+        quantize: None keeps quantized weights as they are stored, the blocks of a GGUF file too, where there are
+            kernels for them; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
             `"q8_0"` or `"q4_k"` round plain weights while they are read.
         quantize_group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
         batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
@@ -419,14 +380,9 @@ def load_model(
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
     weights_from: TensorSource = _Expanded(source) if expands else source
-    if options.quantize != quantize and quantize is not None:
-        rounded = quantized_on_load(source, config, quantize, quantize_group_size)
-        _check_form(rounded, options, quantize)
+    rounded = _rounded(source, config, options, quantize, quantize_group_size)
+    if rounded is not None:
         weights_from, weight_map = rounded, rounded.weight_map
-    elif quantize_group_size is not None:
-        raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
-    elif quantize is not None and _has_groups(source):
-        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
@@ -435,6 +391,26 @@ def load_model(
         config, weight_map = split_config(config, shared.count), shard.weight_map
     weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared)
     return _settled(_build(config, weights, scales, progress), device)
+
+
+def _rounded(
+    source: Source, config: ModelConfig, options: FormOptions, quantize: str | None, group_size: int | None
+) -> RoundedSource | None:
+    """Return a source of rounded weights; None where `quantize` does not ask for that."""
+    if quantize is not None and options.quantize != quantize:
+        rounded = quantized_on_load(source, config, quantize, group_size)
+        kinds = {stored.dtype: name for name, stored in rounded.tensors.items() if stored.dtype not in PLAIN}
+        for kind, name in kinds.items():  # which would be read as plain ones again
+            if keeping(rounded, LinearNames((name,)), options) is None:
+                where = options.device.type
+                raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
+        return rounded
+    if group_size is not None:
+        raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
+    is_checkpoint = not _keeps_blocks(source)  # a GGUF file's types of the same name are blocks
+    if quantize and is_checkpoint and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
+        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
+    return None
 
 
 def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
@@ -458,7 +434,7 @@ class _Expanded:
 
 def _keeps_blocks(source: TensorSource) -> bool:
     """Whether a source's quantized weights are blocks of GGUF's types, as it says itself."""
-    return getattr(source, "keeps_blocks", False)
+    return bool(getattr(source, "keeps_blocks", False))
 
 
 def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled) -> bool:
@@ -469,30 +445,16 @@ def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled)
     return _keeps_blocks(source) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
-def _has_groups(source: TensorSource) -> bool:
-    """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
-    return not _keeps_blocks(source) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
-
-
 def _check_weights(source: Source, config: ModelConfig) -> None:
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
     scales = cache_scale_names(source.tensors, config.num_hidden_layers)
-    unused |= {name for pair in scales if pair is not None for name in pair}
+    unused |= {name for pair in scales for name in pair or ()}
     # quantizers give each layer a bias, of zeros where the model has none
     named = {part.name for part in parts(weight_map)}
     of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
     unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
     check(source.name, source.tensors, weight_map, frozenset(unused))
-
-
-def _check_form(source: TensorSource, options: FormOptions, quantize: str) -> None:
-    """Refuse to round weights that no form keeps on the device: they would be read as plain ones again."""
-    kinds = {stored.dtype: name for name, stored in source.tensors.items() if stored.dtype not in PLAIN}
-    for kind, name in kinds.items():
-        if keeping(source, LinearNames((name,)), options) is None:
-            where = options.device.type
-            raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
 
 
 def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], progress: bool) -> Decoder:

@@ -1,7 +1,5 @@
 """Models by shape alone: random weights made on the device, for measuring."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -55,11 +53,7 @@ _STANDARD_DEVIATION = 0.02
 
 
 def shape_config(name: str) -> ModelConfig:
-    """Return the configuration of a shape, such as `shape:llama-3.1-8b`, in bf16.
-
-    Raises:
-        ValueError: the shape is unknown; the message lists those that are known.
-    """
+    """Return the configuration of a shape, such as `shape:llama-3.1-8b`, in bf16."""
     shape = SHAPES.get(name.removeprefix(PREFIX))
     if shape is None:
         raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in SHAPES)}")
@@ -67,11 +61,7 @@ def shape_config(name: str) -> ModelConfig:
 
 
 class RandomWeights:
-    """Any tensor that a shape's model has, drawn from a normal distribution where it goes; gains of norms are 1.
-
-    Raises:
-        ValueError: the shape is unknown.
-    """
+    """Any tensor that a shape's model has, drawn from a normal distribution where it goes; gains of norms are 1."""
 
     def __init__(self, model: str | Path, seed: int = 0) -> None:
         self.name = str(model)

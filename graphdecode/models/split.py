@@ -1,7 +1,5 @@
 """One shard of a model: what its configuration and its tensors look like to the rank that has it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -86,11 +84,7 @@ class SplitSource:
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
-        """Return the rank's part of a matrix of few bits as it is stored; None where it has none, or cuts a block.
-
-        Raises:
-            ArgumentError: the part begins or ends within a group.
-        """
+        """Return the rank's part of a quantized matrix as it is stored; None where it has none, or cuts a block."""
         part, source = self._whole[name], self._source
         stored = source.read_quantized(name, None, expert) if isinstance(source, QuantizedSource) else None
         if stored is None or part.split is None:

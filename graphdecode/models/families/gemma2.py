@@ -1,7 +1,5 @@
 """Gemma 2 (Gemma Team, 2024): norms before and behind each block, every other layer with a window, soft caps."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, layer_windows, number

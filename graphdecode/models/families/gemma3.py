@@ -1,7 +1,5 @@
 """Gemma 3 (Gemma Team, 2025), text: five layers with a window to one without, and rotary angles for each kind."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ModelConfig, all_but_every, count, layer_ropes, layer_windows

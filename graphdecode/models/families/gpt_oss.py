@@ -1,7 +1,5 @@
 """gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, sinks in attention, a window in every other layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

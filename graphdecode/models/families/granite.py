@@ -1,7 +1,5 @@
 """Granite 3 (IBM, 2024): a Llama with multipliers on embedding, attention, residual stream and logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from graphdecode.models.config import number

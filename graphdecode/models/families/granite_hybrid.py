@@ -1,7 +1,5 @@
 """Granite 4 (IBM, 2025), the models without Mamba: Granite 3 with one product for gate and up, and no experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from graphdecode.errors import shown

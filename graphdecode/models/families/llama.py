@@ -1,7 +1,5 @@
 """Llama (Touvron et al., 2023): norms before attention and the gated MLP; biases where a config.json asks for them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Layer

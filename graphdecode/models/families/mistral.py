@@ -1,7 +1,5 @@
 """Mistral (Jiang et al., 2023): a Llama without biases whose layers all see a window."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import layer_windows

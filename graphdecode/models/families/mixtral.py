@@ -1,7 +1,5 @@
 """Mixtral (Jiang et al., 2024): a Mistral with experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ExpertsConfig

@@ -1,7 +1,5 @@
 """OLMo 2 (Team OLMo, 2024): norms behind each block and none before; queries are normed over all heads, and keys."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention

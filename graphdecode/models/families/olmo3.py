@@ -1,7 +1,5 @@
 """OLMo 3 (Team OLMo, 2025): OLMo 2 with windows in three of four layers, which keep plain rotary angles."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ModelConfig, all_but_every, layer_ropes, layer_windows

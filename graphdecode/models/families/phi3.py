@@ -1,6 +1,4 @@
-"""Phi-3 (Abdin et al., 2024) and Phi-4-mini: fused products, LongRoPE, heads of which a part turns."""
-
-from __future__ import annotations
+"""Phi-3 (Abdin et al., 2024) and Phi-4-mini: fused products, LongRoPE, partial rotary embedding."""
 
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Qwen 2 and 2.5 (Yang et al., 2024): a Llama whose QKV product has a bias; windows where they are switched on."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import switched_windows, whole

@@ -1,7 +1,5 @@
 """Qwen 1.5 and 2 with experts (Yang et al., 2024): small ones, and a shared one whose share a gate decides."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import flag, switched_windows, whole

@@ -1,7 +1,5 @@
 """Qwen 3 (Yang et al., 2025): queries and keys are normed per head; biases of attention where a config.json asks."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ModelConfig

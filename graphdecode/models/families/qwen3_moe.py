@@ -1,7 +1,5 @@
 """Qwen 3 with experts (Yang et al., 2025): many small ones, none of them shared."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import switched_windows

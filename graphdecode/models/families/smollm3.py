@@ -1,7 +1,5 @@
 """SmolLM3 (Hugging Face, 2025): a Llama of which every fourth layer knows nothing of positions."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown

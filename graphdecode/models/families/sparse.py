@@ -1,7 +1,5 @@
 """Mixtures of experts: fields, names of tensors, and the sparse part of a layer, shared by their families."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

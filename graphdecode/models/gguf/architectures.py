@@ -3,8 +3,6 @@
 What a file does not say, such as which layers of Gemma see a window, is what the architecture's models all have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,30 +22,17 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of GGUF.
+    """One architecture of GGUF."""
 
-    Attributes:
-        name: as the names of classes in transformers begin, such as "Llama".
-        layer: GGUF's names of a layer's tensors -> those of transformers; `{expert}` stands for each of a stack.
-        neighbours: the two halves of a rotary pair are neighbours among the rows of q and k.
-        bare: those of them that end in nothing in transformers.
-        norm_shift: what is added to the norms' stored gains.
-        more: returns what a config.json has beside what all have.
-    """
-
-    name: str
-    layer: Mapping[str, str]
-    neighbours: bool = False
-    bare: tuple[str, ...] = ()
-    norm_shift: float = 0.0
-    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})
+    name: str  # as the names of classes in transformers begin, such as "Llama"
+    layer: Mapping[str, str]  # GGUF's names of a layer's tensors -> those of transformers; {expert} is each of a stack
+    neighbours: bool = False  # the two halves of a rotary pair are neighbours among the rows of q and k
+    bare: tuple[str, ...] = ()  # tensors whose names have no ending in transformers
+    norm_shift: float = 0.0  # what is added to the norms' stored gains
+    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})  # fields beside those that all have
 
     def settings(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Settings:
-        """Return the fields of the config.json that a model has, given the metadata of its file and its tensors.
-
-        Raises:
-            UnsupportedModelError: a field is missing or is of no use.
-        """
+        """Return the fields of the config.json that a model has, given the metadata of its file and its tensors."""
         metadata = Metadata(fields)
         layers, hidden = metadata.count("block_count"), metadata.count("embedding_length")
         heads = metadata.count("attention.head_count")
@@ -196,10 +181,6 @@ def _phi3(metadata: Metadata) -> Settings:
     }
 
 
-def _olmo3(metadata: Metadata) -> Settings:
-    return _windows(metadata, period=4)
-
-
 def _smollm3(metadata: Metadata) -> Settings:
     layers = metadata.count("block_count")
     return {"no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)], "use_sliding_window": False}
@@ -291,7 +272,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=_phi3),
     "olmo2": Architecture("Olmo2", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP),
-    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=_olmo3),
+    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=partial(_windows, period=4)),
     "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=_smollm3),
     "gpt-oss": Architecture(
         "GptOss",
@@ -304,19 +285,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a file, whose metadata are given.
-
-    Raises:
-        UnsupportedModelError: it is not known; the message lists those that are.
-    """
+    """Return the architecture of a file, whose metadata are given."""
     metadata = Metadata(fields)
     name = metadata.architecture
     if name == "llama" and metadata.number("expert_count", 0):
         name = "mixtral"
     if name == "olmo2" and metadata.number("attention.sliding_window", 0):
         name = "olmo3"
-    found = ARCHITECTURES.get(name)
-    if found is None:
+    if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"the general.architecture {name!r:.80} is not supported; supported are {known}")
-    return found
+    return ARCHITECTURES[name]

@@ -6,8 +6,6 @@ The layouts are those of ggml's `ggml-common.h`. A block's scales are found as g
 the least error are taken, and the codes are rounded with what is stored of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model in GGUF as a source of weights: in one file, or in shards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -18,24 +16,12 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufTensor, TensorView, read_header
 from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 
 class Gguf:
-    """A `.gguf` file, by its path, the folder that holds no other, or as a repository of the hub.
-
-    Args:
-        model: see `resolve_model_path`.
-
-    Attributes:
-        path: of the file, or of the first shard.
-
-    Raises:
-        ModelSourceError: there is no such file.
-        CheckpointError: it is damaged, or a shard is missing.
-    """
+    """A `.gguf` file, by its path, the folder that holds no other, or as a repository of the hub."""
 
     keeps_blocks = True  # what `read_quantized` returns
 
@@ -60,7 +46,7 @@ class Gguf:
         """Return what the metadata say, which a config.json would say in other words."""
         try:
             config = config_of(self.settings)
-        except (UnsupportedModelError, UnsupportedRopeError) as error:
+        except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.path}: {error}") from error
         kinds = {tensor.block for tensor in self._stored.values()}
         return replace(config, few_bits=any(kind.values > 1 for kind in kinds))

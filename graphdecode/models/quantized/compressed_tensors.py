@@ -6,8 +6,6 @@ there are some, are packed likewise along the rows, or int8. Which modules are q
 ignore list have a plain weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,34 +85,33 @@ class CompressedTensors(Method):
             rows, columns = (int(size) for size in read(f"{module}.weight_shape", ()))
         elif is_packed and codes.dtype == "U8":
             columns *= 2
-        kind = self._kind(module, codes, (rows, columns))
-        found = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == kind]
-        if f"{module}.weight_zero_point" not in tensors:
+        found = self._schemes_of(module, codes, (rows, columns))
+        zeros = f"{module}.weight_zero_point"
+        if zeros not in tensors:
             found = [scheme for scheme in found if scheme.is_symmetric]
             if not found:
-                raise CheckpointError(f"{module}.weight_zero_point is missing: the configuration has symmetric false")
+                raise CheckpointError(f"{zeros} is missing: the configuration has symmetric false")
         scheme = _fitting(module, found, (rows, columns), tensors[f"{module}.weight_scale"])
-        _check_zeros(module, tensors, (rows, columns), scheme)
+        if zeros in tensors and scheme.code == "integer":
+            is_packed = tensors[zeros].dtype == "I32"
+            stored_rows = -(-rows * scheme.bits // 32) if is_packed else rows
+            require(tensors, zeros, (stored_rows, -(-columns // scheme.group_size)), ("I32",) if is_packed else ("I8",))
         name = {"integer": f"INT{scheme.bits}", "e4m3": "FP8", "e2m1": "MXFP4"}[scheme.code]
         there = {part: own for part in _PARTS if (own := f"{module}.{part}") in tensors}
         return PackedTensor(Stored((rows, columns), name), there, partial(_groups, module, scheme, (rows, columns)))
 
-    def _kind(self, module: str, codes: Stored, shape: tuple[int, int]) -> tuple[str, int]:
-        """Return what codes are, and their bits."""
+    def _schemes_of(self, module: str, codes: Stored, shape: tuple[int, int]) -> list[_Scheme]:
+        """Return the schemes that have such codes."""
         rows, columns = shape
-        if codes.dtype in ("I8", "F8_E4M3"):
-            kind = ("integer" if codes.dtype == "I8" else "e4m3", 8)
-        elif codes.dtype == "U8":
-            kind = ("e2m1", 4)
-        else:
-            bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
-            kind = ("integer", bits)
-        known = {(scheme.code, scheme.bits) for scheme in self._schemes}
-        if kind not in known or codes.shape[0] != rows or columns * kind[1] % 8:
+        packed_bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
+        kinds = {"I8": ("integer", 8), "F8_E4M3": ("e4m3", 8), "U8": ("e2m1", 4)}
+        code, bits = kinds.get(codes.dtype, ("integer", packed_bits))
+        found = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == (code, bits)]
+        if not found or codes.shape[0] != rows or columns * bits % 8:
             raise CheckpointError(
                 f"{module}: {codes.dtype} {list(codes.shape)} is no weight {list(shape)} that the configuration names"
             )
-        return kind
+        return found
 
 
 def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
@@ -152,11 +149,7 @@ def _check_cache(scheme: Any) -> None:
 
 
 def _fitting(module: str, schemes: list[_Scheme], shape: tuple[int, int], scale: Stored) -> _Scheme:
-    """Return the scheme whose scales a module has, its group size that of the weight.
-
-    Raises:
-        CheckpointError: none of those that the configuration names.
-    """
+    """Return the scheme whose scales a module has, its group size that of the weight."""
     rows, columns = shape
     dims = (*scale.shape, 1, 1)[:2]
     for scheme in schemes:
@@ -170,18 +163,6 @@ def _fitting(module: str, schemes: list[_Scheme], shape: tuple[int, int], scale:
         f"{module}.weight_scale is {scale.dtype} {list(scale.shape)}, which the configuration has for no weight "
         f"{list(shape)}"
     )
-
-
-def _check_zeros(module: str, tensors: Mapping[str, Stored], shape: tuple[int, int], scheme: _Scheme) -> None:
-    name = f"{module}.weight_zero_point"
-    zeros = tensors.get(name)
-    if zeros is None or scheme.code != "integer":
-        return
-    rows, groups = shape[0], -(-shape[1] // scheme.group_size)
-    if zeros.dtype == "I32":
-        require(tensors, name, (-(-rows * scheme.bits // 32), groups), ("I32",))
-    else:
-        require(tensors, name, (rows, groups), ("I8",))
 
 
 def _groups(

@@ -15,8 +15,6 @@ nf4 (Dettmers et al., 2023, QLoRA): blocks of a flattened weight. Of a weight NA
 `NAME.nested_quant_map`, times `NAME.nested_absmax` of blocks of them, and moved by an offset that the JSON has.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial

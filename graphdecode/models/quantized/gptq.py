@@ -6,8 +6,6 @@ features, in its first version less one; `g_idx` says which group an input featu
 output features, [in_features, out_features / 8], the even ones of eight first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

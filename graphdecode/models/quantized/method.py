@@ -4,8 +4,6 @@ A weight stands in several tensors of the files. A method finds them, checks tha
 they become `Groups`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,19 +25,12 @@ _VALUES_AT_ONCE = 1 << 22  # are dequantized together, in fp32
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A weight, as a checkpoint without quantization would have it.
+    """A weight, as a checkpoint without quantization would have it."""
 
-    Attributes:
-        stored: its shape, and what it is stored as, one of GROUP_TYPES.
-        tensors: parameters of `unpack` -> names in the files.
-        unpack: returns the weight, given these tensors by keyword. Experts of a stack stand one below another.
-        is_stack: it is [experts, in_features, out_features], and each expert's matrix is stored by rows.
-    """
-
-    stored: Stored
-    tensors: Mapping[str, str]
-    unpack: Callable[..., Groups]
-    is_stack: bool = False
+    stored: Stored  # its shape, and what it is stored as, one of GROUP_TYPES
+    tensors: Mapping[str, str]  # parameters of `unpack` -> names in the files
+    unpack: Callable[..., Groups]  # returns the weight, given these tensors; experts stand one below another
+    is_stack: bool = False  # it is [experts, in_features, out_features], and each expert's matrix is stored by rows
 
     def groups(self, read: Read, expert: int | None = None) -> Groups | None:
         """Return a matrix, or one expert's of a stack and no more, as it is stored; None if it is not of that kind."""
@@ -66,41 +57,24 @@ class PackedTensor:
 
 
 class Method(ABC):
-    """What `quantization_config` names as its `quant_method`; made of the fields of that.
-
-    Attributes:
-        name: that.
-        spare: how the names of tensors end that concern activations, which are not quantized here.
-        of_integers: weights are integers.
-
-    Raises:
-        UnsupportedModelError: a field has a value that is not known; the message lists those that are.
-    """
+    """What `quantization_config` names as its `quant_method`; made of its fields, whose values must be known."""
 
     name: ClassVar[str]
-    spare: ClassVar[tuple[str, ...]] = ()
-    of_integers: bool = False
+    spare: ClassVar[tuple[str, ...]] = ()  # how tensors' names end that concern activations, which are not quantized
+    of_integers: bool = False  # weights are integers
 
     @abstractmethod
     def __init__(self, settings: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights that the tensors of a checkpoint's files are, with the names that they go by.
-
-        Raises:
-            CheckpointError: tensors do not belong together.
-        """
+        """Yield the weights that the tensors of a checkpoint's files are, with the names that they go by."""
 
 
 def is_one_of(
     settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = ""
 ) -> Any:
-    """Return a field of `quantization_config`, or of the object that it has as its field `of`.
-
-    Raises:
-        UnsupportedModelError: it is none of those that are known.
-    """
+    """Return a field of `quantization_config`, or of its object `of`; one of other than the known values is refused."""
     value = settings.get(name)
     value = default if value is None else value
     if not any(value == each and type(value) is type(each) for each in known):
@@ -118,33 +92,21 @@ def is_size(value: Any) -> bool:
 
 
 def checked_block(block: Any, field: str) -> tuple[int, int]:
-    """Return the rows and columns that a field of `quantization_config` has.
-
-    Raises:
-        UnsupportedModelError: it has something else.
-    """
+    """Return the rows and columns that a field of `quantization_config` has."""
     if not isinstance(block, list) or len(block) != 2 or not all(map(is_size, block)):
         raise UnsupportedModelError(f"quantization_config: {field} must be two sizes, got {shown(block)}")
     return block[0], block[1]
 
 
 def checked_group_size(size: Any) -> int:
-    """Return a `group_size`; -1 is all of a row.
-
-    Raises:
-        UnsupportedModelError: it is no such number.
-    """
+    """Return a `group_size`; -1 is all of a row."""
     if not (is_size(size) or (size == -1 and isinstance(size, int))):
         raise UnsupportedModelError(f"quantization_config: group_size must be an integer >= 1, got {shown(size)}")
     return int(size)
 
 
 def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Refuse a tensor that is not there, or is another than it must be.
-
-    Raises:
-        CheckpointError: says what it is, and what it should be.
-    """
+    """Refuse a tensor that is not there, or is another than it must be."""
     found = tensors.get(name)
     if found is None:
         raise CheckpointError(f"{name} is missing")
@@ -157,13 +119,8 @@ def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dt
 def reordered(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
     """Return a weight whose columns stand by their groups, which GPTQ's `desc_act` dealt out by importance.
 
-    Args:
-        groups: with columns in the order of the input features, whatever group they are in.
-        group_of: integers [in_features], the group of each column; None: they stand by their groups.
-        name: for the message.
-
-    Raises:
-        CheckpointError: a group has more or fewer columns than the others.
+    Its columns are in the order of the input features; `group_of` is the group of each, integers [in_features], or
+    None where they stand by their groups.
     """
     expected = torch.arange(groups.shape[1]) // groups.group_size
     if group_of is None or torch.equal(group_of.long(), expected):

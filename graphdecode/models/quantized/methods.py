@@ -1,7 +1,5 @@
 """The methods that a `quantization_config` may name, and the one that it does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +17,7 @@ CONFIGURATIONS = ("quantization_config", "compression_config")  # the fields of 
 
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:
-    """Return how a checkpoint's weights are quantized; None: they are not.
-
-    Raises:
-        UnsupportedModelError: in a way that is not known; the message lists those that are.
-    """
+    """Return how a checkpoint's weights are quantized, given its config.json; None: they are not."""
     described = next((settings[field] for field in CONFIGURATIONS if settings.get(field)), None)
     if not described:
         return None

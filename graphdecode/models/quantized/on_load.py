@@ -27,31 +27,19 @@ from graphdecode.models.weight_map import Part, WeightMap, parts
 
 
 class _Piece(NamedTuple):
-    """One expert's tensor in a stack.
+    """One expert's tensor in a stack."""
 
-    Attributes:
-        stack: the name of the stack, with the experts along its first dimension.
-        expert: the part of the stack that is the expert's.
-        place: of so many products of an expert whose outputs are in the stack.
-        places: how many these are.
-        shape: of the piece.
-    """
-
-    stack: str
-    expert: Shard
-    place: int
-    places: int
+    stack: str  # its name; the experts are along its first dimension
+    expert: Shard  # of the stack
+    place: int  # of so many products of an expert whose outputs are in the stack
+    places: int  # how many these are
     shape: tuple[int, ...]
 
 
 class ExpertsApart:
-    """A source of plain weights, with all experts of its stacks by themselves.
+    """A source of plain weights, which has some experts in stacks, with all of them by themselves.
 
-    Args:
-        source: of plain weights, some of them in stacks.
-        stacked: where the model's tensors are, as the source has them.
-        apart: the same with those of each expert by themselves.
-        interleaved: how stacks lie; see `ExpertNames`.
+    The model's tensors are `stacked` in the source, and read as those `apart`; `interleaved`: see `ExpertNames`.
     """
 
     def __init__(self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, interleaved: bool) -> None:
@@ -105,21 +93,13 @@ _LARGEST_CODES = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0, 11.0)
 
 @dataclass(frozen=True)
 class GroupScheme:
-    """Codes of a kind, with a scale for each group of a row or for each row.
+    """Codes of a kind, with a scale for each group of a row or for each row."""
 
-    Attributes:
-        name: what it is asked for by.
-        code: what codes are.
-        bits: of a code.
-        is_grouped: whether a row has several groups where nobody says how large they are.
-        group_size: columns that share a scale; None: all of a row.
-    """
-
-    name: str
-    code: Code
-    bits: int
-    is_grouped: bool = False
-    group_size: int | None = None
+    name: str  # what it is asked for by
+    code: Code  # what codes are
+    bits: int  # of a code
+    is_grouped: bool = False  # whether a row has several groups where nobody says how large they are
+    group_size: int | None = None  # columns that share a scale; None: all of a row
 
     @property
     def type_name(self) -> str:
@@ -127,15 +107,7 @@ class GroupScheme:
         return "FP8" if self.code == "e4m3" else f"INT{self.bits}"
 
     def sized(self, group_size: int | None, columns: Iterable[int]) -> GroupScheme:
-        """Return the scheme with the size of its groups.
-
-        Args:
-            group_size: that is asked for; None: the largest usual one that fits, or all of a row.
-            columns: of the weights.
-
-        Raises:
-            ValueError: groups of such a size do not fit.
-        """
+        """Return the scheme with groups that fit weights of so many columns; None: of the largest usual size."""
         if group_size is None and not self.is_grouped:
             return self
         if self.code != "integer":
@@ -154,12 +126,9 @@ class GroupScheme:
 
 
 GROUP_SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        GroupScheme("int8", "integer", 8),
-        GroupScheme("int4", "integer", 4, is_grouped=True),
-        GroupScheme("fp8", "e4m3", 8),
-    )
+    "int8": GroupScheme("int8", "integer", 8),
+    "int4": GroupScheme("int4", "integer", 4, is_grouped=True),
+    "fp8": GroupScheme("fp8", "e4m3", 8),
 }
 
 
@@ -210,22 +179,14 @@ _BLOCK_SCHEMES = {  # by name: of a product's weights and of the output layer's;
 }
 # what `quantize=` takes -> by what the forms are asked for that keep what is rounded so
 FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromkeys(_BLOCK_SCHEMES, "gguf")}
-PLAIN = {  # dtypes of weights that are not in few bits, in safetensors' words
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+# dtypes of weights that are not quantized, by safetensors' names
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class RoundedSource:
-    """A source of plain weights that gives some of them rounded.
+    """A source of plain weights that gives some of them rounded, those of `kinds`: name -> `Stored.dtype`.
 
-    Args:
-        source: of plain weights.
-        weight_map: of the model.
-        kinds: what is rounded, by name -> what `Stored.dtype` says of it then.
-        scheme: into what; None: blocks of GGUF, of these kinds.
+    Without a scheme these are blocks of GGUF, of those types.
     """
 
     def __init__(
@@ -276,7 +237,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
         source: of plain weights.
         config: of the model.
         name: one of FORMS_OF.
-        group_size: columns that share a scale, where one can say so; None: what is usual.
+        group_size: columns that share a scale, of "int4" and "int8"; None: what is usual.
 
     Raises:
         ValueError: the weights are quantized already, or groups or blocks do not fit.
@@ -317,10 +278,10 @@ def plain_weight(source: TensorSource, name: str) -> Tensor:
 
 def _fitting(name: str, part: Part, kinds: tuple[str, str]) -> str:
     """Return the first type of block into which a weight's columns go."""
-    for kind in kinds:
-        if part.shape[1] % BLOCK_OF[kind].values == 0:
-            return kind
-    raise ArgumentError(
-        f"quantize={name!r}: {part.name} has {part.shape[1]} columns, into which blocks of "
-        f"{BLOCK_OF[kinds[-1]].values} do not go"
-    )
+    found = [kind for kind in kinds if part.shape[1] % BLOCK_OF[kind].values == 0]
+    if not found:
+        least = BLOCK_OF[kinds[-1]].values
+        raise ArgumentError(
+            f"quantize={name!r}: {part.name} has {part.shape[1]} columns, into which blocks of {least} do not go"
+        )
+    return found[0]

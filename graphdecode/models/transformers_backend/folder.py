@@ -1,7 +1,5 @@
 """A checkpoint folder that transformers reads: described without its weights, and loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math
@@ -26,9 +24,9 @@ from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
     AdoptedConfig,
     ModuleDecoder,
-    answer,
     keep_quantiles,
     register,
+    set_attention,
 )
 from graphdecode.models.weight_map import CheckpointError
 
@@ -64,10 +62,9 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightForm]]:
-    """Put forms in the place of all plain linear layers; each weight is dropped as soon as its form is made.
+    """Put forms in the place of all plain linear layers, and return each with its name, such as `q_proj`.
 
-    Returns:
-        Name within its layer, such as `q_proj`, and form of each.
+    A weight is dropped as soon as its form is made.
     """
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
@@ -75,12 +72,11 @@ def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightF
     for path in paths:  # modules in a list would hold all weights until the end
         above, _, name = path.rpartition(".")
         module: Any = model.get_submodule(path)
-        weight = weight_of(module)
-        assert weight is not None
+        weight: Any = weight_of(module)
         bias = None if module.bias is None else module.bias.detach()
-        in_floats = module is head
-        forms.append((name, linear_of(weight.contiguous(), bias, replace(options, in_floats=in_floats))))
-        setattr(model.get_submodule(above), name, FormLinear(forms[-1][1], in_floats=in_floats))
+        form = linear_of(weight.contiguous(), bias, replace(options, in_floats=module is head))
+        forms.append((name, form))
+        setattr(model.get_submodule(above), name, FormLinear(form, in_floats=module is head))
     return forms
 
 
@@ -109,11 +105,7 @@ class AdoptedFolder:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
     def check_files(self, source: TensorSource) -> None:
-        """Count the numbers that the files hold; which tensors are missing is seen when they are loaded.
-
-        Raises:
-            CheckpointError: they do not suffice for the model, whatever their names, or cannot be read.
-        """
+        """Refuse files that hold fewer numbers than the model; which tensors are missing is seen when loading."""
         held = sum(math.prod(stored.shape) for stored in source.tensors.values())
         if held < self.config.num_parameters:
             raise CheckpointError(
@@ -125,7 +117,6 @@ class AdoptedFolder:
         """Read the weights, of safetensors alone, and put its products into forms.
 
         Raises:
-            UnsupportedModelError: see `config`.
             CheckpointError: tensors are missing, of wrong shapes or unreadable.
         """
         from transformers import AutoModelForCausalLM
@@ -145,9 +136,9 @@ class AdoptedFolder:
         except Exception as error:  # whatever transformers, or a model's own code, may raise
             raise CheckpointError(f"{self._folder} cannot be loaded by transformers: {_line(error)}") from error
         module, found = loaded
-        missing = sorted(found["missing_keys"])
-        if missing:
-            raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {', '.join(missing)}")
+        if found["missing_keys"]:
+            missing = ", ".join(sorted(found["missing_keys"]))
+            raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {missing}")
         module = module.to(options.device).eval().requires_grad_(False)
         keep_quantiles(module)
         return ModuleDecoder(config, module, replace_linears(module, options))
@@ -182,24 +173,21 @@ class AdoptedFolder:
         except KeyError as error:
             raise UnsupportedModelError(_no_interface(name) if error.args == (NAME,) else _line(error)) from error
         except Exception as error:  # see `load`
+            why = f"{name}: {_line(error)}"
             if str(error).startswith("Unrecognized configuration class"):  # and a list of all that there are
-                why = _other_inputs(settings) or "only causal decoders are run"
-                raise UnsupportedModelError(f"transformers has no causal decoder for {name}: {why}") from error
-            raise UnsupportedModelError(f"transformers has no causal decoder {name}: {_line(error)}") from error
+                why = f"for {name}: {_other_inputs(settings) or 'only causal decoders are run'}"
+            raise UnsupportedModelError(f"transformers has no causal decoder {why}") from error
 
     def _check_layers(self, module: Any, settings: Any, attended: Collection[int] | None) -> None:
         """Refuse a module that cannot run over a paged cache; `attended` are its layers that attend, None: unknown."""
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
-        order = {part.is_causal for part in module.modules() if hasattr(part, "is_causal")}
-        if order == {False}:
+        if {part.is_causal for part in module.modules() if hasattr(part, "is_causal")} == {False}:
             why = "whose tokens see those behind them: it generates no text, and only causal decoders are run"
             raise UnsupportedModelError(f"{name} is an encoder, {why}")
         if type(module).__name__ != name:
-            asked, made = shown(name, plain=True), type(module).__name__
-            why = _other_inputs(settings)
-            if not why:
-                why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
-            families = ", ".join(known_families())
+            asked, made, families = shown(name, plain=True), type(module).__name__, ", ".join(known_families())
+            why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
+            why = _other_inputs(settings) or why
             raise UnsupportedModelError(
                 f"{asked} is not supported: {why}. Families are there for {families}; a family {BRING_YOUR_OWN}"
             )
@@ -209,9 +197,8 @@ class AdoptedFolder:
             raise UnsupportedModelError(f"{name} keeps another state than keys and values by position{kinds}")
         if attended is not None and sorted(attended) != list(range(text.num_hidden_layers)):
             raise UnsupportedModelError(_no_interface(name))
-        if any(
-            "position_ids" not in inspect.signature(part.forward).parameters for part in (module, module.base_model)
-        ):
+        forwards = [inspect.signature(part.forward) for part in (module, module.base_model)]
+        if any("position_ids" not in forward.parameters for forward in forwards):
             raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
 
 
@@ -231,7 +218,7 @@ def _attention_shapes(module: nn.Module) -> tuple[dict[int, _Shape], bool]:
         shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
         return q.new_empty((*q.shape[:2], v.shape[2]))
 
-    answer(module, attend)
+    set_attention(module, attend)
     token = torch.zeros((1, 1), dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -278,7 +265,7 @@ def _architecture(settings: Any) -> str:
 def _other_inputs(settings: Any) -> str:
     """Return what a model reads beside text, in words; "" where that is nothing that is known."""
     kinds = {"vision_config": "images", "audio_config": "sound"}
-    read = [kinds[part] for part in kinds if part in type(settings).sub_configs]
+    read = [words for part, words in kinds.items() if part in type(settings).sub_configs]
     return f"it reads {' and '.join(read)}, and models of text alone are run" if read else ""
 
 

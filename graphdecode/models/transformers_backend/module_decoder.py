@@ -5,8 +5,6 @@ for an attention that has none registered, transformers makes no mask at all, an
 sees follows from the cache, its position and the window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +18,15 @@ from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.kv_format import format_of, mixed, within
 from graphdecode.kernels.cache.rope_append import rope_append
+from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import Attend, Tokens, each_once
 from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
-from graphdecode.models.model import Chunks
+from graphdecode.models.model import Chunks, Model
 
 NAME = "graphdecode"  # of the function, in transformers' registry
-_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds what answers it
+_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds the function
 _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are turned by them already
 
 
@@ -39,11 +38,7 @@ class AdoptedConfig(ModelShape):
     num_parameters: int  # numbers in all its tensors, each counted once
 
     def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
-        """Refuse a layer whose attention the cache has no place for; values of fewer channels than keys are padded.
-
-        Raises:
-            UnsupportedModelError: they do not fit.
-        """
+        """Refuse a layer whose attention the cache has no place for; values of fewer channels than keys are padded."""
         dim, own = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
         if (heads, kv_heads) != own or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
             raise UnsupportedModelError(
@@ -64,8 +59,8 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention)
 
 
-def answer(model: nn.Module, attend: Attending) -> None:
-    """Hand the calls of a model's attention modules to a function from now on."""
+def set_attention(model: nn.Module, attend: Attending) -> None:
+    """Let a function compute the attention of a model's modules from now on."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, _PLACE, attend)
@@ -105,9 +100,6 @@ def _attention(
 
     Queries are [1, heads, t, head_dim], keys and values [1, kv_heads, t, head_dim], sinks (`s_aux`) [heads]; a window
     counts the token's own key. Returned are [1, t, heads, head_dim], and no weights.
-
-    Raises:
-        UnsupportedModelError: it asks for another kind of attention.
     """
     tensors = [name for name, given in others.items() if isinstance(given, Tensor) and name not in _POSITIONS]
     if attention_mask is not None or is_causal is False or tensors:
@@ -131,29 +123,25 @@ class _Pass(NamedTuple):
     is_known: bool = False  # their keys and values are in the caches already
 
 
-class ModuleDecoder:
+class ModuleDecoder(Model):
     """A causal decoder that transformers wrote; see `Model`."""
+
+    config: AdoptedConfig
 
     def __init__(self, config: AdoptedConfig, module: nn.Module, forms: list[tuple[str, WeightForm]]) -> None:
         self.config = config
         self.module = module
         self._forms = forms
         self.cache_scales = [(1.0, 1.0)] * config.num_hidden_layers
-        first = next(self._plain_tensors())
+        first = self._plain_tensors()[0]
         self.dtype, self.device = first.dtype, first.device
         # no channel is left to be turned: queries and keys come from the module as they are to be compared
         self._angles = torch.empty((config.max_position_embeddings, 2, 0), device=self.device)
         self._pass: _Pass | None = None
-        answer(module, self.attend)
+        set_attention(module, self.attend)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers, each with a cache of its own."""
-        return self.config.num_hidden_layers
-
-    def _plain_tensors(self) -> Iterator[Tensor]:
-        yield from (parameter.data for parameter in self.module.parameters())
-        yield from self.module.buffers()
+    def _plain_tensors(self) -> list[Tensor]:
+        return [*(parameter.data for parameter in self.module.parameters()), *self.module.buffers()]
 
     @property
     def constants(self) -> list[Tensor]:
@@ -161,28 +149,15 @@ class ModuleDecoder:
         of_forms = [tensor for _, form in self._forms for tensor in form.tensors]
         return each_once([*self._plain_tensors(), *of_forms, self._angles])
 
-    @property
-    def workspace(self) -> list[Tensor]:
-        """Tensors that products leave as they found them, and write in between."""
-        return each_once(tensor for _, form in self._forms for tensor in form.workspace)
+    def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
+        """Yield the products of a step, each with its name within a layer."""
+        yield from self._forms
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one decode step reads: all but tables, of which it reads a row for each token."""
+    def read_bytes(self, rows: int | None) -> int:
+        """Bytes of weights that a step reads, however many rows there are: all but tables, of which it reads rows."""
         tables = {id(each.weight) for each in self.module.modules() if isinstance(each, nn.Embedding)}
         plain = sum(each.nbytes for each in self.module.parameters() if id(each) not in tables)
         return plain + sum(form.nbytes for _, form in self._forms)
-
-    def read_bytes(self, rows: int) -> int:
-        """Bytes of weights that one decode step reads: all of them, however many rows there are."""
-        return self.weight_bytes
-
-    def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
-        """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
-        return {
-            f"{name} {form.out_features}x{form.in_features}": form.choice(rows).as_report()
-            for name, form in self._forms
-        }
 
     def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""
@@ -214,11 +189,7 @@ class ModuleDecoder:
             return self._logits(_Pass(tokens, passed.caches, attend, is_known=True))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Append a layer's keys and values, and return the attention of its queries; the module asks for this.
-
-        Raises:
-            UnsupportedModelError: the module is not what its configuration says, or was called by somebody else.
-        """
+        """Append a layer's keys and values, and return the attention of its queries; the module asks for this."""
         if self._pass is None:
             raise UnsupportedModelError("the module can only be run by its decoder, which knows its cache")
         tokens, cache = self._pass.tokens, self._pass.caches[layer]
