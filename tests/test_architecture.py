@@ -62,6 +62,7 @@ HELD = (
     "graphdecode.linear",
     "graphdecode.models",
     "graphdecode.models.gguf",
+    "graphdecode.models.quantized",
     "graphdecode.models.transformers_backend",
     "graphdecode.profiling",
     "graphdecode.server",

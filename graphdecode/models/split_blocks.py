@@ -1,7 +1,5 @@
 """Blocks of a model that several ranks share, where a product's sum or side by side is not all that they exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
