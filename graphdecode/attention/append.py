@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
 from graphdecode.cache import require_tensors
-from graphdecode.kernels.surfaces.paged_append import paged_append
+from graphdecode.kernels.surfaces.cache_append import paged_append
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:

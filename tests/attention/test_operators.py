@@ -52,7 +52,6 @@ def test_operators_pass_opcheck(rows, device):
     v, s = torch.randn(3, 2, HEADS, DIM, device=device), torch.randn(3, 2, HEADS, device=device)
     opcheck(OPERATORS.merge_states.default, (torch.empty_like(q), lse, v, s), test_utils=CHECKS)
     pair = [part.contiguous() for part in (v[:, 0], s[:, 0], v[:, 1], s[:, 1])]
-    opcheck(OPERATORS.merge_state.default, (torch.empty_like(q), lse, *pair, None), test_utils=CHECKS)
     opcheck(OPERATORS.merge_state_in_place.default, (*pair, None), test_utils=CHECKS)
     cos_sin = torch.randn(64, 2, DIM // 2, device=device)
     qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * DIM, device=device)
