@@ -74,11 +74,6 @@ HELD = (
 MAX_KERNEL_PARAMETERS, MAX_KERNEL_LINES = 16, 100
 # kernels whose arguments do not travel in records yet; none may be added
 WITHOUT_RECORDS = {
-    "_cache_append_kernel",
-    "_paged_append_kernel",
-    "_slot_scatter_kernel",
-    "_slot_shift_kernel",
-    "_spread_queries_kernel",
     "_tiled_embedding_kernel",
 }
 
