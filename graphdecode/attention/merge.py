@@ -22,16 +22,13 @@ def _check(v: Tensor, s: Tensor, name: str, dims: int) -> None:
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two attention states.
+    """Return the merge of two attention states, in v_a's dtype and fp32; see `merge_states`.
 
     Args:
         v_a: [n, heads, dim], output over one part of the keys.
         s_a: fp32 [n, heads], its log-sum-exp, base 2.
         v_b: [n, heads, dim], output over the other part.
         s_b: fp32 [n, heads].
-
-    Returns:
-        The output over all keys, [n, heads, dim] in v_a's dtype, and its log-sum-exp, fp32 [n, heads].
 
     Raises:
         ValueError: the shapes do not fit.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphdecode.attention import (
     AttentionOptions,
-    HeadTurn,
     PagedDecodeAttention,
+    QKNormRope,
     TokenByTokenAttention,
     extend_over,
 )
@@ -115,7 +115,7 @@ class Decoder:
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
 
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
             attention.append_and_run(out, qkv, cache.keys, cache.values, batch.page_table, turn, options, cache.scales)
 
         # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
@@ -131,7 +131,7 @@ class Decoder:
         of_rows = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
         count = chunks.token_ids.shape[0]
 
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
             self._operators.append(q, cache, qkv[:count], of_chunks, turn)
             extend_over(cache, out[:count], q, *chunks[4:], options)

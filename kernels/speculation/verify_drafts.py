@@ -1,7 +1,7 @@
 """Verification of drafts: what speculation keeps of each row, the queries of a pass, and what becomes of its results.
 
 Rows with drafts become queries, each a row of its own, over its sequence's pages. The first query of a row is its token
-to feed, the others are its drafts. Queries without a draft, and all of dead rows, stand at position 0 of the trash page.
+to feed, the others are its drafts. Queries without a draft, and all of dead rows, are at position 0 of the trash page.
 
 A step samples a row's queries one after another, and `advance` takes each token as if it came from a step of its own:
 counts, stop ids, lengths and the ring see nothing but tokens. Between two of them `judge_drafts` holds the rows whose
@@ -55,44 +55,27 @@ class DraftSizes(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """The rows of a batch with drafts; `advance` and the drafts' source write what is only read here.
+    """The rows of a batch with drafts; `advance` and the drafts' source write what is only read here."""
 
-    Attributes:
-        tokens: int64 [b], to feed.
-        pre_step_seqlens: int32 [b], their positions.
-        last_position: int32 [b].
-        live_rows: int32 [1].
-        step_index: int64 [1], behind the newest entry of the rings.
-        ring_tokens: int64 [R, b_max].
-        drafts: int32 [b, most], contiguous, tokens that may follow the one to feed.
-        match_lengths: int32 [b], how many tokens agreed where they were found; 0: drafts of a model.
-        num_drafts: int32 [b], how many drafts there are; of more than a step has queries for, the first ones are fed.
-        draft_limit: int32 [b], how many of them a step may take; 0 for rows that are not to draft.
-        finished: int32 [b]; HELD for rows whose step is over.
-        active_rows: int32 [1], behind the last row whose step goes on.
-        running: int32 [1], live rows that are not finished.
-        step_entries: int32 [1], entries of the rings that a step of this kind takes.
-        history: int32 [b, width], the rows' tokens.
-        ring_drafts: int32 [R, DRAFT_COLUMNS, b_max]; a step's entry is that of its first token. VERIFIED is how many
-            drafts were fed, ACCEPTED how many were what was sampled (in a step without drafts 1 where the first one
-            would have been), FOUND and MATCHED are the next step's drafts and what speaks for them.
-    """
-
-    tokens: Int64
-    pre_step_seqlens: Int32
-    last_position: Int32
-    live_rows: Int32
-    step_index: Int64
-    ring_tokens: Int64
-    drafts: Int32
-    match_lengths: Int32
+    tokens: Int64  # int64 [b], to feed
+    pre_step_seqlens: Int32  # int32 [b], their positions
+    last_position: Int32  # int32 [b]
+    live_rows: Int32  # int32 [1]
+    step_index: Int64  # int64 [1], behind the newest entry of the rings
+    ring_tokens: Int64  # int64 [R, b_max]
+    drafts: Int32  # int32 [b, most], contiguous, tokens that may follow the one to feed
+    match_lengths: Int32  # int32 [b], how many tokens agreed where they were found; 0: drafts of a model
+    # int32 [b], how many drafts there are; of more than a step has queries for, the first ones are fed
     num_drafts: Written[Int32]
-    draft_limit: Written[Int32]
-    finished: Written[Int32]
-    active_rows: Written[Int32]
-    running: Written[Int32]
-    step_entries: Written[Int32]
-    history: Written[Int32]
+    draft_limit: Written[Int32]  # int32 [b], how many of them a step may take; 0 for rows that are not to draft
+    finished: Written[Int32]  # int32 [b]; HELD for rows whose step is over
+    active_rows: Written[Int32]  # int32 [1], behind the last row whose step goes on
+    running: Written[Int32]  # int32 [1], live rows that are not finished
+    step_entries: Written[Int32]  # int32 [1], entries of the rings that a step of this kind takes
+    history: Written[Int32]  # int32 [b, width], the rows' tokens
+    # int32 [R, DRAFT_COLUMNS, b_max]; a step's entry is that of its first token. VERIFIED is how many drafts were fed,
+    # ACCEPTED how many were what was sampled (in a step without drafts 1 where the first one would have been), FOUND
+    # and MATCHED are the next step's drafts and what speaks for them
     ring_drafts: Written[Int32]
 
 
@@ -100,19 +83,12 @@ _BLOCK = 512  # pages that are copied together
 
 
 class Queries(NamedTuple):
-    """The queries of a pass, those of a row side by side.
+    """The queries of a pass, those of a row side by side."""
 
-    Attributes:
-        query_tokens: int64 [b * queries].
-        query_positions: int32 [b * queries].
-        query_pages: int32 [b * queries, pages].
-        live_queries: int32 [1], those of live rows.
-    """
-
-    query_tokens: Int64
-    query_positions: Int32
-    query_pages: Int32
-    live_queries: Int32
+    query_tokens: Int64  # int64 [b * queries]
+    query_positions: Int32  # int32 [b * queries]
+    query_pages: Int32  # int32 [b * queries, pages]
+    live_queries: Int32  # int32 [1], those of live rows
 
 
 # One program a query. It copies a row of the page table.

@@ -117,12 +117,7 @@ def move_rows_triton(k_cache: Tensor, v_cache: Tensor, plan: Tensor) -> None:
 
 @operator(triton_version=plan_row_moves_triton)
 def plan_row_moves(
-    plan: Written[Int32],
-    owners: Written[Int32],
-    tags: Int32,
-    origins: Int32,
-    cu_seqlens_q: Int32,
-    cu_seqlens_kv: Int32,
+    plan: Written[Int32], owners: Written[Int32], tags: Int32, origins: Int32, cu_seqlens_q: Int32, cu_seqlens_kv: Int32
 ) -> None:
     """Plan the moves that bring each row the tokens it is meant to have, and note the new owners.
 

@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import graphdecode.attention
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention
-from graphdecode.attention.paged_decode import decode_workspace
+from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.kernels.attention.attention_plan import plan_size
 
 OPERATORS = torch.ops.graphdecode
@@ -36,7 +36,7 @@ def test_operators_pass_opcheck(rows, device):
     opcheck(OPERATORS.paged_attention_plan.default, arguments, test_utils=CHECKS)
     q = torch.randn(3, HEADS, DIM, device=device)
     lse = torch.zeros(3, HEADS, device=device)
-    workspace = decode_workspace(torch.device(device), 3, 8, HEADS, DIM)
+    workspace = new_split_plan(torch.device(device), 3, 8, HEADS, DIM)[2:]
     caches = (rows.k_cache.nan_to_num(), rows.v_cache.nan_to_num())
     arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, *workspace, 1, 8)
     arguments = (*arguments, 0.2, -1, 0.0, torch.randn(HEADS, device=device), 1.0, "NONE", 1.0, 1e4, None, None)

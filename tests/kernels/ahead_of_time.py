@@ -44,6 +44,7 @@ from graphdecode.kernels.attention import (
     attention_tile,
     decode_attention,
     extend_attention,
+    work_item,
 )
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.kv_format import PageScales
@@ -149,15 +150,15 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     lens = torch.empty(ROWS, dtype=torch.int32)
     cumulative = torch.empty(ROWS + 1, dtype=torch.int32)
     plan = torch.empty(1024, dtype=torch.int32)
-    partial = torch.empty(ROWS, 1, heads, head_dim)
-    partial_lse = torch.empty(ROWS, 1, heads)
+    workspace = (torch.empty(ROWS, 1, heads, head_dim), torch.empty(ROWS, 1, heads))
+    work = work_item.SplitPlan(lens, plan, *workspace, lens)
 
     sinks = torch.empty(heads) if head_dim < 256 else None  # no model has both
 
     def decode(*options: Any) -> None:
         decode_attention.decode_attention_triton(
-            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33,
-            attention_records.AttentionOptions(None, *options), 1.0, "NONE", 1.0, 1e4, scales,
+            q, None, q, cache, cache, table, None, work, 1, 33,
+            attention_records.AttentionOptions(None, *options), scales=scales,
         )  # fmt: skip
 
     qkv = torch.empty(ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -166,8 +167,8 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     def step(norms: tuple[int, int] | None, *options: Any) -> None:
         gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
         append_attention.append_attention_triton(
-            q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains,
-            1e-6, 33, attention_records.AttentionOptions(None, *options), scales=scales,
+            q, cache, cache, qkv, table, work, attention_records.QKNormRope(cos_sin, *gains, 1e-6),
+            33, attention_records.AttentionOptions(None, *options), scales=scales,
         )  # fmt: skip
 
     def extend(*options: Any) -> None:
@@ -206,9 +207,7 @@ def append_case(
         lens,
         lens,
         torch.empty(ROWS, WIDTH, dtype=torch.int32),
-        torch.empty(4096, 2, head_dim // 2),
-        *weights,
-        1e-6,
+        attention_records.QKNormRope(torch.empty(4096, 2, head_dim // 2), *weights, 1e-6),
         scales=scales_of(cache),
     )
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_over
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention, QKNormRope, TokenByTokenAttention, extend_over
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.kv_format import format_of, mixed, within
@@ -274,7 +274,7 @@ class ModuleDecoder:
                 cache.values,
                 joined,
                 *where,
-                self._angles,
+                QKNormRope(self._angles),
                 k_scale=key,
                 v_scale=value,
                 scales=pages,
