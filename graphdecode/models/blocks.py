@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from graphdecode.attention import AttentionOptions, HeadTurn
+from graphdecode.attention import AttentionOptions, QKNormRope
 from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
@@ -27,7 +27,7 @@ from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
-AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, HeadTurn, AttentionOptions], None]  # out, qkv, cache, ...
+AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
 Vary = Callable[[WeightForm], WeightForm]
 
 
@@ -46,12 +46,12 @@ class StepOperators(NamedTuple):
     fuses_append: bool = True
     embedding_norm: Callable[..., None] | None = embedding_norm  # None: the two are launched one by one
 
-    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: HeadTurn) -> None:
+    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: QKNormRope) -> None:
         """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
         _, rows, positions, live, page_table = tokens
         key, value, pages = cache.scales
         where = (rows, positions, live, page_table)
-        self.rope_append(q, cache.keys, cache.values, qkv, *where, *turn, k_scale=key, v_scale=value, scales=pages)
+        self.rope_append(q, cache.keys, cache.values, qkv, *where, turn, k_scale=key, v_scale=value, scales=pages)
 
 
 class Tokens(NamedTuple):
@@ -334,9 +334,9 @@ class Attention(Block):
             stream.attend(attended, q, cache, self.options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
 
-    def rotation(self, qkv: Tensor) -> HeadTurn:
+    def rotation(self, qkv: Tensor) -> QKNormRope:
         """Return how queries and keys are normed and turned; an attention that norms them itself does it here."""
-        return HeadTurn(
+        return QKNormRope(
             self.cos_sin,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,

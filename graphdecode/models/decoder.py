@@ -9,8 +9,8 @@ from torch import Tensor
 
 from graphdecode.attention import (
     AttentionOptions,
-    HeadTurn,
     PagedDecodeAttention,
+    QKNormRope,
     TokenByTokenAttention,
     extend_over,
 )
@@ -116,7 +116,7 @@ class Decoder(Model):
         """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
 
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
             attention.append_and_run(out, qkv, cache.keys, cache.values, batch.page_table, turn, options, cache.scales)
 
         # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
@@ -131,7 +131,7 @@ class Decoder(Model):
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         of_chunks, count = tokens_of(chunks), chunks.token_ids.shape[0]
 
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
             self._operators.append(q, cache, qkv[:count], of_chunks, turn)
             extend_over(cache, out[:count], q, *chunks[4:], options)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_over
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention, QKNormRope, TokenByTokenAttention, extend_over
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.kv_format import format_of, mixed, within
@@ -204,7 +204,8 @@ class ModuleDecoder(Model):
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
             key, value, pages = cache.scales
             pool = (cache.keys, cache.values)
-            rope_append(queries, *pool, joined, *where, self._angles, k_scale=key, v_scale=value, scales=pages)
+            turn = QKNormRope(self._angles)
+            rope_append(queries, *pool, joined, *where, turn, k_scale=key, v_scale=value, scales=pages)
         attended = torch.empty_like(queries)
         self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]
