@@ -2,20 +2,18 @@
 
 from graphdecode.attention.append import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from graphdecode.attention.cached import cached_attention
-from graphdecode.attention.extend import extend_attention, extend_over
+from graphdecode.attention.extend import TokenByTokenAttention, extend_over
 from graphdecode.attention.merge import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention.paged_decode import PagedDecodeAttention
-from graphdecode.attention.token_by_token import TokenByTokenAttention
-from graphdecode.kernels.attention.attention_records import AttentionOptions, HeadTurn
+from graphdecode.kernels.attention.attention_records import AttentionOptions, QKNormRope
 
 __all__ = [
     "AttentionOptions",
-    "HeadTurn",
     "PagedDecodeAttention",
+    "QKNormRope",
     "TokenByTokenAttention",
     "append_paged_kv_cache",
     "cached_attention",
-    "extend_attention",
     "extend_over",
     "get_batch_indices_positions",
     "get_seq_lens",

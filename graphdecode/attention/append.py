@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
 from graphdecode.cache import require_tensors
-from graphdecode.kernels.surfaces.paged_append import paged_append
+from graphdecode.kernels.surfaces.cache_append import paged_append
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
@@ -96,8 +96,13 @@ def append_paged_kv_cache(
     require_tensors(k_cache.device, append_key=append_key, append_value=append_value)
     if not (append_key.is_floating_point() and append_value.is_floating_point()):
         raise ValueError(f"keys and values must be floating-point, got {append_key.dtype} and {append_value.dtype}")
-    metadata_of = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices}
-    require_tensors(k_cache.device, **metadata_of, kv_indptr=kv_indptr)
+    metadata = {
+        "batch_indices": batch_indices,
+        "positions": positions,
+        "kv_indices": kv_indices,
+        "kv_indptr": kv_indptr,
+    }
+    require_tensors(k_cache.device, **metadata)
     if not append_key.dim():
         raise ValueError("append_key must have 3 dimensions, got none")
     tokens = append_key.shape[0]
@@ -108,12 +113,11 @@ def append_paged_kv_cache(
             )
         if cache.stride(-1) != 1:
             raise ValueError("the last dimension of the cache must be contiguous")
-    for name, metadata in (("batch_indices", batch_indices), ("positions", positions)):
-        if metadata.shape != (tokens,) or metadata.dtype != torch.int32:
-            raise ValueError(f"{name} must be int32 [{tokens}], got {metadata.dtype} {list(metadata.shape)}")
-    for name, metadata in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr)):
-        if metadata.dim() != 1 or metadata.dtype != torch.int32:
-            raise ValueError(f"{name} must be int32 of 1 dimension, got {metadata.dtype} {list(metadata.shape)}")
+    for name, given in metadata.items():
+        if given.dtype != torch.int32 or given.dim() != 1:
+            raise ValueError(f"{name} must be int32 of 1 dimension, got {given.dtype} {list(given.shape)}")
+        if name in ("batch_indices", "positions") and len(given) != tokens:
+            raise ValueError(f"{name} must be int32 [{tokens}], got {given.dtype} {list(given.shape)}")
     if kv_last_page_len.shape != (kv_indptr.shape[0] - 1,):
         raise ValueError(
             f"kv_last_page_len must have {kv_indptr.shape[0] - 1} entries, got {list(kv_last_page_len.shape)}"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphdecode.attention.paged_decode import decode_workspace, wave_items_for
-from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.attention.paged_decode import PagedDecodeAttention
 from graphdecode.kernels.attention.attention_records import AttentionOptions
-from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.extend_attention import extend_attention
 
 QKV_FORMATS = ("bshd", "sbhd_2bshd", "thd_2bshd")
@@ -69,30 +67,13 @@ def cached_attention(
         if q_rows.shape[0] > rows:
             raise ValueError(f"q has {q_rows.shape[0]} rows, but cu_seqlens_q holds {rows}")
         rows = q_rows.shape[0]
-    options = AttentionOptions(sm_scale, window_left, logits_soft_cap).scaled(q.shape[-1])
+    options = AttentionOptions(sm_scale, window_left, logits_soft_cap)
+    lengths = (cu_seqlens_q[: rows + 1], cu_seqlens_kv[: rows + 1])
     if dims == 4 and q_rows.shape[1] == 1:
-        _decode(
-            out.view(rows, heads, -1),
-            q.reshape(rows, heads, -1),
-            k_cache,
-            v_cache,
-            cu_seqlens_q[: rows + 1],
-            cu_seqlens_kv[: rows + 1],
-            page_table,
-            options,
-        )
-        return out
-    extend_attention(
-        out_rows,
-        None,
-        q_rows,
-        k_cache,
-        v_cache,
-        cu_seqlens_q[: rows + 1],
-        cu_seqlens_kv[: rows + 1],
-        page_table,
-        options=options,
-    )
+        _decode(out.view(rows, heads, -1), q.reshape(rows, heads, -1), k_cache, v_cache, *lengths, page_table, options)
+    else:
+        options = options.scaled(q.shape[-1])
+        extend_attention(out_rows, None, q_rows, k_cache, v_cache, *lengths, page_table, options=options)
     return out
 
 
@@ -107,37 +88,17 @@ def _decode(
     options: AttentionOptions,
 ) -> None:
     """Attend from one token a row, [rows, heads, dim]; rows without a new token get 0."""
-    rows, heads, _ = q.shape
-    device, kv_heads = q.device, k_cache.shape[2]
+    rows, heads, head_dim = q.shape
+    if not rows:
+        return
     if page_table is None:  # each row of the cache is one page
-        page_table = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
+        page_table = torch.arange(rows, dtype=torch.int32, device=q.device).unsqueeze(1)
+    attention = PagedDecodeAttention(
+        max_batch_size=rows, num_qo_heads=heads, num_kv_heads=k_cache.shape[2], head_dim=head_dim,
+        head_dim_v=v_cache.shape[-1], page_size=k_cache.shape[1], max_pages_per_row=page_table.shape[1],
+        dtype=q.dtype, kv_dtype=k_cache.dtype, options=options, device=q.device,
+    )  # fmt: skip
     new, known = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
     before = torch.where(new > 0, known, 0) - 1  # a row that attends to nothing has one less than no token
-    wave_items = wave_items_for(
-        device,
-        num_qo_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=q.shape[-1],
-        head_dim_v=v_cache.shape[-1],
-        dtype=q.dtype,
-        kv_dtype=k_cache.dtype,
-    )
-    items = work_items(rows, wave_items)
-    kv_lens = torch.empty(rows, dtype=torch.int32, device=device)
-    plan = torch.empty(plan_size(items), dtype=torch.int32, device=device)
-    live = torch.full((1,), rows, dtype=torch.int32, device=device)
-    attention_plan(kv_lens, plan, before, live, wave_items=wave_items, window_left=options.window_left)
-    decode_attention(
-        out,
-        None,
-        q,
-        k_cache,
-        v_cache,
-        page_table[:rows],
-        None,
-        kv_lens,
-        plan,
-        *decode_workspace(device, rows, items, heads, v_cache.shape[-1]),
-        max_items=items,
-        options=options,
-    )
+    attention.plan(before, torch.full((1,), rows, dtype=torch.int32, device=q.device))
+    attention.run(out, q, k_cache, v_cache, page_table[:rows])

@@ -1,55 +1,14 @@
-"""Attention of many new tokens a row over the cache: prefill, and chunks of it."""
+"""Attention of prompt chunks over the cache: many tokens of a row at once, or token by token."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from graphdecode.cache import CacheScales, LayerCache
-from graphdecode.kernels.attention import extend_attention as kernel
+from graphdecode.attention.paged_decode import PagedDecodeAttention
+from graphdecode.cache import LayerCache
 from graphdecode.kernels.attention.attention_records import AttentionOptions
-
-
-def extend_attention(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
-    *,
-    options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
-    scales: CacheScales = CacheScales(),  # noqa: B008
-) -> None:
-    """Write the causal attention of each row's newest tokens over the row's cache into `out`.
-
-    Row i has `cu_seqlens_q[i + 1] - cu_seqlens_q[i]` queries, the newest of its
-    `cu_seqlens_kv[i + 1] - cu_seqlens_kv[i]` tokens, which are in the cache already.
-
-    Args:
-        out: [tokens, num_qo_heads, head_dim_v]; tokens that belong to no row are left alone.
-        q: [tokens, num_qo_heads, head_dim].
-        k_cache: [pages, page_size, num_kv_heads, head_dim], or [rows, max_seq, ...] without a page table.
-        v_cache: the same with head_dim_v.
-        cu_seqlens_q: int32 [rows + 1].
-        cu_seqlens_kv: int32 [rows + 1].
-        page_table: int32 [rows, max_pages]; None where the cache is contiguous: entry i holds row i.
-        options: what happens to the logits.
-        scales: of the cache's entries, where they have 8 bits.
-    """
-    kernel.extend_attention(
-        out,
-        None,
-        q,
-        k_cache,
-        v_cache,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        page_table,
-        options=options.scaled(q.shape[-1], scales.key),
-        v_scale=scales.value,
-        scales=scales.pages,
-    )
+from graphdecode.kernels.attention.extend_attention import extend_attention
 
 
 def extend_over(
@@ -61,15 +20,70 @@ def extend_over(
     page_table: Tensor,
     options: AttentionOptions,
 ) -> None:
-    """Do what `extend_attention` does over a layer's cache, whose scales it knows."""
+    """Write the causal attention of each row's newest tokens over a layer's cache into `out`.
+
+    Row i has `cu_seqlens_q[i + 1] - cu_seqlens_q[i]` queries, the newest of its
+    `cu_seqlens_kv[i + 1] - cu_seqlens_kv[i]` tokens, which are in the cache already.
+
+    Args:
+        cache: of the layer.
+        out: [tokens, num_qo_heads, head_dim]; tokens that belong to no row are left alone.
+        q: [tokens, num_qo_heads, head_dim].
+        cu_seqlens_q: int32 [rows + 1].
+        cu_seqlens_kv: int32 [rows + 1].
+        page_table: int32 [rows, max_pages].
+        options: of this layer.
+    """
+    key, value, pages = cache.scales
+    options = options.scaled(q.shape[-1], key)
+    lengths = (cu_seqlens_q, cu_seqlens_kv)
     extend_attention(
-        out,
-        q,
-        cache.keys,
-        cache.values,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        page_table,
-        options=options,
-        scales=cache.scales,
+        out, None, q, cache.keys, cache.values, *lengths, page_table, options=options, v_scale=value, scales=pages
     )
+
+
+class TokenByTokenAttention:
+    """Attention of prompt chunks with the bits of decode steps: each token is a row of its own.
+
+    A token's result does not depend on how its prompt was cut into chunks, and is that of the decode step that the
+    token would have been fed to: with a batch-invariant `attention`, the same bits. Slower than `extend_over`, which
+    reads a row's keys once for many queries.
+
+    Args:
+        attention: planned and run for slices of its batch size; its workspaces are written.
+    """
+
+    def __init__(self, attention: PagedDecodeAttention) -> None:
+        self._attention = attention
+
+    def run(
+        self,
+        out: Tensor,
+        q: Tensor,
+        cache: LayerCache,
+        rows: Tensor,
+        positions: Tensor,
+        live: Tensor,
+        page_table: Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        """Write the attention of each token over its row's tokens up to itself.
+
+        Args:
+            out: [t, num_qo_heads, head_dim], contiguous.
+            q: [t, num_qo_heads, head_dim].
+            cache: of the layer, these tokens' keys and values included.
+            rows: int32 [t], the page-table row of each token.
+            positions: int32 [t], its position in its sequence.
+            live: int32 [1]; tokens from there on are padding and get 0.
+            page_table: int32 [b, pages of a row].
+            options: of this layer.
+        """
+        size = self._attention.max_batch_size
+        for begin in range(0, q.shape[0], size):
+            part = slice(begin, begin + size)
+            alive = (live - begin).clamp_(0, size)
+            known = torch.arange(begin, begin + rows[part].shape[0], device=live.device) < live
+            tables = page_table.index_select(0, torch.where(known, rows[part], 0))
+            self._attention.plan(positions[part], alive)
+            self._attention.run(out[part], q[part], cache.keys, cache.values, tables, options, cache.scales)

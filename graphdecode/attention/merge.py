@@ -22,16 +22,13 @@ def _check(v: Tensor, s: Tensor, name: str, dims: int) -> None:
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two attention states.
+    """Return the merge of two attention states, in v_a's dtype and fp32; see `merge_states`.
 
     Args:
         v_a: [n, heads, dim], output over one part of the keys.
         s_a: fp32 [n, heads], its log-sum-exp, base 2.
         v_b: [n, heads, dim], output over the other part.
         s_b: fp32 [n, heads].
-
-    Returns:
-        The output over all keys, [n, heads, dim] in v_a's dtype, and its log-sum-exp, fp32 [n, heads].
 
     Raises:
         ValueError: the shapes do not fit.
@@ -40,10 +37,9 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     _check(v_b, s_b, "state b", 3)
     if v_a.shape != v_b.shape:
         raise ValueError(f"the states must have one shape, got {tuple(v_a.shape)} and {tuple(v_b.shape)}")
-    v = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
-    s = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
-    parts = (part.contiguous() for part in (v_a, s_a, v_b, s_b))
-    kernel.merge_state(v, s, *parts)
+    v = v_a.clone(memory_format=torch.contiguous_format)
+    s = s_a.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    kernel.merge_state_in_place(v, s, v_b.contiguous(), s_b.contiguous())
     return v, s
 
 

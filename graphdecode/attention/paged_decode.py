@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from graphdecode.cache import CacheScales
+from graphdecode.cache import CacheScales, require_positive
 from graphdecode.kernels.attention.append_attention import append_attention
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
-from graphdecode.kernels.attention.attention_records import AttentionOptions, HeadTurn
+from graphdecode.kernels.attention.attention_records import AttentionOptions, QKNormRope
 from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
 from graphdecode.kernels.attention.decode_attention import decode_attention
+from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.cache.rope_append import rope_append
 
 FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans at least, whatever the capacity
@@ -30,18 +32,7 @@ def wave_items_for(
     kv_dtype: torch.dtype,
     q_len: int = 1,
 ) -> int:
-    """Return how many work items (times kv heads: programs) run on the device at the same time.
-
-    Args:
-        device: where the cache is.
-        num_qo_heads: query heads.
-        num_kv_heads: key and value heads.
-        head_dim: of queries and keys.
-        head_dim_v: of values.
-        dtype: of queries.
-        kv_dtype: of the cache.
-        q_len: queries a row.
-    """
+    """Return how many work items (times kv heads: programs) run on the device at the same time; `q_len` a row."""
     if device.type != "cuda":
         return 1
     tile = decode_tile(q_len * num_qo_heads // num_kv_heads, head_dim, head_dim_v, dtype, kv_dtype)
@@ -49,16 +40,12 @@ def wave_items_for(
     return max(processors * programs_per_processor(device, tile, kv_dtype.itemsize) // num_kv_heads, 1)
 
 
-def decode_workspace(
-    device: torch.device, rows: int, items: int, num_qo_heads: int, head_dim_v: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `decode_attention` of one query a row takes as `partial`, `partial_lse` and `counters`."""
+def new_split_plan(device: torch.device, rows: int, items: int, num_qo_heads: int, head_dim_v: int) -> SplitPlan:
+    """Return a plan of at most `items` work items, and the workspace of one query a row."""
     held = items if device.type == "cuda" else 1  # nothing is split on a CPU
-    return (
-        torch.zeros(held, 1, num_qo_heads, head_dim_v, dtype=torch.float32, device=device),
-        torch.zeros(held, 1, num_qo_heads, dtype=torch.float32, device=device),
-        torch.zeros(rows * num_qo_heads, dtype=torch.int32, device=device),
-    )
+    ints, floats = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
+    workspace = (floats(held, 1, num_qo_heads, head_dim_v), floats(held, 1, num_qo_heads), ints(rows * num_qo_heads))
+    return SplitPlan(ints(rows), ints(plan_size(items)), *workspace)
 
 
 class PagedDecodeAttention:
@@ -108,48 +95,32 @@ class PagedDecodeAttention:
         batch_invariant: bool = False,
         device: torch.device | str,
     ) -> None:
-        sizes = {
-            "max_batch_size": max_batch_size,
-            "num_qo_heads": num_qo_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "page_size": page_size,
-            "max_pages_per_row": max_pages_per_row,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be >= 1, got {size!r}")
+        require_positive(
+            max_batch_size=max_batch_size, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            page_size=page_size, max_pages_per_row=max_pages_per_row,
+        )  # fmt: skip
         if num_qo_heads % num_kv_heads:
             raise ValueError(f"num_qo_heads={num_qo_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         self.max_batch_size = max_batch_size
         self.dtype = dtype
         self.options = options
         self.device = torch.device(device)
-        max_kv_len = page_size * max_pages_per_row
         value_dim = head_dim if head_dim_v is None else head_dim_v
         self._wave_items = wave_items_for(
-            self.device,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            head_dim_v=value_dim,
-            dtype=dtype,
-            kv_dtype=dtype if kv_dtype is None else kv_dtype,
-        )
+            self.device, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=value_dim,
+            dtype=dtype, kv_dtype=dtype if kv_dtype is None else kv_dtype,
+        )  # fmt: skip
         self.appends_apart = kv_dtype == torch.int8 and self.device.type in self.DEVICES_APART
-        self._rows: list[Tensor] = []  # the number of each row, where they are asked for
-        if self.appends_apart:
-            self._rows = [torch.arange(max_batch_size, dtype=torch.int32, device=self.device)]
+        numbers = torch.arange(max_batch_size, dtype=torch.int32, device=self.device)  # of rows
+        self._rows = [numbers] if self.appends_apart else []
         self._planned: tuple[Tensor, Tensor] | None = None  # lengths and live rows of the step
         self.is_invariant = batch_invariant
         self._fixed_split = FIXED_SPLIT if batch_invariant else 0
-        self._max_splits = -(-max_kv_len // FIXED_SPLIT) if batch_invariant else 0
-        items = self._items(max_batch_size)
-        self._kv_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
+        self._max_splits = -(-page_size * max_pages_per_row // FIXED_SPLIT) if batch_invariant else 0
+        work = new_split_plan(self.device, max_batch_size, self._items(max_batch_size), num_qo_heads, value_dim)
         chosen = [options.window_left] if windows is None else sorted(set(windows))
-        plans = torch.zeros(len(chosen), plan_size(items), dtype=torch.int32, device=self.device)
-        self._plans = dict(zip(chosen, plans, strict=True))
-        self._workspace = decode_workspace(self.device, max_batch_size, items, num_qo_heads, value_dim)
+        plans = torch.zeros(len(chosen), len(work.plan), dtype=torch.int32, device=self.device)
+        self._work = {window: work._replace(plan=plan) for window, plan in zip(chosen, plans, strict=True)}
 
     def _items(self, rows: int) -> int:
         return work_items(rows, self._wave_items, self._max_splits)
@@ -157,7 +128,8 @@ class PagedDecodeAttention:
     @property
     def workspace(self) -> list[Tensor]:
         """The tensors that a captured step reads and writes here."""
-        return [*self._rows, self._kv_lens, *self._plans.values(), *self._workspace]
+        kv_lens, _, *workspace = self._work_for(self.options.window_left)
+        return [*self._rows, kv_lens, *(work.plan for work in self._work.values()), *workspace]
 
     def plan(self, pre_step_seqlens: Tensor, live_rows: Tensor) -> None:
         """Plan one step on the device: row i attends to `pre_step_seqlens[i] + 1` tokens, padding to none.
@@ -167,20 +139,15 @@ class PagedDecodeAttention:
             live_rows: int32 [1]; rows past it are padding.
         """
         self._planned = (pre_step_seqlens, live_rows)
-        for window, plan in self._plans.items():
+        for window, work in self._work.items():
             attention_plan(
-                self._kv_lens,
-                plan,
-                pre_step_seqlens,
-                live_rows,
-                wave_items=self._wave_items,
-                fixed_split=self._fixed_split,
-                window_left=window,
-            )
+                work.kv_lens, work.plan, pre_step_seqlens, live_rows,
+                wave_items=self._wave_items, fixed_split=self._fixed_split, window_left=window,
+            )  # fmt: skip
 
-    def _plan_of(self, window: int) -> Tensor:
+    def _work_for(self, window: int) -> SplitPlan:
         """Return the plan that was made for a window; another one is as right, but not as balanced."""
-        return self._plans.get(window, next(iter(self._plans.values())))
+        return self._work.get(window, next(iter(self._work.values())))
 
     def run(
         self,
@@ -204,22 +171,11 @@ class PagedDecodeAttention:
             scales: of the cache's entries, where they have 8 bits.
         """
         options = self.options if options is None else options
+        work, options = self._work_for(options.window_left), options.scaled(q.shape[-1], scales.key)
         decode_attention(
-            out,
-            None,
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            None,
-            self._kv_lens,
-            self._plan_of(options.window_left),
-            *self._workspace,
-            max_items=self._items(q.shape[0]),
-            options=options.scaled(q.shape[-1], scales.key),
-            v_scale=scales.value,
-            scales=scales.pages,
-        )
+            out, None, q, k_cache, v_cache, page_table, None, work,
+            max_items=self._items(q.shape[0]), options=options, v_scale=scales.value, scales=scales.pages,
+        )  # fmt: skip
 
     def append_and_run(
         self,
@@ -228,26 +184,24 @@ class PagedDecodeAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         page_table: Tensor,
-        turn: HeadTurn,
+        rope: QKNormRope,
         options: AttentionOptions | None = None,
         scales: CacheScales = CacheScales(),  # noqa: B008
     ) -> None:
         """Append each row's new token to one layer's cache and write its attention into `out`.
 
-        That is one launch, or two; see `appends_apart`.
-
-        In one launch the newest key is taken from registers, so that a row has not the bits of `rope_append` and `run`,
-        which a batch-invariant model takes.
+        That is one launch, or two; see `appends_apart`. One launch takes the newest key from registers, so its bits
+        are not those of `rope_append` and `run`, which a batch-invariant model takes.
 
         Args:
             out: [rows, num_qo_heads, head_dim], contiguous; padding rows get 0.
             qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], queries, keys, values.
             k_cache: [pages, page_size, num_kv_heads, head_dim], contiguous.
             v_cache: the same shape.
-            page_table: int32 [rows, max_pages_per_row].
-            turn: norm and rotation of queries and keys.
-            options: of this layer, where they are not the default ones.
-            scales: of the cache's entries, where they have 8 bits.
+            page_table: as for `run`, and so the last two.
+            rope: norm and rotation of queries and keys.
+            options: of this layer.
+            scales: of the cache's entries.
         """
         options = self.options if options is None else options
         if self.appends_apart and self._planned is not None:
@@ -255,27 +209,13 @@ class PagedDecodeAttention:
             lens, live = self._planned
             (rows,) = self._rows
             rope_append(
-                q, k_cache, v_cache, qkv, rows[:count], lens, live, page_table, *turn,
+                q, k_cache, v_cache, qkv, rows[:count], lens, live, page_table, rope,
                 k_scale=scales.key, v_scale=scales.value, scales=scales.pages,
             )  # fmt: skip
             self.run(out, q, k_cache, v_cache, page_table, options, scales)
             return
+        work, options = self._work_for(options.window_left), options.scaled(out.shape[-1])
         append_attention(
-            out,
-            k_cache,
-            v_cache,
-            qkv,
-            page_table,
-            self._kv_lens,
-            self._plan_of(options.window_left),
-            *self._workspace,
-            turn.cos_sin,
-            turn.q_norm,
-            turn.k_norm,
-            eps=turn.eps,
-            max_items=self._items(out.shape[0]),
-            options=options.scaled(out.shape[-1]),
-            k_scale=scales.key,
-            v_scale=scales.value,
-            scales=scales.pages,
-        )
+            out, k_cache, v_cache, qkv, page_table, work, rope, max_items=self._items(out.shape[0]), options=options,
+            k_scale=scales.key, v_scale=scales.value, scales=scales.pages,
+        )  # fmt: skip

@@ -1,6 +1,8 @@
-"""What a cache says when it cannot do as it is asked; whatever raises one of these has changed nothing."""
+"""Errors of the cache, and checks of arguments; whatever raises one has changed nothing."""
 
+from collections.abc import Callable
 from numbers import Integral, Real
+from typing import Any
 
 from torch import Tensor, device
 
@@ -17,27 +19,26 @@ class UnknownSequenceError(GraphdecodeError, ValueError):
     """No sequence of that id is in the cache."""
 
 
+def _require(is_right: Callable[[Any], bool], wanted: str, values: dict[str, object]) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not is_right(value):
+            raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+
+
 def require_positive(**values: object) -> None:
     """Raise a ValueError naming the first of these arguments that is not an integer >= 1."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {shown(value)}")
+    _require(lambda value: isinstance(value, int) and value >= 1, "an integer >= 1", values)
 
 
 def require_integers(**values: object) -> None:
-    """Raise a ValueError naming the first of these arguments that is no integer of 32 bits."""
-    for name, value in values.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or not -(2**31) <= int(value) < 2**31:
-            raise ValueError(f"{name} must be an integer of 32 bits, got {shown(value)}")
+    """Raise a ValueError naming the first of these arguments that is not an integer of 32 bits."""
+    _require(lambda x: isinstance(x, Integral) and -(2**31) <= int(x) < 2**31, "an integer of 32 bits", values)
 
 
 def require_numbers(**values: object) -> None:
-    """Raise a ValueError naming the first of these arguments that is no finite number; None is left out."""
-    for name, value in values.items():
-        if value is None:
-            continue
-        if not isinstance(value, Real) or isinstance(value, bool) or not -_LARGEST < value < _LARGEST:  # type: ignore[operator]
-            raise ValueError(f"{name} must be a finite number, got {shown(value)}")
+    """Raise a ValueError naming the first of these arguments that is not a finite number; None is left out."""
+    given = {name: value for name, value in values.items() if value is not None}
+    _require(lambda x: isinstance(x, Real) and -_LARGEST < x < _LARGEST, "a finite number", given)  # type: ignore[operator]
 
 
 def require_tensors(where: device | None = None, **values: object) -> None:

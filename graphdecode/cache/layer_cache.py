@@ -16,12 +16,11 @@ _HUGE_FROM = 32 * 2**20  # bytes from which on a huge page, 2 MiB, is a small pa
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros that have not been written: on a CPU, pages of the system that are zero until they are used.
+    """Return zeros; on a CPU, pages of the system that are zero until they are used.
 
-    `torch.zeros` writes each byte, so that all of it is resident from the first moment. Memory that is mapped and bears
-    no file is zero by the system's promise, and takes room page by page, with what is written; much of it huge pages,
-    where there are some, for reading here and there takes a walk through the page table each time. Whoever writes to it
-    where there is no room left is ended by the system, as with any memory that it grants beyond what it has.
+    `torch.zeros` writes each byte, so that all of it is resident at once. Anonymous memory is zero by the system's
+    promise, and takes room page by page as it is written; much of it huge pages, for each scattered read takes a walk
+    through the page table. Like all overcommitted memory, it ends the process that writes where no room is left.
 
     Args:
         shape: no size is 0.
@@ -38,31 +37,19 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 
 
 class CacheScales(NamedTuple):
-    """What the entries of a cache of 8 bits are multiplied with.
+    """What the entries of a cache of 8 bits are multiplied with."""
 
-    Attributes:
-        key: of all keys of the layer, which fp8 holds divided by it.
-        value: the same of values.
-        pages: of each token and head; of int8 alone.
-    """
-
-    key: float = 1.0
-    value: float = 1.0
-    pages: PageScales | None = None
+    key: float = 1.0  # of all keys of the layer, which fp8 holds divided by it
+    value: float = 1.0  # the same of values
+    pages: PageScales | None = None  # of each token and head; of int8 alone
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of one layer; the last page is the trash page. Its tensors are found by going through it.
+    """Keys and values of one layer; the last page is the trash page. Its tensors are found by going through it."""
 
-    Attributes:
-        keys: [pages + 1, page_size, num_kv_heads, head_dim].
-        values: the same shape.
-        scales: of their entries.
-    """
-
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # [pages + 1, page_size, num_kv_heads, head_dim]
+    values: Tensor  # the same shape
     scales: CacheScales = CacheScales()  # noqa: RUF009 (immutable)
 
     @classmethod
@@ -79,7 +66,7 @@ class LayerCache:
 
         Args:
             shape: of keys, and of values.
-            dtype: of both; int8 has scales of its own, whatever the other two say.
+            dtype: of both; int8 has scales of its own.
             device: where it is.
             key_scale: divides keys, where they are fp8.
             value_scale: divides values, likewise.

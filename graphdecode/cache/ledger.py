@@ -93,8 +93,8 @@ class PageLedger:
 
     @property
     def available(self) -> int:
-        """Pages that can be had: free ones, and parked ones that would be evicted."""
-        return self.pool.free + self.pool.parked
+        """Pages that can be had: free ones, and evictable ones that would be evicted."""
+        return self.pool.free + self.pool.evictable
 
     def pages_for(self, length: int) -> int:
         """Return how many pages hold `length` tokens."""
@@ -123,7 +123,7 @@ class PageLedger:
         return len(pages) * self.page_size
 
     def close(self, sequence_id: Hashable) -> None:
-        """Give back a sequence's pages; those in the index are parked."""
+        """Give back a sequence's pages; those in the index are evictable."""
         self._give_back(self.pages.pop(sequence_id))
         del self._digests[sequence_id]
 
@@ -134,11 +134,7 @@ class PageLedger:
                 self.prefixes.forget(page)
 
     def grow(self, sequence_id: Hashable, length: int) -> bool:
-        """Make sure that a sequence has pages for `length` tokens; return whether it got any.
-
-        Raises:
-            CacheFullError: there are not enough pages.
-        """
+        """Give a sequence pages for `length` tokens, or raise CacheFullError; return whether it got any."""
         missing = self.pages_for(length) - len(self.pages[sequence_id])
         if missing <= 0:
             return False
@@ -146,10 +142,10 @@ class PageLedger:
         return True
 
     def exchange(self, leaving: Iterable[Hashable], lengths: Iterable[tuple[Hashable, int]]) -> None:
-        """Close some sequences, open those that are not known, and make pages for everybody's length, or do nothing.
+        """Close some sequences, open unknown ones, and give all of them pages for their lengths.
 
         Raises:
-            CacheFullError: there are not enough pages, even with those of the leaving ones.
+            CacheFullError: there are not enough pages, even with those of the leaving ones; nothing has changed.
         """
         leaving = list(leaving)
         needs = [(i, self.pages_for(length) - len(self.pages.get(i, ()))) for i, length in lengths]
@@ -234,12 +230,12 @@ class PageLedger:
         return source, pages[-1]
 
     def _give_back(self, pages: list[int]) -> None:
-        self.pool.give_back(pages, park=self.prefixes if self.prefixes is not None else ())
+        self.pool.give_back(pages, keep=self.prefixes if self.prefixes is not None else ())
 
     def _take(self, n: int) -> list[int]:
         if n > self.available:
             raise CacheFullError(f"{n} more pages are needed, {self.available} of {self.pool.total} are available")
         if n > self.pool.free and self.prefixes is not None:
-            for page in self.pool.reclaim(n - self.pool.free):
+            for page in self.pool.evict(n - self.pool.free):
                 self.prefixes.forget(page)
         return self.pool.take(n)

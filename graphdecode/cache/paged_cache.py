@@ -17,7 +17,8 @@ class PagedKVCache:
     """Keys and values of all layers in pages, and which sequence owns which.
 
     Plain tensors and host bookkeeping: it stages nothing for the device and keeps no lengths; whoever drives it says
-    how many tokens a sequence has computed. Every verb that raises has changed nothing.
+    how many tokens a sequence has computed. Every method that raises has changed nothing; those that take a sequence
+    raise UnknownSequenceError where it is not in the cache.
 
     Args:
         num_layers: layers, each with keys and values.
@@ -90,7 +91,7 @@ class PagedKVCache:
 
     @property
     def pool(self) -> PagePool:
-        """The pages' owners: ask it for `free`, `used`, `shared` and `parked`."""
+        """The pages' owners: ask it for `free`, `used`, `shared` and `evictable`."""
         return self.ledger.pool
 
     @property
@@ -134,7 +135,6 @@ class PagedKVCache:
 
         Raises:
             CacheFullError: there are not enough pages.
-            UnknownSequenceError: there is no such sequence.
             ValueError: `length` is not in 0..max_pages_per_row * page_size.
         """
         self._pages(sequence_id)
@@ -152,7 +152,6 @@ class PagedKVCache:
             token_ids: at least the first `length` tokens.
 
         Raises:
-            UnknownSequenceError: there is no such sequence.
             ValueError: `length` goes past the sequence's pages, or there are fewer token ids.
         """
         self._check_length(sequence_id, length, len(self._pages(sequence_id)))
@@ -167,7 +166,6 @@ class PagedKVCache:
 
         Raises:
             CacheFullError: the new last page is shared, and there is no page for a copy of it.
-            UnknownSequenceError: there is no such sequence.
             ValueError: `length` goes past the sequence's pages.
         """
         self._check_length(sequence_id, length, len(self._pages(sequence_id)))
@@ -175,31 +173,19 @@ class PagedKVCache:
         copy_page(paged, self.ledger.truncate(sequence_id, length))
 
     def free(self, sequence_id: Hashable) -> None:
-        """Give back a sequence's pages. Those of published prefixes stay findable until they are evicted.
-
-        Raises:
-            UnknownSequenceError: there is no such sequence.
-        """
+        """Give back a sequence's pages. Those of published prefixes stay findable until they are evicted."""
         self._pages(sequence_id)
         self.ledger.close(sequence_id)
         if self.has_states:
             self._free_state_rows.append(self._state_rows.pop(sequence_id))
 
     def hide(self, sequence_id: Hashable) -> None:
-        """Make a sequence's pages unfindable, those that it shares as well: what is in them is not to be trusted.
-
-        Raises:
-            UnknownSequenceError: there is no such sequence.
-        """
+        """Make a sequence's pages unfindable, those that it shares as well: what is in them is not to be trusted."""
         self._pages(sequence_id)
         self.ledger.hide(sequence_id)
 
     def pages_of(self, sequence_id: Hashable) -> tuple[int, ...]:
-        """Return the pages of a sequence, in order.
-
-        Raises:
-            UnknownSequenceError: there is no such sequence.
-        """
+        """Return the pages of a sequence, in order."""
         return tuple(self._pages(sequence_id))
 
     def reset(self) -> None:

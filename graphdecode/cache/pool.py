@@ -9,8 +9,8 @@ from .errors import CacheFullError
 class PagePool:
     """Reference counts of pages 0..total_num_pages-1; taking and giving back a page is O(1).
 
-    A page is free, used (one owner or more), or parked: without an owner, but with contents that somebody may ask
-    for again. Parked pages leave by `share` (used again) or by `reclaim` (free), least recently parked first.
+    A page is free, used (one owner or more), or evictable: without an owner, but with contents that somebody may ask
+    for again. Evictable pages leave by `share` (used again) or by `evict` (free), the oldest first.
 
     Args:
         total_num_pages: how many pages there are, >= 1.
@@ -26,7 +26,7 @@ class PagePool:
         """Make every page free, whoever owned it."""
         self._counts = [0] * self.total
         self._free = list(range(self.total - 1, -1, -1))  # a stack; ascending runs come off it
-        self._parked: OrderedDict[int, None] = OrderedDict()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._shared = 0
 
     @property
@@ -35,14 +35,14 @@ class PagePool:
         return len(self._free)
 
     @property
-    def parked(self) -> int:
+    def evictable(self) -> int:
         """Pages without an owner whose contents are kept."""
-        return len(self._parked)
+        return len(self._evictable)
 
     @property
     def used(self) -> int:
         """Pages with one owner or more."""
-        return self.total - len(self._free) - len(self._parked)
+        return self.total - len(self._free) - len(self._evictable)
 
     @property
     def shared(self) -> int:
@@ -50,11 +50,7 @@ class PagePool:
         return self._shared
 
     def count(self, page: int) -> int:
-        """Return how many owners a page has.
-
-        Raises:
-            ValueError: there is no such page.
-        """
+        """Return how many owners a page has, or raise ValueError where there is no such page."""
         self._check(page)
         return self._counts[page]
 
@@ -78,7 +74,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one owner to each of these pages, used or parked.
+        """Add one owner to each of these pages, used or evictable.
 
         Raises:
             ValueError: a page is free or does not exist; nothing has changed.
@@ -86,15 +82,15 @@ class PagePool:
         pages = list(pages)
         for page in pages:
             self._check(page)
-            if not self._counts[page] and page not in self._parked:
+            if not self._counts[page] and page not in self._evictable:
                 raise ValueError(f"page {page} is free and cannot be shared")
         for page in pages:
-            self._parked.pop(page, None)
+            self._evictable.pop(page, None)
             self._counts[page] += 1
             self._shared += self._counts[page] == 2
 
-    def give_back(self, pages: Sequence[int], park: Container[int] = ()) -> None:
-        """Take one owner from each of these pages; those without any are free, or parked where `park` names them.
+    def give_back(self, pages: Sequence[int], keep: Container[int] = ()) -> None:
+        """Take one owner from each of these pages; those without any are free, or evictable where `keep` names them.
 
         The last page counts as the least recently used: a reader of prefixes needs the first ones most.
 
@@ -110,20 +106,20 @@ class PagePool:
             self._shared -= self._counts[page] == 1
             if self._counts[page]:
                 continue
-            if page in park:
-                self._parked[page] = None
+            if page in keep:
+                self._evictable[page] = None
             else:
                 self._free.append(page)
 
-    def reclaim(self, n: int) -> list[int]:
-        """Free the `n` least recently parked pages, and return them.
+    def evict(self, n: int) -> list[int]:
+        """Free the `n` pages that have been evictable for longest, and return them.
 
         Raises:
-            CacheFullError: fewer than `n` pages are parked; nothing has changed.
+            CacheFullError: fewer than `n` pages are evictable; nothing has changed.
         """
-        if n > len(self._parked):
-            raise CacheFullError(f"{n} pages are needed, {len(self._parked)} are parked")
-        pages = [self._parked.popitem(last=False)[0] for _ in range(n)]
+        if n > len(self._evictable):
+            raise CacheFullError(f"{n} pages are needed, {len(self._evictable)} are evictable")
+        pages = [self._evictable.popitem(last=False)[0] for _ in range(n)]
         self._free.extend(pages)
         return pages
 
@@ -134,5 +130,5 @@ class PagePool:
     def __repr__(self) -> str:
         return (
             f"PagePool({self.total} pages: {self.used} used, {self.shared} of them shared, "
-            f"{self.parked} parked, {self.free} free)"
+            f"{self.evictable} evictable, {self.free} free)"
         )

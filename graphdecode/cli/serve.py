@@ -32,8 +32,7 @@ from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig, load_r
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from graphdecode.server.batch import BatchInput, BatchOutput, EngineAnswers
-    from graphdecode.server.replicas.cluster import ReplicaAnswers
+    from graphdecode.server.batch import BatchInput, BatchOutput
     from graphdecode.server.service import Service
 
 _NEEDED = {"serve": ("pydantic", "starlette", "uvicorn", "prometheus_client"), "ray": ("ray", "aiohttp")}
@@ -221,7 +220,7 @@ def batch(
     then.
     """
     check_extra("a batch")
-    from graphdecode.server.batch import BatchInput, BatchOutput, EngineAnswers
+    from graphdecode.server.batch import BatchInput, BatchOutput
 
     settings = settings_of(config, **overrides)
     # nobody else waits here: what a server refuses for their sake is answered in its turn
@@ -240,9 +239,7 @@ def batch(
     try:
         if len(output.answered) < len(asked.custom_ids):
             make_service = service_maker(model, tokenizer, settings, limits)
-            own = None if ray else EngineAnswers(make_service())
-            rows = settings.buckets.max_batch_size * (several.bounds[1] if ray else 1)
-            _answer_all(own or _answers_on_ray(make_service, settings, limits, several), rows, asked, output)
+            _answer_all(make_service, settings, limits, several if ray else None, asked, output)
     finally:
         output.close()
         typer.echo(f"{len(output.answered)} of {len(asked.custom_ids)} requests have their answer in {answers}")
@@ -251,30 +248,37 @@ def batch(
         raise typer.Exit(2)
 
 
-def _answers_on_ray(
-    make_service: Callable[[], Service], settings: EngineConfig, limits: ServerConfig, several: ReplicaConfig
-) -> ReplicaAnswers:
-    from graphdecode.server.replicas.cluster import Cluster, ReplicaAnswers
-
-    return ReplicaAnswers(Cluster(make_service, settings, limits, several, "calls", application="graphdecode-batch"))
-
-
-def _answer_all(answers: EngineAnswers | ReplicaAnswers, rows: int, requests: BatchInput, output: BatchOutput) -> None:
+def _answer_all(
+    make_service: Callable[[], Service],
+    settings: EngineConfig,
+    limits: ServerConfig,
+    several: ReplicaConfig | None,
+    requests: BatchInput,
+    output: BatchOutput,
+) -> None:
     import asyncio
     import logging
 
     from tqdm import tqdm
 
-    from graphdecode.server.batch import BatchRun
+    from graphdecode.server.batch import answer_request, run_batch
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    window = _AHEAD * settings.buckets.max_batch_size
+    if several is None:
+        service = make_service()
+        run = partial(run_batch, service, partial(answer_request, service), window=window)
+    else:
+        from graphdecode.server.replicas.cluster import Cluster
+
+        cluster = Cluster(make_service, settings, limits, several, "calls", application="graphdecode-batch")
+        run = partial(run_batch, cluster, cluster.answer, window=window * several.bounds[1])
     began = time.perf_counter()
     total, before = len(requests.custom_ids), len(output.answered)
     with tqdm(total=total, initial=before, desc="answering", unit="request", leave=False, disable=None) as bar:
-        batch = BatchRun(answers, requests, output, window=_AHEAD * rows, on_answer=bar.update)
-        asyncio.run(batch.run())  # which Ctrl-C cancels
+        used = asyncio.run(run(requests=requests, output=output, on_answer=bar.update))  # which Ctrl-C cancels
     seconds = time.perf_counter() - began
     tell(
         f"{total - before} of {total} requests in {seconds:.1f} s with loading: "
-        f"{batch.prompt_tokens} tokens of prompts, {batch.completion_tokens} generated"
+        f"{used['prompt_tokens']} tokens of prompts, {used['completion_tokens']} generated"
     )

@@ -1,8 +1,5 @@
 """Quantized and expanded copies of models, which appear at once or not at all."""
 
-from __future__ import annotations
-
-import json
 import math
 import os
 import shutil
@@ -10,29 +7,23 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from graphdecode.convert.plain_gguf import PlainGguf
+from graphdecode.convert.folders import CONFIG_FILE, PlainGguf, quantization_config, write_rest, write_weights
+from graphdecode.convert.gguf_model import GgufModel
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
-from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.gguf.writing import GgufModel
-from graphdecode.models.load import Source, check_model, open_source
-from graphdecode.models.quantized.compressed_tensors import quantization_config, write_weights
-from graphdecode.models.quantized.methods import CONFIGURATIONS
-from graphdecode.models.quantized.on_load import FORMS_OF, QuantizedBlocks, QuantizedGroups, quantized_on_load
+from graphdecode.models.load import check_model, open_source
+from graphdecode.models.quantized.on_load import FORMS_OF, quantized_on_load
 from graphdecode.models.weight_map import parts
 from graphdecode.text.gguf_tokenizer import vocabulary_fields
 from graphdecode.text.tokenizer import load_tokenizer
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-_CONFIG = "config.json"
 FORMATS = ("safetensors", "gguf")
 
 
@@ -46,7 +37,7 @@ def quantized_copy(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write a model with quantized weights; nothing is left of it where that fails or is interrupted.
+    """Write a model with quantized weights, and return `out`; nothing is left where that fails or is interrupted.
 
     Args:
         model: a checkpoint folder or a repository id, of plain weights, or a GGUF file, whose blocks are expanded and
@@ -59,87 +50,62 @@ def quantized_copy(
         overwrite: replace what is at `out`.
         progress: show a bar on standard error.
 
-    Returns:
-        `out`.
-
     Raises:
         ArgumentError: the model, the path or an option cannot be used; nothing was written.
     """
     fitting = _format_of(quantize, file_format)
-    source: Source | PlainGguf = open_source(model)
+    source = open_source(model)
     if isinstance(source, Gguf):
         source = PlainGguf(model)
-        path = source.path
-    elif isinstance(source, Checkpoint):
-        path = source.folder
-    else:
+    elif not isinstance(source, Checkpoint):
         raise ArgumentError(
             f"model {str(model)!r} is neither a checkpoint folder of safetensors nor a GGUF file, and is not copied"
         )
+    path = source.path if isinstance(source, PlainGguf) else source.folder
     _check_out(out, path, fitting, overwrite)
     check_model(path, model_impl="native")
     config = source.config()
     rounded = quantized_on_load(source, config, quantize, group_size)
     names = [part.name for part in parts(rounded.weight_map)]
-    _check_room(out.absolute().parent, sum(_bytes_of(rounded.tensors[name]) for name in names))
-    if isinstance(rounded, QuantizedBlocks):
+    _check_room(out, [rounded.tensors[name] for name in names])
+    if fitting == "gguf":
         file = GgufModel(rounded, config)
         vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
         with _at_once(out) as partial:
             file.write(partial, vocabulary, counted(file.names, progress))
     else:
-        tokenizer = source.tokenizer() if isinstance(source, PlainGguf) else None
+        tokenizer = load_tokenizer(path, replaceable=False) if isinstance(source, PlainGguf) else None
         with _at_once(out) as partial:
             partial.mkdir()
             write_weights(rounded, partial, counted(names, progress))
+            quantization = quantization_config(rounded)
             if isinstance(source, PlainGguf):
-                source.write_rest(partial, tokenizer, {"quantization_config": quantization_config(rounded)})
+                source.write_rest(partial, tokenizer, {"quantization_config": quantization})
             else:
-                _write_rest(source, rounded, partial)
+                write_rest(source, partial, quantization)
     return out
 
 
 def converted_copy(
     model: str | Path, out: Path, *, dtype: str = "auto", overwrite: bool = False, progress: bool = False
 ) -> Path:
-    """Write a GGUF model as safetensors with config.json, tokenizer and chat template.
+    """Write a GGUF model as safetensors with config.json, tokenizer and chat template, and return `out`.
 
-    Args:
-        model: a `.gguf` file, or what leads to one; see `resolve_model_path`.
-        out: the folder to make.
-        dtype: of the weights; "auto": bfloat16 for blocks of few bits, else the file's own.
-        overwrite: replace the checkpoint folder that is at `out`.
-        progress: show a bar on standard error.
-
-    Returns:
-        `out`.
-
-    Raises:
-        ArgumentError: the model, the path or an option cannot be used; nothing was written.
+    `dtype` is that of the weights; "auto": bfloat16 for quantized blocks, else the file's own. Other arguments and
+    errors are those of `quantized_copy`.
     """
     source = PlainGguf(model, dtype)
     _check_out(out, source.path, "safetensors", overwrite)
     check_model(source.path, model_impl="native")
     config = source.config()
     names = [part.name for part in parts(family_of(config.architecture).weights(config))]
-    _check_room(out.absolute().parent, sum(_bytes_of(source.tensors[name]) for name in names))
-    tokenizer = source.tokenizer()
+    _check_room(out, [source.tensors[name] for name in names])
+    tokenizer = load_tokenizer(source.path, replaceable=False)
     with _at_once(out) as partial:
         partial.mkdir()
         write_weights(source, partial, counted(names, progress, "converting"))
-        source.write_rest(partial, tokenizer)
+        source.write_rest(partial, tokenizer, {})
     return out
-
-
-def _write_rest(source: Checkpoint, rounded: QuantizedGroups, folder: Path) -> None:
-    """Write all other files of a checkpoint, and its config.json with the new quantization."""
-    for file in source.folder.iterdir():
-        if file.is_file() and file.name != _CONFIG and not any(file.match(pattern) for pattern in _WEIGHTS):
-            shutil.copyfile(file, folder / file.name)
-    settings: dict[str, Any] = read_json(source.folder / _CONFIG)
-    settings = {name: value for name, value in settings.items() if name not in CONFIGURATIONS}
-    settings["quantization_config"] = quantization_config(rounded)
-    (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _format_of(quantize: str, file_format: str | None) -> str:
@@ -155,11 +121,7 @@ def _format_of(quantize: str, file_format: str | None) -> str:
 
 
 def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> None:
-    """Refuse a place where a copy cannot be made.
-
-    Raises:
-        ArgumentError: it is taken, or there is no folder for it; the message says what to do.
-    """
+    """Refuse a place that is taken, or that there is no folder for."""
     if (out.suffix == ".gguf") != (file_format == "gguf"):
         kind = "a name that ends in .gguf" if file_format == "gguf" else "a folder, and no .gguf file"
         raise ArgumentError(f"{out}: what is written in the format {file_format} needs {kind}")
@@ -174,21 +136,19 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
         raise ArgumentError(f"{out} holds the model itself, which is read while the copy is written")
     if not overwrite:
         raise ArgumentError(f"{out} is there already; --overwrite (overwrite=True) replaces it, or give another name")
-    if file_format == "safetensors" and not (out / _CONFIG).is_file():
+    if file_format == "safetensors" and not (out / CONFIG_FILE).is_file():
         raise ArgumentError(f"{out} is no checkpoint folder, and is not replaced")
 
 
-def _check_room(folder: Path, size: int) -> None:
-    """Refuse a copy for which a folder's disk has no room."""
-    free = shutil.disk_usage(folder).free
+def _check_room(out: Path, tensors: list[Stored]) -> None:
+    """Refuse a copy of about so many bytes as the tensors take, for which the disk has no room."""
+    widths = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
+    size = sum(int(math.prod(stored.shape) * widths.get(stored.dtype, 2.0)) for stored in tensors)
+    free = shutil.disk_usage(out.absolute().parent).free
     if free < size:
-        raise ArgumentError(f"{folder} has {free / 2**20:.0f} MiB left, and the copy needs {size / 2**20:.0f}")
-
-
-def _bytes_of(stored: Stored) -> int:
-    """Return about how many bytes a tensor takes."""
-    wide = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
-    return int(math.prod(stored.shape) * wide.get(stored.dtype, 2.0))
+        raise ArgumentError(
+            f"{out.absolute().parent} has {free / 2**20:.0f} MiB left, and the copy needs {size / 2**20:.0f}"
+        )
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_device, resolve_dtype
-from graphdecode.models.split import check_split, split_config
+from graphdecode.models.split import split_config
 
 
 def load_runner(
@@ -113,7 +113,7 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
         return shape
     if settings.speculation == "model":
         raise ArgumentError(f"tensor_parallel_size={count} goes with the speculation method ngram, not with model")
-    return split_config(check_split(shape, count), count)
+    return split_config(shape, count)
 
 
 def load_engine(

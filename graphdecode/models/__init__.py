@@ -1,7 +1,7 @@
 """Decoders written as a step over fixed memory, and the loading of checkpoints."""
 
 from graphdecode.models.checkpoint import generation_defaults
-from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.config import ModelConfig, ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import (
@@ -14,7 +14,7 @@ from graphdecode.models.load import (
     resolve_device,
     resolve_dtype,
 )
-from graphdecode.models.model import Chunks, MixingModel, Model, ModelShape
+from graphdecode.models.model import Chunks, MixingModel, Model
 from graphdecode.models.source import ModelSourceError, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 

@@ -7,15 +7,15 @@ found by walking through it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from graphdecode.attention import AttentionOptions, HeadTurn
+from graphdecode.attention import AttentionOptions, QKNormRope
 from graphdecode.cache import LayerCache, LayerState
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
@@ -28,7 +28,7 @@ from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
-AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, HeadTurn, AttentionOptions], None]  # out, qkv, cache, ...
+AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
 Vary = Callable[[WeightForm], WeightForm]
 
 
@@ -47,12 +47,12 @@ class StepOperators(NamedTuple):
     fuses_append: bool = True
     embedding_norm: Callable[..., None] | None = embedding_norm  # None: the two are launched one by one
 
-    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: HeadTurn) -> None:
+    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: QKNormRope) -> None:
         """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
         _, rows, positions, live, page_table, _ = tokens
         key, value, pages = cache.scales
         where = (rows, positions, live, page_table)
-        self.rope_append(q, cache.keys, cache.values, qkv, *where, *turn, k_scale=key, v_scale=value, scales=pages)
+        self.rope_append(q, cache.keys, cache.values, qkv, *where, turn, k_scale=key, v_scale=value, scales=pages)
 
 
 class Tokens(NamedTuple):
@@ -71,12 +71,11 @@ class Block:
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of each field, those of smaller blocks in their place."""
-        for entry in fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
-            value = getattr(self, entry.name)
+        for name, value in vars(self).items():
             if isinstance(value, Block):
                 yield from value.parts()
             else:
-                yield entry.name, value
+                yield name, value
 
     @property
     def linears(self) -> dict[str, WeightForm]:
@@ -91,25 +90,23 @@ class Block:
         return [tensor for tensors in held for tensor in tensors]
 
     def read_bytes(self, rows: int | None = None) -> int:
-        """Return how many bytes of weights a step reads: those of products and norms.
-
-        Args:
-            rows: of the step; None: of any, so that every expert has a token.
-        """
-        values = [getattr(self, entry.name) for entry in fields(self)]  # type: ignore[arg-type]
-        of_blocks = sum(value.read_bytes(rows) for value in values if isinstance(value, Block))
-        return of_blocks + sum(value.nbytes for value in values if isinstance(value, WeightForm))
+        """Return the bytes of products and norms that a step of so many rows reads; None: every expert has a token."""
+        held = [value for value in vars(self).values() if isinstance(value, (Block, WeightForm))]
+        return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in held)
 
     def varied(self, vary: Vary) -> Self:
         """Return the block with another product of each weight."""
-        changed: dict[str, Any] = {}
-        for entry in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, entry.name)
-            if isinstance(value, Block):
-                changed[entry.name] = value.varied(vary)
-            elif isinstance(value, WeightForm):
-                changed[entry.name] = vary(value)
+        changed: dict[str, Any] = {
+            name: value.varied(vary) if isinstance(value, Block) else vary(value)
+            for name, value in vars(self).items()
+            if isinstance(value, (Block, WeightForm))
+        }
         return replace(self, **changed)  # type: ignore[type-var]
+
+
+def each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors in their order, without those that are there already."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 @dataclass(frozen=True)
@@ -127,11 +124,9 @@ class Norm(Block):
 class ResidualStream:
     """A pass through the layers: the residual stream, and what the last block gave, which is still to be added to it.
 
-    Blocks take `hidden`, of the model's dtype, for products are made of it. What they give is float32 where their
-    products are written so at no cost, and so is the residual where that is free (`Stem.residual`).
-
-    A norm is computed when something other than a product that takes it into its own launch looks at `hidden`, and the
-    product that a block ends with when something looks at `given`.
+    Blocks take `hidden`, of the model's dtype. What they give is float32 where products are written so at no cost, and
+    so is the residual where that is free (`Stem.residual`). A norm is computed when something other than a product that
+    takes it into its own launch looks at `hidden`, and the product that ends a block when something looks at `given`.
 
     Args:
         parts: the tokens of the pass; those of a second part stand behind those of the first in all that it holds.
@@ -173,11 +168,7 @@ class ResidualStream:
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens of a pass of one part.
-
-        Raises:
-            NotImplementedError: there are two, each with rows and a page table of its own.
-        """
+        """The tokens of a pass of one part; two have rows and a page table of their own each."""
         if len(self._parts) > 1:
             raise NotImplementedError("a block looks for its tokens' rows itself: it cannot be run over two parts")
         return self._parts[0]
@@ -343,8 +334,7 @@ class Attention(Mixer):
     k_norm: Norm | None  # of each key head, or None
     o: WeightForm  # [hidden, heads * head_dim]
     head_dim: int  # channels of a head
-    # float32 [positions, 2, channels / 2] of a head's first channels, which turn with the position; of the others they
-    # do not, and of none where there are 0
+    # float32 [positions, 2, pairs] of a head's first channels, which are rotated by position; others are not
     cos_sin: Tensor
     options: AttentionOptions  # what becomes of the logits, and which keys a query sees
 
@@ -373,9 +363,9 @@ class Attention(Mixer):
         """Give the output product of what the tokens attended to, [t, heads * head_dim]."""
         stream.give(self.o, attended)
 
-    def rotation(self, qkv: Tensor) -> HeadTurn:
+    def rotation(self, qkv: Tensor) -> QKNormRope:
         """Return how queries and keys are normed and turned; an attention that norms them itself does it here."""
-        return HeadTurn(
+        return QKNormRope(
             self.cos_sin,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
@@ -508,41 +498,22 @@ class SparseMlp(FeedForward):
 
 
 @dataclass(frozen=True)
-class PreNormLayer(Layer):
-    """A mixer and an MLP, each behind a norm: `x + scale * mixer(norm(x))`, then `x + scale * mlp(norm(x))`."""
+class DecoderLayer(Layer):
+    """A mixer, then an MLP, with norms before or behind each: `x + scale * after(block(before(x)))`."""
 
-    input_norm: Norm
+    before_attention: Norm | None
     mixer: Mixer
-    post_norm: Norm
+    after_attention: Norm | None
+    before_mlp: Norm | None
     mlp: FeedForward
+    after_mlp: Norm | None
     residual_scale: float = 1.0
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Run the layer."""
-        stream.norm(self.input_norm)
-        self.mixer.run(stream, cache)
-        stream.change(scale=self.residual_scale)
-        stream.norm(self.post_norm)
-        self.mlp.run(stream)
-        stream.change(scale=self.residual_scale)
-
-
-@dataclass(frozen=True)
-class SandwichLayer(Layer):
-    """Attention and an MLP, each with a norm behind it and perhaps one before: `x + after(attention(before(x)))`."""
-
-    before_attention: Norm | None
-    attention: Attention
-    after_attention: Norm
-    before_mlp: Norm | None
-    mlp: FeedForward
-    after_mlp: Norm
-
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Run the layer."""
         stream.norm(self.before_attention)
-        self.attention.run(stream, cache)
-        stream.change(self.after_attention)
+        self.mixer.run(stream, cache)
+        stream.change(self.after_attention, self.residual_scale)
         stream.norm(self.before_mlp)
         self.mlp.run(stream)
-        stream.change(self.after_mlp)
+        stream.change(self.after_mlp, self.residual_scale)

@@ -1,7 +1,5 @@
 """A checkpoint folder as a source of weights: config.json, and safetensors, single or in shards; never a pickle."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -10,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -18,9 +17,8 @@ from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
 from graphdecode.models.family import config_of, family_of
+from graphdecode.models.quantized.method import Method, PackedTensor
 from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
-from graphdecode.models.quantized.packed_tensor import Method, PackedTensor
-from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
@@ -33,29 +31,24 @@ GENERATION_FILE = "generation_config.json"
 
 
 def _what_is_missing(file: Path) -> str | None:
-    """Return how much of a safetensors file is there, where it was cut; None where that cannot be told."""
+    """Return how much of a safetensors file is there, if it was cut; None if that is not known."""
     with suppress(OSError, ValueError, TypeError, KeyError, struct.error), file.open("rb") as opened:
         (header_bytes,) = struct.unpack("<Q", opened.read(8))
         held = file.stat().st_size
         header = json.loads(opened.read(header_bytes)) if header_bytes <= held else {}
-        ends = [told["data_offsets"][1] for name, told in header.items() if name != "__metadata__"]
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected = 8 + header_bytes + max(ends, default=1)
         return f"it was cut: at least {expected} bytes are expected, and it has {held}" if held < expected else None
     return None
 
 
 class Checkpoint:
-    """A folder, by its path or as a repository of the hub.
-
-    Raises:
-        ModelSourceError: there is no such folder, and no such repository within reach.
-    """
+    """A folder, by its path or as a repository of the hub."""
 
     def __init__(self, model: str | Path) -> None:
         self.folder = resolve_model_path(model)
         self.name = str(self.folder)
-        self._file_of: dict[str, Path] = {}
-        self._stored_as: dict[str, str] = {}  # where a file has another name for a tensor
+        self._place_of: dict[str, tuple[Path, str]] = {}  # of a tensor: its file, and its name there
         self._packed: dict[str, PackedTensor] = {}
 
     @classmethod
@@ -64,25 +57,18 @@ class Checkpoint:
         return True
 
     def config(self) -> ModelConfig:
-        """Read `config.json`, and the end-of-sequence tokens of `generation_config.json` where there is one.
-
-        Raises:
-            UnsupportedModelError: the file cannot be read, or describes no model that is supported.
-            ModelSourceError: the file is a pointer of Git LFS.
-        """
-        file, generation = self.folder / "config.json", self.folder / "generation_config.json"
+        """Read `config.json`, and the end-of-sequence tokens of `generation_config.json` where there is one."""
+        file, generation = self.folder / "config.json", self.folder / GENERATION_FILE
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
         settings = read_json(file)
         try:
             method = method_of(settings)
             config = config_of({name: value for name, value in settings.items() if name not in CONFIGURATIONS})
-        except (UnsupportedModelError, UnsupportedRopeError) as error:
+        except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{file}: {error}") from error
         config = replace(config, few_bits=method is not None and method.of_integers)
-        if not generation.exists():
-            return config
-        settings = read_json(generation)
+        settings = read_json(generation) if generation.exists() else {}
         if "eos_token_id" not in settings:
             return config
         try:
@@ -92,13 +78,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of the files; quantized ones by the names and shapes of the original weights.
-
-        Raises:
-            CheckpointError: there are no safetensors, or a file is missing or damaged.
-            UnsupportedModelError: weights are quantized in a way that is not known.
-            ModelSourceError: a file is a pointer of Git LFS.
-        """
+        """The tensors of the files; quantized ones by the names and shapes of the original weights."""
         found: dict[str, Stored] = {}
         for file in (self._plain(name) for name in self._file_names()):
             refuse_pointer(file)
@@ -107,18 +87,18 @@ class Checkpoint:
                     for name in reader.keys():  # noqa: SIM118 (not a mapping)
                         part = reader.get_slice(name)
                         found[name] = Stored(tuple(part.get_shape()), part.get_dtype())
-                        self._file_of[name] = file
+                        self._place_of[name] = (file, name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {_what_is_missing(file) or error}") from error
         if self._is_bare(found):
-            self._stored_as = {name if name.startswith("lm_head.") else f"{_BARE}{name}": name for name in found}
-            self._file_of = {name: self._file_of[stored] for name, stored in self._stored_as.items()}
-            found = {name: found[stored] for name, stored in self._stored_as.items()}
+            stored_as = {name if name.startswith("lm_head.") else f"{_BARE}{name}": name for name in found}
+            self._place_of = {name: self._place_of[stored] for name, stored in stored_as.items()}
+            found = {name: found[stored] for name, stored in stored_as.items()}
         method = self._method
         if method is None:
             return found
         self._packed = dict(method.find(found, self._part))
-        used = {name for packed in self._packed.values() for name in packed.tensors}
+        used = {name for packed in self._packed.values() for name in packed.tensors.values()}
         plain = {name: stored for name, stored in found.items() if name not in used and not name.endswith(method.spare)}
         return plain | {name: packed.stored for name, packed in self._packed.items()}
 
@@ -130,23 +110,19 @@ class Checkpoint:
         shape = self.tensors[name].shape
         if name in self._packed:
             self._packed[name].write(self._part, out, shard)
-            return
-        with safe_open(self._file_of[name], framework="pt", device=str(out.device)) as reader:
-            stored = self._stored_as.get(name, name)
-            out.copy_(reader.get_tensor(stored) if shard is None else reader.get_slice(stored)[shard.slices(shape)])
+        else:
+            out.copy_(self._part(name, () if shard is None else shard.slices(shape), out.device))
 
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
         """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
         packed = self._packed.get(name) if name in self.tensors else None
-        if packed is None:
-            return None
-        return part_of(packed.groups(self._part) if expert is None else packed.expert(self._part, expert), shard)
+        return None if packed is None else part_of(packed.groups(self._part, expert), shard)
 
-    def _part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        with safe_open(self._file_of[name], framework="pt") as reader:
-            stored = self._stored_as.get(name, name)
+    def _part(self, name: str, part: tuple[slice, ...], device: torch.device | str = "cpu") -> Tensor:
+        file, stored = self._place_of[name]
+        with safe_open(file, framework="pt", device=str(device)) as reader:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
     def _is_bare(self, found: Mapping[str, Stored]) -> bool:
@@ -176,10 +152,8 @@ class Checkpoint:
         if _ADAPTER in held:
             base = read_json(self.folder / _ADAPTER).get("base_model_name_or_path")
             model = f"of {shown(base, plain=True)} " if isinstance(base, str) and base else ""
-            return (
-                f"{self.folder} is an adapter (LoRA) {model}and no whole model: {_ADAPTER} says what to merge it into, "
-                "as peft's merge_and_unload does, and the merged folder is run"
-            )
+            what = f"is an adapter (LoRA) {model}and no whole model: {_ADAPTER} says what to merge it into"
+            return f"{self.folder} {what}, as peft's merge_and_unload does, and the merged folder is run"
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not held:
             return f"{self.folder} is empty; {expected}"
@@ -232,11 +206,8 @@ def _is_file_name(name: str) -> bool:
 def generation_defaults(folder: Path) -> dict[str, float]:
     """Return the sampling parameters that a checkpoint's folder states, as transformers understands them.
 
-    Where the file does not say `do_sample`, the answer is greedy: temperature 0. Nothing is stated without the file,
-    but for a model that `graphdecode models install` knows: its makers' recommendation.
-
-    Raises:
-        UnsupportedModelError: the file cannot be read, or states what is no number; ranges are not looked at.
+    Where the file does not say `do_sample`, decoding is greedy: temperature 0. Nothing is stated without the file,
+    but for a model that `graphdecode models install` knows: its makers' recommendation. Ranges are not looked at.
     """
     package = installed_as(folder)
     if package is not None:

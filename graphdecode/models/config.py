@@ -1,7 +1,5 @@
 """The configuration of a decoder, and the fields of a config.json that most families read alike."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +15,16 @@ __all__ = [  # what a family reads its configuration by
     "DTYPES",
     "ModelConfig",
     "UnsupportedModelError",
+    "all_but_every",
     "choice",
     "common_fields",
     "count",
     "flag",
+    "layer_ropes",
+    "layer_windows",
     "number",
     "read_json",
+    "switched_windows",
     "token_ids",
     "whole",
 ]
@@ -46,26 +48,37 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shapes and options of a decoder; a family with more of them has a subclass."""
+class ModelShape:
+    """The sizes of a model, which follow from its configuration alone."""
 
     architecture: str  # Hugging Face's name of it
-    vocab_size: int  # rows of the embedding
-    hidden_size: int  # channels of the residual stream
-    intermediate_size: int  # channels of the gated MLP
-    num_hidden_layers: int  # decoder layers
+    vocab_size: int  # logits of a token
+    num_hidden_layers: int  # layers, each with a cache of its own
     num_attention_heads: int  # query heads
     num_key_value_heads: int  # key and value heads
     head_dim: int  # channels of a head
+    max_position_embeddings: int  # tokens that a sequence may have
+    windows: tuple[int, ...]  # for each layer, how many keys before a query's own it sees; -1 is all
+    eos_token_ids: tuple[int, ...]  # tokens that end an output
+    dtype: torch.dtype  # of the checkpoint
+    # what each layer keeps of a sequence in place of keys and values, None where it keeps these; empty: all do
+    recurrent: tuple[Recurrent | None, ...] = ()
+    few_bits: bool = False  # its weights are integers of few bits with scales, which are not of that dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """Shapes and options of a decoder; a family with more of them has a subclass."""
+
+    hidden_size: int  # channels of the residual stream
+    intermediate_size: int  # channels of the gated MLP
     rms_norm_eps: float  # of all norms
     activation: str  # "silu", "gelu" or "gelu_tanh"
-    max_position_embeddings: int  # tokens that a sequence may have
     rope: RopeConfig  # the rotary embedding
     qkv_bias: bool = False  # the QKV product has a bias
     o_bias: bool = False  # the output product of attention has one
     mlp_bias: bool = False  # the MLP's products have one
     tie_word_embeddings: bool  # the output layer is the embedding
-    windows: tuple[int, ...]  # for each layer, how many keys before a query's own it sees; -1 is all
     # for each layer its rotary embedding, None where it knows nothing of positions; empty where all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     sm_scale: float | None = None  # multiplies the logits of attention; None: 1 / sqrt(head_dim)
@@ -75,12 +88,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
     logits_scale: float = 1.0  # multiplies the model's logits
     logits_soft_cap: float = 0.0  # caps them where it is > 0
-    eos_token_ids: tuple[int, ...]  # tokens that end an answer
-    dtype: torch.dtype  # of the checkpoint
-    # what each layer keeps of a sequence in place of keys and values, None where it keeps these; empty: all do
-    recurrent: tuple[Recurrent | None, ...] = ()
-    mixer: Any = None  # sizes of the mixer of layers with such a state, of a type of its own
-    few_bits: bool = False  # its weights are integers of few bits with scales, which are not of that dtype
+    mixer: Any = None  # sizes of the mixer of layers with a recurrent state, of a type of its own
 
     def keeps_state(self, layer: int) -> bool:
         """Whether a layer keeps a recurrent state in place of keys and values."""
@@ -92,12 +100,7 @@ class ModelConfig:
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5.
-
-    Raises:
-        UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
-        UnsupportedRopeError: the same, of the rotary embedding.
-    """
+    """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5."""
     if settings.get("quantization_config"):
         method = settings["quantization_config"]
         method = shown(method.get("quant_method") if isinstance(method, dict) else method, plain=True)
@@ -136,11 +139,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
 
 
 def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
-    """Return for each layer whether it sees a window, as `layer_types` says, or as `otherwise` does.
-
-    Raises:
-        UnsupportedModelError: the field does not name each layer's type, or names an unknown one.
-    """
+    """Return for each layer whether it sees a window, as `layer_types` says, or as `otherwise` does."""
     kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
     if not isinstance(kinds, list) or len(kinds) != len(otherwise) or any(kind not in _LAYER_TYPES for kind in kinds):
         raise UnsupportedModelError(
@@ -158,3 +157,21 @@ def layer_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int,
         return (-1,) * len(otherwise)
     size = count(settings, "sliding_window")
     return tuple(size - 1 if windowed else -1 for windowed in is_windowed(settings, otherwise))
+
+
+def switched_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int, ...]:
+    """Return `layer_windows` where `use_sliding_window` is true, else no windows."""
+    is_on = flag(settings, "use_sliding_window", False)
+    return layer_windows(settings, otherwise) if is_on else (-1,) * len(otherwise)
+
+
+def all_but_every(period: int, layers: int) -> list[bool]:
+    """Return for each layer whether it is another than each `period`-th one."""
+    return [(layer + 1) % period != 0 for layer in range(layers)]
+
+
+def layer_ropes(settings: dict[str, Any], fields: dict[str, Any], otherwise: list[bool]) -> dict[str, Any]:
+    """Return the field of that name where layers with windows have a rope of their own; see `ropes_by_layer_type`."""
+    local = RopeConfig.from_dict(settings["sliding_rope"], fields["max_position_embeddings"])
+    windowed = is_windowed(settings, otherwise)
+    return {"layer_ropes": tuple(local if window else fields["rope"] for window in windowed)}

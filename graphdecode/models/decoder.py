@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from graphdecode.attention import (
     AttentionOptions,
-    HeadTurn,
     PagedDecodeAttention,
+    QKNormRope,
     TokenByTokenAttention,
     extend_over,
 )
@@ -30,16 +29,45 @@ from graphdecode.models.blocks import (
     StepOperators,
     Tokens,
     Vary,
+    each_once,
 )
 from graphdecode.models.config import ModelConfig
-from graphdecode.models.model import Chunks
+from graphdecode.models.model import Chunks, Model
 
 
-class Decoder:
-    """A decoder-only transformer; see `Model`.
+def tokens_of(batch: Batch | Chunks) -> Tokens:
+    """Return the tokens of a decode step, or of chunks of prompts."""
+    if isinstance(batch, Chunks):
+        return Tokens(*batch[:4], batch.page_table, batch.state_rows)
+    where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
+    return Tokens(batch.tokens, *where, getattr(batch, "state_rows", None))
 
-    Other operators than the fused ones are for measuring what fusing is worth.
-    """
+
+def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
+    """Return the attention of a decode step's tokens over a layer's cache."""
+
+    def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+        attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
+
+    return attend
+
+
+def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> Attend:
+    """Return the same of chunks of prompts: token by token, or many queries at once."""
+
+    def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+        if attention is not None:
+            attention.run(out, q, cache, *tokens_of(chunks)[1:5], options)
+        else:
+            extend_over(cache, out, q, *chunks[4:7], options)
+
+    return attend
+
+
+class Decoder(Model):
+    """A decoder-only transformer; operators other than the fused ones measure what fusing is worth."""
+
+    config: ModelConfig
 
     def __init__(
         self,
@@ -72,54 +100,29 @@ class Decoder:
         return [self.stem, *self.layers, self.head]
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers, each with a cache of its own."""
-        return len(self.layers)
-
-    @property
     def constants(self) -> list[Tensor]:
         """Every tensor that a step only reads, each once."""
-        return list({id(tensor): tensor for block in self.blocks for tensor in block.tensors}.values())
+        return each_once(tensor for block in self.blocks for tensor in block.tensors)
 
-    @property
-    def workspace(self) -> list[Tensor]:
-        """Tensors that products of few rows leave as they found them, and write in between."""
-        linears = [linear for block in self.blocks for linear in block.linears.values()]
-        return list({id(tensor): tensor for linear in linears for tensor in linear.workspace}.values())
+    def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
+        """Yield the products of a step, each with its name within a layer."""
+        parts = (part for block in self.blocks for part in block.parts())
+        yield from ((name, form) for name, form in parts if isinstance(form, (WeightForm, ExpertForm)))
 
-    def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
-        """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, form in (part for block in self.blocks for part in block.parts()):
-            if isinstance(form, WeightForm):
-                found[f"{name} {form.out_features}x{form.in_features}"] = form.choice(rows).as_report()
-            elif isinstance(form, ExpertForm):
-                experts, *sizes = form.shape
-                found[f"{name} {'x'.join(map(str, sizes))} of {experts} experts"] = form.choice(rows).as_report()
-        return found
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but the embedding's unused rows."""
-        return sum(block.read_bytes() for block in self.blocks)
-
-    def read_bytes(self, rows: int) -> int:
-        """Return how many of them a step of so many rows reads at most: of experts, those that it can go to."""
+    def read_bytes(self, rows: int | None) -> int:
+        """Return the bytes of weights that a step reads: of experts, those that so many rows can go to."""
         return sum(block.read_bytes(rows) for block in self.blocks)
 
     def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        tokens = self._tokens_of(batch)
 
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
-
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
             attention.append_and_run(out, qkv, cache.keys, cache.values, batch.page_table, turn, options, cache.scales)
 
         # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
-        return self.head.run(self._run_layers([tokens], caches, attend, None if attention.is_invariant else append))
+        fused, attend = None if attention.is_invariant else append, attend_step(batch, attention)
+        return self.head.run(self._run_layers([tokens_of(batch)], caches, attend, fused))
 
     def mix(
         self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
@@ -129,11 +132,9 @@ class Decoder:
         Products, norms and what else takes each token by itself are one launch for all tokens, the chunks' first.
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        of_chunks = Tokens(*chunks[:4], chunks.page_table, chunks.state_rows)
-        of_rows = self._tokens_of(batch)
-        count = chunks.token_ids.shape[0]
+        of_chunks, count = tokens_of(chunks), chunks.token_ids.shape[0]
 
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
             self._operators.append(q, cache, qkv[:count], of_chunks, turn)
             extend_over(cache, out[:count], q, *chunks[4:7], options)
@@ -141,32 +142,20 @@ class Decoder:
             pages = (cache.keys, cache.values)
             attention.append_and_run(out[count:], qkv[count:], *pages, batch.page_table, turn, options, cache.scales)
 
-        stream = self._run_layers([of_chunks, of_rows], caches, None, append)
+        stream = self._run_layers([of_chunks, tokens_of(batch)], caches, None, append)
         return self.head.run(stream.narrowed(count, count + batch.size))
 
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> ResidualStream:
         """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
-        tokens = Tokens(*chunks[:4], chunks.page_table, chunks.state_rows)
-
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            if attention is not None:
-                attention.run(out, q, cache, *tokens[1:5], options)
-            else:
-                extend_over(cache, out, q, *chunks[4:7], options)
-
         with torch.no_grad():
-            return self._run_layers([tokens], caches, attend)
+            return self._run_layers([tokens_of(chunks)], caches, attend_chunks(chunks, attention))
 
     def logits(self, stream: ResidualStream, begin: int, end: int) -> Tensor:
         """Return the logits of some tokens of a prefill; once: they are made in place. See `Model.logits`."""
         with torch.no_grad():
             return self.head.run(stream.narrowed(begin, end))
-
-    def _tokens_of(self, batch: Batch) -> Tokens:
-        states = batch.state_rows if self.config.recurrent else None
-        return Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table, states)
 
     def _run_layers(
         self,

@@ -1,7 +1,5 @@
 """Model families: the base class, and the registry of all that there are."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +21,7 @@ from graphdecode.models.weights import Weights
 
 @dataclass(frozen=True)
 class BlocksStem(Stem):
-    """An embedding whose rows are undone as they are gathered; `embedding` has no rows, it says dtype and channels."""
+    """An embedding that is dequantized as rows are gathered; `embedding` has no rows, it says dtype and channels."""
 
     table: RowTable = field(kw_only=True)  # the embedding, perhaps the output layer's own
 
@@ -46,7 +44,6 @@ class Family(ABC):
 
         Raises:
             UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
-            UnsupportedRopeError: the same, of the rotary embedding.
         """
 
     @abstractmethod
@@ -65,8 +62,6 @@ class Family(ABC):
         """Return what comes before the layers."""
         # rounded as the rows are: models were trained so
         scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
-        rank, count = (0, 1) if shared is None else (shared.rank, shared.count)
-        begin, end = (config.vocab_size * each // count for each in (rank, rank + 1))
         rows = weights.embedding_rows()
         if rows is not None:
             no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
@@ -75,6 +70,7 @@ class Family(ABC):
             stem = Stem(weights.tensor("embedding"), scale)
         if shared is None:
             return stem
+        begin, end = (config.vocab_size * rank // shared.count for rank in (shared.rank, shared.rank + 1))
         return SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=shared)
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
@@ -94,12 +90,8 @@ FAMILIES: dict[str, Family] = {}  # by architecture; filled while files are impo
 def register_family(family: Family, *, replace: bool = False) -> None:
     """Register a model family.
 
-    Args:
-        family: of theirs.
-        replace: take the place of the family that the architecture has.
-
     Raises:
-        ArgumentError: it has one, or what is given is no family.
+        ArgumentError: the architecture has one, and it is not to be replaced; or what is given is no family.
     """
     if not isinstance(family, Family):
         raise ArgumentError(f"a family must be an object of a class that inherits from Family, got {shown(family)}")
@@ -131,12 +123,7 @@ def family_of(architecture: object) -> Family:
 
 
 def config_of(settings: dict[str, Any]) -> ModelConfig:
-    """Return the configuration that the fields of a config.json describe.
-
-    Raises:
-        UnsupportedModelError: the architecture is unknown, or see `Family.config`.
-        UnsupportedRopeError: see `Family.config`.
-    """
+    """Return the configuration that the fields of a config.json describe; see `family_of` and `Family.config`."""
     names = settings.get("architectures")
     return family_of(names[0] if isinstance(names, list) and names else names).config(settings)
 

@@ -1,11 +1,8 @@
-"""Fields of a configuration that nobody has looked at yet: each reader takes what it names, and refuses the rest.
+"""Readers of the fields of a configuration that is not trusted, such as a config.json: a number may be anything.
 
-A config.json is a stranger's: a number may be a text, of any size, infinite, or a list. Whoever reads a field by these
-need not ask: each raises an `UnsupportedModelError` that names the field, the value and what it must be, where a field
-is missing or something else. Who knows the file puts its name before.
+Each raises an `UnsupportedModelError` that names the field, its value and what it must be. Callers that know the file
+add its name.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
@@ -40,9 +37,7 @@ class UnsupportedModelError(GraphdecodeError, ValueError):
 
 def count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """Return a field that is an integer from 1 to what `LIMITS` says; `default`, if any, for one absent or null."""
-    value = settings.get(name)
-    if value is None:
-        value = default
+    value = _given(settings, name, default)
     if value is None:
         raise UnsupportedModelError(f"the field {name} is missing")
     most = LIMITS.get(name, MOST)
@@ -55,9 +50,7 @@ def count(settings: Mapping[str, Any], name: str, default: int | None = None) ->
 
 def whole(settings: Mapping[str, Any], name: str, default: int) -> int:
     """Return a field that is an integer >= 0; `default` for one absent or null."""
-    value = settings.get(name)
-    if value is None:
-        value = default
+    value = _given(settings, name, default)
     if not _is_integer(value) or not 0 <= value <= MOST:
         raise UnsupportedModelError(f"{name} must be an integer in 0..{MOST}, got {shown(value)}")
     return int(value)
@@ -75,9 +68,7 @@ def number(settings: Mapping[str, Any], name: str, default: float | None = None)
 
 def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return a field that is true or false, and no word that means it; `default` for one absent or null."""
-    value = settings.get(name)
-    if value is None:
-        value = default
+    value = _given(settings, name, default)
     if not isinstance(value, bool):
         raise UnsupportedModelError(f"{name} must be true or false, got {shown(value)}")
     return value
@@ -112,6 +103,10 @@ def is_positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 / _MOST_NUMBER <= value <= _MOST_NUMBER
 
 
+def _given(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    return default if settings.get(name) is None else settings[name]
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -121,23 +116,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         UnsupportedModelError: it cannot be read, is larger than any such file, or is no object.
-        ModelSourceError: it is no file but a pipe or the like, or a pointer of Git LFS.
+        ModelSourceError: see `require_file` and `refuse_pointer`.
     """
     require_file(path)
     refuse_pointer(path)
     try:
         size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise UnsupportedModelError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8")) if size <= _MOST_BYTES else None
     except OSError as error:
         raise UnsupportedModelError(f"{path}: {error.strerror}") from error
     except RecursionError as error:
         raise UnsupportedModelError(f"{path} is nested too deeply") from error
     except ValueError as error:  # no UTF-8, or no JSON
-        if isinstance(error, UnsupportedModelError):
-            raise
         raise UnsupportedModelError(f"{path} is no JSON: {error}") from error
+    if size > _MOST_BYTES:
+        raise UnsupportedModelError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read")
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} is no JSON object")
     return content

@@ -1,7 +1,5 @@
 """From a source of weights to a decoder: each tensor straight to its place, no second copy of the model."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,21 +26,20 @@ from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
-from graphdecode.linear.quantized_weight import QuantizedSource
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.config import DTYPES, ModelConfig, read_json
+from graphdecode.models.config import DTYPES, ModelConfig, ModelShape, read_json
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of, known_families
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.model import Model, ModelShape
+from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
-from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, quantized_on_load
+from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, RoundedSource, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
-from graphdecode.models.split import SplitSource, check_split, split_config
+from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.weight_map import CheckpointError, Part, check, parts
+from graphdecode.models.weight_map import CheckpointError, Part, check, parts, runs_of
 from graphdecode.models.weights import Weights
 
 
@@ -58,18 +55,7 @@ class Source(TensorSource, Protocol):
         """Whether a model's name is one of this kind of source; whether there is such a model is not asked here."""
 
     def config(self) -> ModelConfig:
-        """Return the configuration, without reading any tensor.
-
-        Raises:
-            UnsupportedModelError: it cannot be read, or describes no model that is supported.
-        """
-
-
-@runtime_checkable
-class KeepsBlocks(QuantizedSource, Protocol):
-    """A source whose weights of few bits are blocks of GGUF's types, as `read_quantized` returns them."""
-
-    keeps_blocks: Literal[True]
+        """Return the configuration, without reading any tensor; `UnsupportedModelError` says why it cannot."""
 
 
 SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first that opens a name has the model
@@ -78,12 +64,8 @@ SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first tha
 def register_source(source: type[Source], *, replace: bool = False) -> None:
     """Register a kind of source; it is asked before those that are known.
 
-    Args:
-        source: the class.
-        replace: even before one of the same name.
-
     Raises:
-        ArgumentError: there is a source of that name.
+        ArgumentError: there is a source of that name, and it is not to be replaced.
     """
     refuse_taken("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
     SOURCES.insert(0, source)
@@ -93,11 +75,7 @@ _OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(
 
 
 def open_source(model: str | Path) -> Source:
-    """Return the source of a model: a shape's random weights, a GGUF file, a folder, or what was registered.
-
-    Raises:
-        ValueError: there is no model of that name.
-    """
+    """Return the source of a model: a shape's random weights, a GGUF file, a folder, or what was registered."""
     _OUTSIDE.find()
     return next(source for source in SOURCES if source.opens(model))(model)
 
@@ -108,12 +86,7 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False) -> AdoptedFolder | None:
-    """Return a source's model as transformers runs it; None where a family of ours does.
-
-    Raises:
-        ArgumentError: transformers is asked for, and the source is no folder; or there is no such implementation.
-        UnsupportedModelError: the folder's config.json cannot be read.
-    """
+    """Return a source's model as transformers runs it; None where a family of ours does."""
     if model_impl not in MODEL_IMPLS:
         raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
     folder: Path | None = getattr(source, "folder", None)
@@ -122,16 +95,12 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
     if folder is None:
         raise ArgumentError(f"model_impl='transformers' runs checkpoint folders, and {source.name} is none")
     file = folder / "config.json"
-    if model_impl == "auto" and (not file.exists() or _is_ours(read_json(file).get("architectures"))):
-        return None
+    if model_impl == "auto":
+        named = read_json(file).get("architectures") if file.exists() else None
+        name = named[0] if isinstance(named, list) and named else None
+        if not isinstance(name, str) or name in known_families():  # where none is named, ours say so
+            return None
     return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
-
-
-def _is_ours(architectures: object) -> bool:
-    """Whether a family of ours has an architecture, or none is named at all, which is for ours to say."""
-    return not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)) or (
-        architectures[0] in known_families()
-    )
 
 
 HUGE_PAGE = 2 << 20
@@ -156,17 +125,11 @@ def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     for begin, end in spans:
         for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE)):
             filled[page] += min(end, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
-    found: list[tuple[int, int]] = []
-    for page in sorted(page for page, count in filled.items() if count >= _LEAST_SHARE * HUGE_PAGE):
-        begin, end = page * HUGE_PAGE, (page + 1) * HUGE_PAGE
-        if found and found[-1][1] == begin:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return found
+    full = [page for page, count in filled.items() if count >= _LEAST_SHARE * HUGE_PAGE]
+    return [(first * HUGE_PAGE, last * HUGE_PAGE + HUGE_PAGE) for first, last in runs_of(full)]
 
 
-_ATTENTION = "model.layers.{}.self_attn."
-_NAMES = (  # of keys and of values, behind the attention's own
+_SCALES = (  # of keys and of values, behind the attention's own
     ("k_scale", "v_scale"),  # compressed-tensors, llm-compressor
     ("attn.k_scale", "attn.v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
@@ -179,28 +142,19 @@ _NAMES = (  # of keys and of values, behind the attention's own
 
 def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tuple[str, str] | None]:
     """Return the names of each layer's scales, of keys and of values; None where a layer has none."""
-    found: list[tuple[str, str] | None] = []
-    for layer in range(num_layers):
-        prefix = _ATTENTION.format(layer)
-        pairs = ((prefix + key, prefix + value) for key, value in _NAMES)
-        found.append(next((pair for pair in pairs if all(name in tensors for name in pair)), None))
-    return found
+    of_layers = [f"model.layers.{layer}.self_attn." for layer in range(num_layers)]
+    pairs = [[(at + key, at + value) for key, value in _SCALES] for at in of_layers]
+    return [next((pair for pair in known if tensors.keys() >= set(pair)), None) for known in pairs]
 
 
 def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:
-    """Return the scales of keys and of values of each layer; 1.0 where the source says nothing.
-
-    Raises:
-        CheckpointError: a scale is not a positive number, or neither one of the layer nor one for each head.
-    """
+    """Return the scales of keys and of values of each layer; 1.0 where the source says nothing."""
     found = cache_scale_names(source.tensors, num_layers)
-    return [
-        (1.0, 1.0) if pair is None else (_read(source, pair[0], num_kv_heads), _read(source, pair[1], num_kv_heads))
-        for pair in found
-    ]
+    pairs = [[1.0, 1.0] if pair is None else [_scale(source, name, num_kv_heads) for name in pair] for pair in found]
+    return [(key, value) for key, value in pairs]
 
 
-def _read(source: TensorSource, name: str, num_kv_heads: int) -> float:
+def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
     shape = source.tensors[name].shape
     if math.prod(shape) not in (1, num_kv_heads):
         raise CheckpointError(
@@ -214,7 +168,7 @@ def _read(source: TensorSource, name: str, num_kv_heads: int) -> float:
     return largest
 
 
-_EXPANDED = "none"  # what `quantize` is where weights in few bits are to be plain ones
+_EXPANDED = "none"  # what `quantize` is where quantized weights are to be plain ones
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -227,11 +181,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
         instructions()
     except MissingInstructions as error:
         raise ArgumentError(str(error)) from error
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = None
     with suppress(RuntimeError):
-        resolved = torch.device(device)
+        resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if resolved is None or resolved.type not in ("cpu", "cuda"):
         raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
     index = resolved.index or 0
@@ -257,29 +209,26 @@ def resolve_dtype(
     """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU is not fast at it.
 
     Args:
-        dtype: by name, or `"auto"`.
+        dtype: by name, or `"auto"`; a name that is unknown is a `ValueError`.
         checkpoint: what it says of itself.
         device: that computes.
         few_bits: its weights are integers of few bits, which say nothing of activations: `"auto"` is float16 on a CPU.
         compiles: kernels are compiled to know what is fast here; False: those that a compiler would make are believed.
-
-    Raises:
-        ValueError: the name is unknown.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         checkpoint = torch.float16 if few_bits and device.type == "cpu" else checkpoint
-        compiled = native.library if compiles else native.is_expected
-        slow = device.type == "cpu" and not _is_fast_on_cpu(checkpoint, compiled)
-        return torch.float32 if slow else checkpoint
+        if device.type == "cpu" and not _is_fast_on_cpu(checkpoint, native.library if compiles else native.is_expected):
+            return torch.float32
+        return checkpoint
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
 
 
 def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
-    if dtype == torch.float16:  # which compiled kernels alone are fast at, where an instruction widens it
+    if dtype == torch.float16:  # only compiled kernels are fast at it, where an instruction converts it
         return bool(compiled(dtype)) and instructions().name != "portable"
     return dtype == torch.bfloat16 and _cpu_has_bf16(compiled)
 
@@ -299,11 +248,7 @@ def _cpu_has_bf16(compiled: _Compiled) -> bool:
 def describe_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Return what a model looks like, without its weights; arguments as for `load_model`.
-
-    Raises:
-        ValueError: there is no such model, or its configuration cannot be used.
-    """
+    """Return what a model looks like, without its weights; arguments and errors are those of `load_model`."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     return source.config() if by_transformers is None else by_transformers.config
@@ -312,11 +257,7 @@ def describe_model(
 def check_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Look at a model's configuration and at what weights there are, and read none of them.
-
-    Raises:
-        ValueError: there is no such model, its configuration cannot be used, or tensors are missing or of wrong shapes.
-    """
+    """Do the same, and look at what tensors there are."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
@@ -342,14 +283,11 @@ def kept_bytes(
     *,
     quantize: str | None = None,
 ) -> int:
-    """Return the memory that all tensors of a model take: those that stay in few bits as stored, less groups' scales.
+    """Return the memory that all tensors of a model take: those that stay quantized as stored, less groups' scales.
 
     Args:
         model: where `config` is from, as for `load_model`; `quantize` likewise.
-        dtype: of what does not stay in few bits.
-
-    Raises:
-        ValueError: there is no such model.
+        dtype: of what does not stay quantized.
     """
     source = open_source(model)
     if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
@@ -358,7 +296,7 @@ def kept_bytes(
 
     def size(part: Part) -> int:
         values, stored = math.prod(part.shape), source.tensors[part.name].dtype
-        if isinstance(source, KeepsBlocks):
+        if _keeps_blocks(source):
             return BLOCK_OF[stored].size(values) if keeps_blocks and stored in BLOCK_OF else values * dtype.itemsize
         return values * (4 if stored.endswith("4") else 8) // 8 if stored in KEPT_GROUPS else values * dtype.itemsize
 
@@ -389,8 +327,8 @@ def load_model(
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
-        quantize: None keeps what a checkpoint has in few bits as it is, the blocks of a GGUF file too, where there are
-            kernels for it; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
+        quantize: None keeps quantized weights as they are stored, the blocks of a GGUF file too, where there are
+            kernels for them; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
             `"q8_0"` or `"q4_k"` round plain weights while they are read.
         quantize_group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
         batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
@@ -404,7 +342,7 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model)
-    if quantize == "gguf" and not isinstance(source, KeepsBlocks):
+    if quantize == "gguf" and not _keeps_blocks(source):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     quantize = _unless_stored_so(quantize, source)
     expands = quantize == _EXPANDED
@@ -428,12 +366,13 @@ def load_model(
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
         if shared is not None:
-            check_split(by_transformers.config, shared.count)
+            split_config(by_transformers.config, shared.count)
         quantize = None if expands else quantize
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
         if options.quantize != quantize:
             raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
-        return _load_adopted(by_transformers, source, options, progress)
+        by_transformers.check_files(source)
+        return _settled(by_transformers.load(options, progress=progress), device)
     config = source.config()
     if expands or quantize is None:
         quantize = "gguf" if not expands and _has_blocks(source, device, native.library) else None
@@ -441,30 +380,41 @@ def load_model(
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
     weights_from: TensorSource = _Expanded(source) if expands else source
-    if options.quantize != quantize and quantize is not None:
-        rounded = quantized_on_load(source, config, quantize, quantize_group_size)
-        _check_form(rounded, options, quantize)
+    rounded = _rounded(source, config, options, quantize, quantize_group_size)
+    if rounded is not None:
         weights_from, weight_map = rounded, rounded.weight_map
-    elif quantize_group_size is not None:
-        raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
-    elif quantize is not None and _has_groups(source):
-        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
-    if shared is None:
-        return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), scales, progress)
-    shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
-    weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
-    return _build(split_config(config, shared.count), weights, scales, progress)
+    if shared is not None:
+        weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
+        config, weight_map = split_config(config, shared.count), shard.weight_map
+    weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared)
+    return _settled(_build(config, weights, scales, progress), device)
+
+
+def _rounded(
+    source: Source, config: ModelConfig, options: FormOptions, quantize: str | None, group_size: int | None
+) -> RoundedSource | None:
+    """Return a source of rounded weights; None where `quantize` does not ask for that."""
+    if quantize is not None and options.quantize != quantize:
+        rounded = quantized_on_load(source, config, quantize, group_size)
+        kinds = {stored.dtype: name for name, stored in rounded.tensors.items() if stored.dtype not in PLAIN}
+        for kind, name in kinds.items():  # which would be read as plain ones again
+            if keeping(rounded, LinearNames((name,)), options) is None:
+                where = options.device.type
+                raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
+        return rounded
+    if group_size is not None:
+        raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
+    is_checkpoint = not _keeps_blocks(source)  # a GGUF file's types of the same name are blocks
+    if quantize and is_checkpoint and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
+        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
+    return None
 
 
 def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
-    """Return what `quantize` asks for beyond the way in which a source stores its weights, which is kept unasked.
-
-    Raises:
-        ArgumentError: it names another way, in which weights can be stored and are not rounded.
-    """
+    """Return what `quantize` asks for beyond the way in which a source stores its weights, which is kept unasked."""
     stored = getattr(source, "quant_method", None)
     if quantize in METHODS and quantize not in FORMS_OF and quantize != stored:
         raise ArgumentError(
@@ -475,25 +425,16 @@ def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
     return None if quantize == stored else quantize
 
 
-def _load_adopted(folder: AdoptedFolder, source: Source, options: FormOptions, progress: bool) -> Model:
-    folder.check_files(source)
-    module = folder.load(options, progress=progress)
-    return_free_memory()
-    if options.device.type == "cpu":
-        join_pages(module.constants)
-    return module
-
-
 class _Expanded:
-    """A source whose weights in few bits are read as plain ones."""
+    """A source whose quantized weights are read as plain ones."""
 
     def __init__(self, source: TensorSource) -> None:
-        kinds = KeptPanels.kinds | KeptTiles.kinds
-        self.read = source.read
-        self.tensors = {
-            name: stored._replace(dtype="F32") if stored.dtype in kinds else stored
-            for name, stored in source.tensors.items()
-        }
+        self.read, self.tensors = source.read, source.tensors
+
+
+def _keeps_blocks(source: TensorSource) -> bool:
+    """Whether a source's quantized weights are blocks of GGUF's types, as it says itself."""
+    return bool(getattr(source, "keeps_blocks", False))
 
 
 def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled) -> bool:
@@ -501,39 +442,19 @@ def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled)
     if device.type == "cpu" and not compiled(None):
         return False
     kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
-    return isinstance(source, KeepsBlocks) and any(stored.dtype in kinds for stored in source.tensors.values())
-
-
-def _has_groups(source: TensorSource) -> bool:
-    """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
-    return not isinstance(source, KeepsBlocks) and any(
-        stored.dtype in GROUP_TYPES for stored in source.tensors.values()
-    )
+    return _keeps_blocks(source) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
     scales = cache_scale_names(source.tensors, config.num_hidden_layers)
-    unused |= {name for pair in scales if pair is not None for name in pair}
+    unused |= {name for pair in scales for name in pair or ()}
     # quantizers give each layer a bias, of zeros where the model has none
     named = {part.name for part in parts(weight_map)}
     of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
     unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
     check(source.name, source.tensors, weight_map, frozenset(unused))
-
-
-def _check_form(source: TensorSource, options: FormOptions, quantize: str) -> None:
-    """Refuse to round weights that would be read as plain ones again.
-
-    Raises:
-        ArgumentError: no form keeps them on the device.
-    """
-    kinds = {stored.dtype: name for name, stored in source.tensors.items() if stored.dtype not in PLAIN}
-    for kind, name in kinds.items():
-        if keeping(source, LinearNames((name,)), options) is None:
-            where = options.device.type
-            raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
 
 
 def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], progress: bool) -> Decoder:
@@ -545,13 +466,17 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
         layers.append(family.layer(config, weights, index))
         if index % _TRIMMED_LAYERS == 0:
             return_free_memory()
-    decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
+    return Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
+
+
+def _settled(model: Model, device: torch.device) -> Model:
+    """Return a model that was loaded, when what loading took has been given back."""
     return_free_memory()
-    if decoder.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
-    elif decoder.device.type == "cpu":
-        join_pages(decoder.constants)
-    return decoder
+    elif device.type == "cpu":
+        join_pages(model.constants)
+    return model
 
 
 def _check_invariance(config: ModelShape, device: torch.device) -> None:

@@ -1,8 +1,7 @@
 """The interface between the engine and a model, be it our own decoder or a module of another library."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -10,7 +9,11 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
 from graphdecode.buffers import Batch
-from graphdecode.cache import LayerState, Recurrent
+from graphdecode.cache import LayerState
+from graphdecode.linear.experts import ExpertForm
+from graphdecode.linear.weight_form import WeightForm
+from graphdecode.models.blocks import each_once
+from graphdecode.models.config import ModelShape
 
 
 class Chunks(NamedTuple):
@@ -26,92 +29,54 @@ class Chunks(NamedTuple):
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states; None where no layer has some
 
 
-class ModelShape(Protocol):
-    """The sizes of a model, which follow from its configuration alone."""
-
-    @property
-    def architecture(self) -> str:
-        """Hugging Face's name of it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Logits of a token."""
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Layers, each with a cache of its own."""
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads."""
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key and value heads."""
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Distinct window sizes of the layers: keys before a query's own, -1 for all. Steps are planned for each."""
-
-    @property
-    def recurrent(self) -> tuple[Recurrent | None, ...]:
-        """What each layer keeps of a sequence in place of keys and values, or None; empty: all keep these."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Tokens that a sequence may have."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the checkpoint."""
-
-    @property
-    def few_bits(self) -> bool:
-        """Whether its weights are integers of few bits, which are not of that dtype."""
-
-
-class Model(Protocol):
+class Model(ABC):
     """A decoder over a paged cache, written so that a step of it can be captured."""
 
+    config: ModelShape
     dtype: torch.dtype  # of weights, activations and cache
     device: torch.device  # where it runs
     # what an fp8 cache divides keys and values of each layer by, as the checkpoint says
     cache_scales: list[tuple[float, float]]
 
     @property
-    def config(self) -> ModelShape:
-        """Its sizes."""
-
-    @property
     def num_layers(self) -> int:
         """Layers, each with a cache of its own."""
+        return len(self.cache_scales)
+
+    @abstractmethod
+    def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
+        """Yield the products of a step, each with its name within a layer."""
 
     @property
+    @abstractmethod
     def constants(self) -> list[Tensor]:
         """Every tensor that a step only reads, each once."""
 
     @property
     def workspace(self) -> list[Tensor]:
         """Tensors that a step leaves as it found them, and writes in between."""
+        forms = (form for _, form in self.products() if isinstance(form, WeightForm))
+        return each_once(tensor for form in forms for tensor in form.workspace)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one decode step reads, whatever the batch."""
+        """Bytes of weights that one decode step reads, whatever the batch: all but the embedding's unused rows."""
+        return self.read_bytes(None)
 
-    def read_bytes(self, rows: int) -> int:
-        """Bytes of weights that one decode step of so many rows reads at most."""
+    @abstractmethod
+    def read_bytes(self, rows: int | None) -> int:
+        """Bytes of weights that one decode step of so many rows reads at most; None: of any."""
 
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
         """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, form in self.products():
+            *experts, out_features, in_features = form.shape
+            among = f" of {experts[0]} experts" if experts else ""
+            found[f"{name} {out_features}x{in_features}{among}"] = form.choice(rows).as_report()
+        return found
 
+    @abstractmethod
     def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Feed each row's token, append its keys and values, and return the logits, float32 [b, vocab].
 
@@ -122,27 +87,20 @@ class Model(Protocol):
             attention: its workspaces are planned here, once for all layers.
         """
 
+    @abstractmethod
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> Any:
-        """Append the keys and values of many tokens.
+        """Append the keys and values of many tokens, and return what `logits` takes.
 
-        Args:
-            chunks: the tokens, and where they belong.
-            caches: keys and values of each layer.
-            attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
-
-        Returns:
-            What `logits` takes.
+        `attention` gives each token the bits of a decode step; None: the faster way, many queries at once.
         """
 
+    @abstractmethod
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
-        """Return the logits, float32 [end - begin, vocab], of some tokens of a prefill, which are those of one row.
+        """Return the logits, float32 [end - begin, vocab], of some tokens of one row of the latest prefill.
 
-        Args:
-            passed: what `prefill` returned; no other pass came after it.
-            begin: first token.
-            end: behind the last one.
+        `passed` is what `prefill` returned.
         """
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.errors import GraphdecodeError, shown
-from graphdecode.models.fields import MOST, flag, is_positive
+from graphdecode.errors import shown
+from graphdecode.models.fields import MOST, UnsupportedModelError, flag, is_positive
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-class UnsupportedRopeError(GraphdecodeError, ValueError):
+class UnsupportedRopeError(UnsupportedModelError):
     """A rotary embedding that this runtime does not know, or that lacks a field; the message says what there may be."""
 
 
@@ -26,14 +26,14 @@ class RopeConfig:
     rope_type: str = "default"  # one of `ROPE_TYPES`
     theta: float = 10000.0  # base of the frequencies
     factor: float = 1.0  # by how much the context is stretched
-    rotary_factor: float = 1.0  # part of a head's channels that turn, the first ones
+    rotary_factor: float = 1.0  # share of a head's channels that are rotated, the first ones
     original_max_positions: int = 0  # context that the model was first trained for
     # llama3: wavelengths above `original_max_positions / low_freq_factor` are stretched fully
     low_freq_factor: float = 1.0
     # llama3: wavelengths below `original_max_positions / high_freq_factor` are left alone
     high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # yarn: channels that turn more often than this over the original context are left alone
-    beta_slow: float = 1.0  # yarn: channels that turn less often than this are stretched fully
+    beta_fast: float = 32.0  # yarn: channels with more rotations than this over the original context are left alone
+    beta_slow: float = 1.0  # yarn: channels with fewer rotations than this are stretched fully
     attention_factor: float = 1.0  # yarn and longrope: scales cosines and sines
     truncate: bool = True  # yarn: round the borders between these channels
     # longrope: by how much each pair of channels is stretched where no sequence can be longer than
@@ -65,19 +65,19 @@ class RopeConfig:
             raise UnsupportedRopeError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
         if not is_positive(partial) or partial > 1:
             raise UnsupportedRopeError(f"partial_rotary_factor must be a number > 0 and <= 1, got {shown(partial)}")
-        rope = cls(rope_type, _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0)))
-        if rope.theta <= 1:
-            raise UnsupportedRopeError(f"rope_theta must be above 1, got {rope.theta}: periods grow with the channel")
-        rope = replace(rope, rotary_factor=float(partial))
+        theta = _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0))
+        if theta <= 1:
+            raise UnsupportedRopeError(f"rope_theta must be above 1, got {theta}: periods grow with the channel")
+        rope = cls(rope_type, theta, rotary_factor=float(partial))
         if rope_type == "default":
             return rope
         original = _positions(settings) or _positions(scaling) or max_positions
         # these two may leave their factor to what the context grew by
         grown = max_positions / original if rope_type in ("yarn", "longrope") else None
-        rope = replace(rope, factor=_number(scaling, "factor", grown))
+        factor = _number(scaling, "factor", grown)
         if rope_type == "linear":
-            return rope
-        rope = replace(rope, original_max_positions=original)
+            return replace(rope, factor=factor)
+        rope = replace(rope, factor=factor, original_max_positions=original)
         if rope_type == "llama3":
             low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
             if low >= high:
@@ -86,7 +86,7 @@ class RopeConfig:
         if rope_type == "longrope":
             return replace(
                 rope,
-                attention_factor=_longrope_attention_factor(scaling, rope),
+                attention_factor=_attention_factor(scaling, rope),
                 short_factors=_factors(scaling, "short_factor"),
                 long_factors=_factors(scaling, "long_factor"),
             )
@@ -94,7 +94,7 @@ class RopeConfig:
             rope,
             beta_fast=_number(scaling, "beta_fast", 32.0),
             beta_slow=_number(scaling, "beta_slow", 1.0),
-            attention_factor=_yarn_attention_factor(scaling, rope.factor),
+            attention_factor=_attention_factor(scaling, rope),
             truncate=flag(scaling, "truncate", True),
         )
 
@@ -127,42 +127,35 @@ def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
     return tuple(_number({"rope_type": "longrope", name: factor}, name) for factor in value)
 
 
-def _longrope_attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
-    """Return the scale of LongRoPE (Ding et al., 2024, section 4.3), or what the checkpoint says instead."""
+def _attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
+    """Return what scales cosines and sines, as the checkpoint says.
+
+    Else LongRoPE's scale (Ding et al., 2024, section 4.3), or YaRN's temperature (Peng et al., 2023, equation 22).
+    """
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     if rope.factor <= 1:
         return 1.0
-    if rope.original_max_positions == 1:
-        raise UnsupportedRopeError("rope type 'longrope' needs original_max_position_embeddings to be above 1, got 1")
-    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
-
-
-def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    """Return the temperature of YaRN (Peng et al., 2023, equation 22), or what the checkpoint says instead."""
-    if scaling.get("attention_factor") is not None:
-        return _number(scaling, "attention_factor")
+    growth = math.log(rope.factor)
+    if rope.rope_type == "longrope":
+        if rope.original_max_positions == 1:
+            raise UnsupportedRopeError(
+                "rope type 'longrope' needs original_max_position_embeddings to be above 1, got 1"
+            )
+        return math.sqrt(1 + growth / math.log(rope.original_max_positions))
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return _temperature(factor, _number(scaling, "mscale")) / _temperature(
-            factor, _number(scaling, "mscale_all_dim")
-        )
-    return _temperature(factor, 1.0)
-
-
-def _temperature(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+        over, under = (_number(scaling, name) for name in ("mscale", "mscale_all_dim"))
+        return (0.1 * over * growth + 1.0) / (0.1 * under * growth + 1.0)
+    return 0.1 * growth + 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> Tensor:
-    """Return the angle that each pair of turning channels turns by per position, float32 [pairs].
+    """Return the angle by which each pair of channels is rotated per position, float32 [pairs].
 
     The operations and their order are those of transformers: an ulp of a frequency is a visible angle at position 1e5.
 
-    Args:
-        rope: the embedding.
-        head_dim: channels of a head.
-        positions: tokens that a sequence can have. LongRoPE's factors are chosen by it, once: a key that is in the
-            cache keeps its angle, so a sequence cannot change them while it grows.
+    LongRoPE's factors are chosen by how many positions a sequence can have, once: a key that is in the cache keeps its
+    angle, so a sequence cannot change them while it grows.
     """
     dim = int(head_dim * rope.rotary_factor)
     periods = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -194,10 +187,10 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:
     """Interpolate slow channels, keep fast ones, ramp in between (Peng et al., 2023, section 3.2)."""
 
-    def channel_turning(times: float) -> float:
+    def channel_with(times: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = channel_turning(rope.beta_fast), channel_turning(rope.beta_slow)
+    low, high = channel_with(rope.beta_fast), channel_with(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -209,7 +202,7 @@ def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:
 
 
 def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """Return cosines and sines by position, float32 [positions, 2, pairs of channels that turn]; None: no pairs."""
+    """Return cosines and sines by position, float32 [positions, 2, pairs of channels]; None: no pairs."""
     if rope is None:
         return torch.empty(positions, 2, 0, device=device)
     frequencies = inverse_frequencies(rope, head_dim, positions)
@@ -224,16 +217,13 @@ def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: f
     `rope_theta` and `rope_scaling` are of the former alone.
     """
     given, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
-    halves = (
-        [given.get(kind) or {} for kind in ("full_attention", "sliding_attention")] if isinstance(given, dict) else []
-    )
-    if not all(isinstance(fields, dict) for fields in (given, scaling, *halves)):
+    kinds = ("full_attention", "sliding_attention")
+    is_nested = isinstance(given, dict) and any(kind in given for kind in kinds)
+    full, sliding = (given.get(kind) or {} for kind in kinds) if is_nested else (given, {})
+    if not all(isinstance(fields, dict) for fields in (full, sliding, scaling)):
         raise UnsupportedRopeError(
             f"rope_parameters must be an object, or one for each type of layer, got {shown(given)}"
         )
-    is_nested = any(name in given for name in ("full_attention", "sliding_attention"))
-    full = (given.get("full_attention") or {} if is_nested else given) | scaling
-    sliding = (given.get("sliding_attention") or {}) if is_nested else {}
-    full = {"rope_theta": settings.get("rope_theta", theta)} | full
+    full = {"rope_theta": settings.get("rope_theta", theta)} | full | scaling
     sliding = {"rope_theta": sliding_theta} | sliding
     return {"rope_parameters": full, "rope_scaling": None, "sliding_rope": {"rope_parameters": sliding}}

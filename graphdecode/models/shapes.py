@@ -1,7 +1,5 @@
 """Models by shape alone: random weights made on the device, for measuring."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +11,9 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
-from graphdecode.models.families import Llama, Qwen3, Qwen3Moe
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.families.qwen3 import Qwen3
+from graphdecode.models.families.qwen3_moe import Qwen3Moe
 from graphdecode.models.family import Family, config_of, family_of
 from graphdecode.models.weight_map import parts
 
@@ -53,11 +53,7 @@ _STANDARD_DEVIATION = 0.02
 
 
 def shape_config(name: str) -> ModelConfig:
-    """Return the configuration of a shape, such as `shape:llama-3.1-8b`, in bf16.
-
-    Raises:
-        ValueError: the shape is unknown; the message lists those that are known.
-    """
+    """Return the configuration of a shape, such as `shape:llama-3.1-8b`, in bf16."""
     shape = SHAPES.get(name.removeprefix(PREFIX))
     if shape is None:
         raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in SHAPES)}")
@@ -65,11 +61,7 @@ def shape_config(name: str) -> ModelConfig:
 
 
 class RandomWeights:
-    """Any tensor that a shape's model has, drawn from a normal distribution where it goes; gains of norms are 1.
-
-    Raises:
-        ValueError: the shape is unknown.
-    """
+    """Any tensor that a shape's model has, drawn from a normal distribution where it goes; gains of norms are 1."""
 
     def __init__(self, model: str | Path, seed: int = 0) -> None:
         self.name = str(model)

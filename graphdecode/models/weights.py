@@ -1,7 +1,5 @@
 """A model's weights, read from a source place by place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -55,7 +53,7 @@ class Weights:
         return read_fused(self._source, self._names(place), None, dtype, self._options.device)
 
     def embedding_rows(self) -> RowTable | None:
-        """Return the embedding in few bits, if products keep the source's; a tied output layer shares them."""
+        """Return the quantized embedding, if products keep the source's; a tied output layer shares it."""
         names = LinearNames(self._names("embedding"))
         if not keeps(self._source, names, self._options):
             return None
@@ -67,15 +65,8 @@ class Weights:
     def experts(self, place: str, experts: ExpertsConfig, *, is_gated: bool, interleaved: bool = False) -> ExpertForm:
         """Return one product of all experts at a place, with its bias where the map has one.
 
-        Args:
-            place: in the model; its parts are those of one expert after another, to be fused along their rows, or one
-                part with all experts along its first dimension.
-            experts: of the model.
-            is_gated: the first half of the outputs is the gate of the second.
-            interleaved: how stacks lie; see `ExpertNames`.
-
-        Raises:
-            ValueError: a form is asked for that experts do not have.
+        The parts of a place are those of one expert after another, or one part with all along its first dimension.
+        `is_gated`: the first half of the outputs is the gate of the second; `interleaved`: see `ExpertNames`.
         """
         names = ExpertNames(self._names(place), experts.count, is_gated, experts.top_k, interleaved)
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
@@ -130,12 +121,7 @@ class Weights:
         return Summed(form.shape, None, form, self.shared, place)
 
     def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
-        """Return cosines and sines by position, float32 [positions, 2, pairs that turn]; layers share a table.
-
-        Args:
-            rope: None where the layer knows nothing of positions.
-            head_dim: channels of a head.
-        """
+        """Return `cos_sin_table`, which layers share; no rope is that of a layer that knows nothing of positions."""
         key = (rope, head_dim)
         if key not in self._angles:
             self._angles[key] = cos_sin_table(rope, head_dim, self._positions, self._options.device)

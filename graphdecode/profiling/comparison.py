@@ -21,9 +21,9 @@ class PointChange:
     context: int  # tokens of each row
     before_ms: float  # median of all steps
     after_ms: float  # the same in the later profile
-    before_quiet_ms: float  # median of the quickest round, which neighbours on the machine disturbed least
+    before_quiet_ms: float  # median of the quickest round
     after_quiet_ms: float  # the same in the later profile
-    noise: float  # the larger of the two profiles' spreads between rounds
+    noise: float  # the larger spread between rounds
 
     @property
     def ratio(self) -> float:
@@ -36,7 +36,7 @@ class PointChange:
         return self.after_quiet_ms / self.before_quiet_ms
 
     def is_slower(self, tolerance: float) -> bool:
-        """Whether this point alone got slower by more than `tolerance` and its noise, by either measure."""
+        """Whether this point got slower by more than `tolerance` and its noise, by both measures."""
         return min(self.ratio, self.quiet_ratio) > 1 + tolerance + self.noise
 
 
@@ -44,8 +44,8 @@ class PointChange:
 class Comparison:
     """All points that two profiles share."""
 
-    changes: list[PointChange]  # of each point
-    differences: list[str]  # facts in which the profiles differ, so that the comparison means less; for people
+    changes: list[PointChange]
+    differences: list[str]  # of model, machine and the like, in words
 
     @property
     def overall(self) -> float:
@@ -60,23 +60,19 @@ class Comparison:
     def slower(self, tolerance: float) -> list[PointChange]:
         """Return the points that got slower by more than `tolerance`, beyond their noise.
 
-        All of them where the points together did: noise of single points cancels out in their mean.
+        All of them if the points together did: noise of single points cancels out in their mean.
         """
         if min(self.overall, self.overall_quiet) > 1 + tolerance:
             return self.changes
         return [change for change in self.changes if change.is_slower(tolerance)]
 
     def unclear(self, tolerance: float) -> list[PointChange]:
-        """Return the points whose noise is larger than the tolerance: a slow-down may hide in them."""
+        """Return the points whose noise is larger than the tolerance."""
         return [change for change in self.changes if change.noise > tolerance]
 
 
 def read_profile(path: Path) -> dict:
-    """Read a `profile.json`.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no profile of this schema.
-    """
+    """Read a `profile.json`; raises `ArgumentError` if it cannot be read, or has another schema."""
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -98,27 +94,18 @@ def read_profile(path: Path) -> dict:
 
 
 def compare_profiles(before: dict, after: dict) -> Comparison:
-    """Put the points that two profiles share side by side.
-
-    Raises:
-        ValueError: they have no point in common.
-    """
+    """Compare the points that two profiles share; raises `ArgumentError` if there are none."""
     old = {(row["bucket"], row["context"]): row for row in before["rows"]}
     new = {(row["bucket"], row["context"]): row for row in after["rows"]}
     common = [point for point in new if point in old]
     if not common:
         raise ArgumentError("the two profiles have no bucket and context in common")
-    changes = [
-        PointChange(
-            *point,
-            old[point]["step_ms"]["p50"],
-            new[point]["step_ms"]["p50"],
-            min(old[point]["round_ms"]),
-            min(new[point]["round_ms"]),
-            max(old[point]["noise"], new[point]["noise"]),
-        )
-        for point in common
-    ]
+    changes = []
+    for point in common:
+        one, two = old[point], new[point]
+        medians = one["step_ms"]["p50"], two["step_ms"]["p50"]
+        quiet = min(one["round_ms"]), min(two["round_ms"])
+        changes.append(PointChange(*point, *medians, *quiet, max(one["noise"], two["noise"])))
     facts = [{key: profile[key] for key in _SAME} | profile["environment"] for profile in (before, after)]
     differences = [
         f"{key}: {facts[0][key]} before, {facts[1].get(key)} after"

@@ -21,18 +21,17 @@ _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.
 def describe_environment(device: torch.device | str) -> dict[str, str | int | float]:
     """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads.
 
-    `cache_bytes` is the device's last cache, 0 where the system does not tell; `load_average` is of the last minute;
-    `instructions` are those that compiled kernels use; none where there are no such kernels.
+    `cache_bytes` is the last cache's (0: unknown); `instructions` are those of compiled kernels.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
+    cpu = _cpu_fields()
+    name = torch.cuda.get_device_name(device) if on_gpu else cpu.get("model name")
     facts: dict[str, str | int | float] = {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device)
-        if on_gpu
-        else _cpu_field("model name") or platform.processor() or platform.machine(),
+        "device_name": name or platform.processor() or platform.machine(),
         "cache_bytes": cache_bytes(device),
-        "cpu_mhz": _cpu_field("cpu MHz") or "unknown",
+        "cpu_mhz": cpu.get("cpu MHz", "unknown"),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
         "instructions": "none" if on_gpu or native.why_not() else instructions().name,
         "threads": torch.get_num_threads(),
@@ -45,7 +44,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
     }
     if on_gpu:
         answer = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
-        values = [value.strip() for value in answer.splitlines()[0].split(",")] if answer else []
+        values = [value.strip() for value in answer.partition("\n")[0].split(",")] if answer else []
         facts |= {f"gpu_{name.replace('.', '_')}": value for name, value in zip(_GPU_FIELDS, values, strict=False)}
     return facts
 
@@ -57,13 +56,11 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _cpu_field(name: str) -> str:
+def _cpu_fields() -> dict[str, str]:
+    """Return the fields of the last core in /proc/cpuinfo (Linux)."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith(name):
-                return line.partition(":")[2].strip()
-    return ""
+    lines = info.read_text().splitlines() if info.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -89,13 +86,9 @@ def _commit() -> str:
 
 
 def read_bandwidth(device: torch.device | str, *, size_bytes: int | None = None, repeats: int = 7) -> float:
-    """Measure the read bandwidth of a device, in bytes per second.
+    """Return the median read bandwidth of a device in bytes per second, from sums of a tensor with torch's threads.
 
-    Sums a tensor that no cache holds, `repeats` times, and takes the median; the threads are torch's.
-
-    Args:
-        size_bytes: of the tensor; None means 1 GiB on a CPU, and on a GPU 4 GiB or half of what is free.
-        repeats: timed passes, after one that is not counted.
+    The tensor has 1 GiB on a CPU, and on a GPU 4 GiB or half of what is free, if `size_bytes` is None.
     """
     device = torch.device(device)
     if size_bytes is None:

@@ -27,7 +27,7 @@ class LadderTrial:
     """Measurements of one ladder."""
 
     step_ms: float  # mean time of a step of the load: the median over the rounds
-    quiet_ms: float  # the same of the quickest round, which neighbours on the machine disturbed least
+    quiet_ms: float  # that of the quickest round
     rounds_ms: list[float]  # the mean of each round
     capture_ms: float  # time of all captures
     pool_bytes: int  # memory of all graphs' intermediates
@@ -37,9 +37,9 @@ class LadderTrial:
 class Ratio:
     """One ladder's step over another's: below 1 is quicker."""
 
-    median: float  # of the rounds, each with the other ladder's of the same time
+    median: float  # of the ratios of rounds at the same time
     quiet: float  # quickest round over quickest round
-    noise: float  # half the distance between the quartiles of the rounds' ratios, over their median
+    noise: float  # half the distance between the quartiles of these ratios, over their median
 
     @property
     def verdict(self) -> str:
@@ -72,11 +72,7 @@ class Trial:
 
 
 def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
-    """Return a sequence of `steps` batch sizes in the proportions of a histogram, in an order that is always the same.
-
-    Args:
-        counts: batch size -> decode steps.
-    """
+    """Return `steps` batch sizes in the proportions of `counts` (batch size -> steps), in a fixed random order."""
     total = sum(counts.values())
     shares = {size: steps * number / total for size, number in counts.items()}
     whole = {size: int(share) for size, share in shares.items()}
@@ -105,92 +101,64 @@ def try_ladders(
     Args:
         ladders: by name, all with the same max_batch_size.
         counts: batch size -> decode steps, as recorded.
-        model: a checkpoint folder, `"demo"`, or a shape.
         context: tokens of each row.
 
     Raises:
-        ValueError: the model or the device cannot be used, or a number is out of range.
+        ArgumentError: the model or the device cannot be used, or a number is out of range.
     """
     if min(context, steps, rounds) < 1:
         raise ArgumentError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")
-    place = resolve_device(device)
     largest = max(ladder.max_batch_size for ladder in ladders.values())
     length = context + STEPS_PER_STAGING
-    config = BucketConfig(
-        max_batch_size=largest, max_sequence_length=length, total_num_pages=largest * (-(-length // 16) + 1)
-    )
+    pages = largest * (-(-length // 16) + 1)
+    config = BucketConfig(max_batch_size=largest, max_sequence_length=length, total_num_pages=pages)
+    place, sizes = resolve_device(device), (1, largest)
     decoder = load_model(
-        model, device=place, dtype=dtype, max_sequence_length=length, batch_sizes=(1, largest), progress=progress
+        model, device=place, dtype=dtype, max_sequence_length=length, batch_sizes=sizes, progress=progress
     )
     longest = decoder.config.max_position_embeddings - STEPS_PER_STAGING
     if context > longest:
-        raise ArgumentError(
-            f"context must be in 1..{longest} (what {model} was trained for, less some steps), got {context}"
-        )
+        why = f"what {model} was trained for, less some steps"
+        raise ArgumentError(f"context must be in 1..{longest} ({why}), got {context}")
     trace = trace_of(counts, steps)
     with ExitStack() as held:
-        trials: dict[str, _LadderRun] = {}
-        for name, ladder in ladders.items():
-            trials[name] = _LadderRun(decoder, replace(config, batch_sizes=ladder.sizes), context)
-            held.callback(trials[name].close)
-        visits = [(index, name) for index in range(rounds + 1) for name in list(ladders)[:: -1 if index % 2 else 1]]
-        for _, name in tqdm(
-            visits, desc="trying ladders", unit="round", disable=None if progress else True, leave=False
-        ):
-            trials[name].run(trace)
-        return Trial(
-            model,
-            str(decoder.dtype).removeprefix("torch."),
-            next(iter(trials.values())).backend,
-            context,
-            steps,
-            rounds,
-            {name: trial.result() for name, trial in trials.items()},
-        )
+        runs = {
+            name: _LadderRun(decoder, replace(config, batch_sizes=ladder.sizes), context, held)
+            for name, ladder in ladders.items()
+        }
+        visits = [name for index in range(rounds + 1) for name in list(ladders)[:: -1 if index % 2 else 1]]
+        for name in tqdm(visits, "trying ladders", unit="round", disable=None if progress else True, leave=False):
+            runs[name].run(trace)
+        backend = next(iter(runs.values())).runner.graphs.backend
+        trials = {name: run.result() for name, run in runs.items()}
+    return Trial(model, str(decoder.dtype).removeprefix("torch."), backend, context, steps, rounds, trials)
 
 
 class _LadderRun:
-    """One ladder's graphs, and what its rounds took."""
+    """One ladder's graphs, and the times of its rounds."""
 
-    def __init__(self, decoder: Model, config: BucketConfig, context: int) -> None:
-        self._runner: Runner = make_runner(decoder, config, prefix_cache=False)
-        self._captured = self._runner.graphs.capture(progress=False, kinds=["steps"])
-        self._held = ExitStack()
-        self._held.callback(self._runner.close)
-        self._rows = self._held.enter_context(rows_at(self._runner, config.max_batch_size, context))
+    def __init__(self, decoder: Model, config: BucketConfig, context: int, held: ExitStack) -> None:
+        self.runner: Runner = make_runner(decoder, config, prefix_cache=False)
+        held.callback(self.runner.close)
+        self._captured = self.runner.graphs.capture(progress=False, kinds=["steps"]).buckets
+        self._rows = held.enter_context(rows_at(self.runner, config.max_batch_size, context))
         self._rounds_ms: list[float] = []
 
-    @property
-    def backend(self) -> str:
-        return self._runner.graphs.backend
-
     def run(self, trace: list[int]) -> None:
-        """Time the whole trace, less the staging that sets the rows back before they outgrow their pages."""
-        runner, seconds = self._runner, 0.0
+        """Time the whole trace, without the staging that sets the rows back before they outgrow their pages."""
+        runner, seconds = self.runner, 0.0
+        synchronize = torch.cuda.synchronize if runner.model.device.type == "cuda" else lambda: None
         for begin in range(0, len(trace), STEPS_PER_STAGING):
             runner.stage(self._rows)
-            self._synchronize()
+            synchronize()
             began = time.perf_counter()
             for batch_size in trace[begin : begin + STEPS_PER_STAGING]:
                 runner.graphs.replay(batch_size)
-            self._synchronize()
+            synchronize()
             seconds += time.perf_counter() - began
         self._rounds_ms.append(1000 * seconds / len(trace))
 
     def result(self) -> LadderTrial:
-        rounds = self._rounds_ms[1:]  # the first warms up
-        captured = self._captured.buckets
-        return LadderTrial(
-            statistics.median(rounds),
-            min(rounds),
-            rounds,
-            sum(bucket.capture_ms for bucket in captured),
-            sum(bucket.pool_bytes for bucket in captured),
-        )
-
-    def close(self) -> None:
-        self._held.close()
-
-    def _synchronize(self) -> None:
-        if self._runner.model.device.type == "cuda":
-            torch.cuda.synchronize()
+        rounds, captured = self._rounds_ms[1:], self._captured  # the first round is warm-up
+        capture_ms, pool_bytes = sum(each.capture_ms for each in captured), sum(each.pool_bytes for each in captured)
+        return LadderTrial(statistics.median(rounds), min(rounds), rounds, capture_ms, pool_bytes)

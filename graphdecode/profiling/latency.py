@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,44 +24,24 @@ from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
 
 _BARS = 40
-_QUARTILES = 3  # how far a histogram goes: so many times as far from the least value as three quarters of them do
-NOISY = 0.1  # medians of rounds that differ by more say little about a tenth
+_QUARTILES = 3  # a histogram ends so many times as far from the least value as the third quartile is
+NOISY = 0.1  # medians of rounds that differ by more cannot show a difference of a tenth
 _HELD_CYCLES = 4_000_000  # some 2 ms, in which the host gets ahead of the device
 SCHEMA_VERSION = 2
-STEPS_PER_STAGING = 16  # the graph advances itself: rows are set back before they grow far past the context
-ROUNDS = 5  # in which all points take turns, so that a slow minute of the machine falls on all of them
+STEPS_PER_STAGING = 16  # the graph advances rows, which are set back before they grow far past the context
+ROUNDS = 5  # over all points, so that a slow minute of the machine affects all of them
 TRACED_STEPS = 10
 _EAGER_SHARE = 2  # one eager step is timed for so many replays
-_LEAST_EAGER_STEPS = 3
+_MIN_EAGER_STEPS = 3
 _WIDE_STEPS = 15  # at most, of each bucket and number of queries
+# host time of the launch, step on the device, launch to tokens on the host, the same step run eagerly
+_KINDS = ("launch_us", "step_ms", "token_ms", "eager_ms")
 
 
-@dataclass(frozen=True)
-class Percentiles:
-    """Percentiles of one kind of duration."""
-
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
-        """Return the percentiles of some durations, in their unit."""
-        p50, p90, p99 = np.percentile(values, [50, 90, 99])
-        return cls(float(p50), float(p90), float(p99), float(max(values)))
-
-    @classmethod
-    def weighted(cls, weights: Mapping[float, float]) -> Percentiles:
-        """Return the percentiles of some values that count by their weights.
-
-        Args:
-            weights: value -> weight; at least one is above 0.
-        """
-        values = sorted(value for value, weight in weights.items() if weight > 0)
-        shares = np.cumsum([weights[value] for value in values])
-        p50, p90, p99 = (values[int(np.searchsorted(shares, share * shares[-1]))] for share in (0.5, 0.9, 0.99))
-        return cls(float(p50), float(p90), float(p99), float(values[-1]))
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p50, p90, p99 and max of some values."""
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
+    return {"p50": float(p50), "p90": float(p90), "p99": float(p99), "max": float(max(values))}
 
 
 @dataclass(frozen=True)
@@ -71,7 +51,7 @@ class Histogram:
     low: float  # lower end of the first bar
     high: float  # upper end of the last bar
     counts: list[int]  # of each bar
-    above: int  # durations past the last bar: a stall of the machine would otherwise make one bar of all the rest
+    above: int  # values past the last bar, as stalls of the machine are
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Histogram:
@@ -83,78 +63,44 @@ class Histogram:
 
 
 def spread_of(round_ms: Sequence[float]) -> float:
-    """Return half the range of the rounds' medians over their median; of three rounds or more, the worst is left out.
-
-    One round may be spoilt by a neighbour without moving the median of all; two spoilt rounds may move it.
-    """
+    """Return half the range of the rounds' medians over their median, without the slowest of three or more."""
     ordered = sorted(round_ms)
     kept = ordered[:-1] if len(ordered) > 2 else ordered
     return (kept[-1] - kept[0]) / 2 / statistics.median(ordered)
 
 
-@dataclass
-class Samples:
-    """Times at one point over all rounds, and the median of each round."""
-
-    launch_us: list[float] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    token_ms: list[float] = field(default_factory=list)
-    eager_ms: list[float] = field(default_factory=list)
-    round_ms: list[float] = field(default_factory=list)
-    eager_round_ms: list[float] = field(default_factory=list)
-
-    def add_round(
-        self, launch_us: Sequence[float], step_ms: Sequence[float], token_ms: Sequence[float], eager_ms: Sequence[float]
-    ) -> None:
-        """Add the times of one round."""
-        self.launch_us += launch_us
-        self.step_ms += step_ms
-        self.token_ms += token_ms
-        self.eager_ms += eager_ms
-        self.round_ms.append(statistics.median(step_ms))
-        self.eager_round_ms.append(statistics.median(eager_ms))
-
-    def row(self, bucket: int, context: int, bytes_moved: int, bandwidth: float, cache_bytes: int) -> dict[str, Any]:
-        """Return the figures of the point, as `profile.json` holds them.
-
-        Args:
-            bucket: rows, all of them live.
-            context: tokens in the cache of each row.
-            bytes_moved: that a step must read and write: weights once, keys and values of all rows once.
-            bandwidth: measured in the same run, in bytes per second.
-            cache_bytes: of the processor's last cache.
-        """
-        step, eager = Percentiles.of(self.step_ms), Percentiles.of(self.eager_ms)
-        seconds, noise = step.p50 / 1000, spread_of(self.round_ms)
-        return {
-            "bucket": bucket,
-            "context": context,
-            "launch_us": asdict(Percentiles.of(self.launch_us)),  # host time of the launch
-            "step_ms": asdict(step),  # on the device
-            "token_ms": asdict(Percentiles.of(self.token_ms)),  # from the launch to the tokens in the host's hands
-            "eager_ms": asdict(eager),  # the same step, run eagerly
-            "replay_speedup": eager.p50 / step.p50,
-            "bytes_moved": bytes_moved,
-            "in_cache": bytes_moved <= cache_bytes,  # memory sets no floor then
-            "achieved_bytes_per_second": bytes_moved / seconds,
-            "bandwidth_share": bytes_moved / seconds / bandwidth,
-            "floor_ms": 1000 * bytes_moved / bandwidth,
-            "times_floor": seconds * bandwidth / bytes_moved,
-            "round_ms": self.round_ms,  # median step of each round
-            "noise": noise,
-            "noisy": noise > NOISY,  # the figures cannot be trusted to a tenth
-            "eager_round_ms": self.eager_round_ms,
-            "eager_noise": spread_of(self.eager_round_ms),  # `replay_speedup` cannot be trusted any further
-            "histogram_ms": asdict(Histogram.of(self.step_ms)),
-        }
+def _row(
+    point: tuple[int, int], rounds: Sequence[dict[str, list[float]]], moved: int, bandwidth: float, cache_bytes: int
+) -> dict[str, Any]:
+    """Return the figures of a point (bucket, context), as `profile.json` holds them; `moved`: see `step_bytes`."""
+    times = {kind: percentiles([value for each in rounds for value in each[kind]]) for kind in _KINDS}
+    step = times["step_ms"]["p50"]
+    round_ms, eager_round_ms = ([statistics.median(each[kind]) for each in rounds] for kind in ("step_ms", "eager_ms"))
+    noise = spread_of(round_ms)
+    return {
+        "bucket": point[0],
+        "context": point[1],
+        **times,
+        "replay_speedup": times["eager_ms"]["p50"] / step,
+        "bytes_moved": moved,
+        "in_cache": moved <= cache_bytes,  # memory sets no floor then
+        "achieved_bytes_per_second": 1000 * moved / step,
+        "bandwidth_share": 1000 * moved / step / bandwidth,
+        "floor_ms": 1000 * moved / bandwidth,
+        "times_floor": step * bandwidth / 1000 / moved,
+        "round_ms": round_ms,
+        "noise": noise,
+        "noisy": noise > NOISY,
+        "eager_round_ms": eager_round_ms,
+        "eager_noise": spread_of(eager_round_ms),  # of `replay_speedup`
+        "histogram_ms": asdict(Histogram.of([value for each in rounds for value in each["step_ms"]])),
+    }
 
 
 def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool = True) -> list[float]:
-    """Return the time of each of `count` steps on a GPU in ms, one launched behind the other.
+    """Return the time of each of `count` consecutive steps on a GPU in ms.
 
-    Args:
-        is_held: hold the device back until the host has launched all of them, so that each begins where the one before
-            ends, and no launch is part of its time; else a step takes as long as the slower of the two.
+    `is_held`: hold the device until the host has launched all of them, so that no launch is part of a step's time.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     hold = getattr(torch.cuda, "_sleep", None)
@@ -169,26 +115,15 @@ def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool =
 
 
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
-    """Return the bytes that a step must move: the weights once, each row's keys and values once, the new ones written.
-
-    Args:
-        bucket: rows.
-        context: tokens of each row.
-    """
+    """Return the bytes that a step must move: weights once, keys and values of all rows once, the new ones."""
     return runner.model.read_bytes(bucket) + bucket * (context + 1) * runner.capacity.token_bytes
 
 
 @contextmanager
 def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Iterator[list[RowInputs]]:
-    """Give rows that have `context - 1` tokens in the cache and are about to feed the next one; their pages are theirs.
+    """Yield `count` rows with `context - 1` tokens in the cache, about to feed the next one; they own their pages.
 
-    Args:
-        count: rows.
-        context: tokens of each.
-        logprobs: how many log-probabilities a step is to give besides the token's own; -1: none.
-
-    Raises:
-        ValueError: there are not enough pages.
+    `logprobs` are those that a step computes besides the token's own; -1: none.
     """
     cache, length = runner.cache, context + STEPS_PER_STAGING
     names = [object() for _ in range(count)]
@@ -214,15 +149,7 @@ def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
 
 
 class LatencyProfiler:
-    """Measures the captured decode step of a runner.
-
-    Args:
-        runner: model, cache and captured graphs; nothing else may be using it.
-        steps: replays to time at each point.
-
-    Raises:
-        ValueError: there are no steps.
-    """
+    """Measures the captured decode step of a runner, with `steps` replays at each point."""
 
     def __init__(self, runner: Runner, *, steps: int = 200) -> None:
         if steps < 1:
@@ -232,45 +159,35 @@ class LatencyProfiler:
         self._is_cuda = runner.model.device.type == "cuda"
 
     def profile(self, contexts: Sequence[int], *, model: str, progress: bool = True) -> dict:
-        """Measure every bucket at every context, and return what `profile.json` holds.
-
-        The points take turns, and so does the probe of the read bandwidth.
-
-        Args:
-            contexts: tokens in the cache of each row.
+        """Measure every bucket at every context in turns, the read bandwidth between; return what `profile.json` holds.
 
         Raises:
-            ValueError: a context is less than 1, or does not fit the capacity.
+            ArgumentError: a context (tokens in the cache of each row) is out of range.
         """
         runner, device = self.runner, self.runner.model.device
         longest = runner.cache.max_pages_per_row * runner.cache.page_size - STEPS_PER_STAGING
-        for context in contexts:
-            if not 1 <= context <= longest:
-                raise ArgumentError(
-                    f"a context must be in 1..{longest} (max_sequence_length less some steps), got {context}"
-                )
+        if outside := [context for context in contexts if not 1 <= context <= longest]:
+            limits = f"1..{longest} (max_sequence_length less some steps)"
+            raise ArgumentError(f"a context must be in {limits}, got {outside[0]}")
         environment = describe_environment(device)  # before this run is part of the load
         with rows_at(runner, max(runner.graphs.buckets), max(contexts)) as largest:
             fill_pages(runner, largest)
-        points = {(bucket, context): Samples() for context in contexts for bucket in runner.graphs.buckets}
+        points: dict[tuple[int, int], list[dict[str, list[float]]]]
+        points = {(bucket, context): [] for context in contexts for bucket in runner.graphs.buckets}
         rounds = min(ROUNDS, self._steps)
         bandwidths: list[float] = []
         visits = [(index, point) for index in range(rounds) for point in points]
-        for index, (bucket, context) in tqdm(
-            visits, desc="profiling", unit="point", disable=None if progress else True, leave=False
-        ):
+        for index, point in tqdm(visits, "profiling", unit="point", disable=None if progress else True, leave=False):
             if len(bandwidths) == index:
                 bandwidths.append(read_bandwidth(device, repeats=2))
             steps = self._steps // rounds + (index < self._steps % rounds)
-            with rows_at(runner, bucket, context) as live:
+            with rows_at(runner, *point) as live:
                 times = self.replayed(live, steps)
-                eager_ms = self.eager(live, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
-            points[bucket, context].add_round(*times, eager_ms)
+                eager_ms = self.eager(live, max(steps // _EAGER_SHARE, _MIN_EAGER_STEPS))
+            points[point].append(dict(zip(_KINDS, (*times, eager_ms), strict=True)))
         wide = self._wide_steps(contexts[0], min(self._steps, _WIDE_STEPS))
         bandwidth, cache_bytes = statistics.median(bandwidths), int(environment["cache_bytes"])
-        rows = [
-            samples.row(*point, step_bytes(runner, *point), bandwidth, cache_bytes) for point, samples in points.items()
-        ]
+        rows = [_row(point, of, step_bytes(runner, *point), bandwidth, cache_bytes) for point, of in points.items()]
         return {
             "schema": SCHEMA_VERSION,
             "model": model,
@@ -292,10 +209,7 @@ class LatencyProfiler:
         count = self.runner.graphs.buckets[-1]
         with rows_at(self.runner, count, context) as rows:
             self.runner.stage(rows)
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self._is_cuda:
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            with torch.profiler.profile(activities=activities) as profiler:
+            with torch.profiler.profile() as profiler:  # of all activities that there are
                 for _ in range(TRACED_STEPS):
                     with torch.profiler.record_function("decode step"):
                         with torch.profiler.record_function("launch"):
@@ -306,10 +220,9 @@ class LatencyProfiler:
         return path
 
     def _wide_steps(self, context: int, count: int) -> list[dict[str, float]]:
-        """Time the steps of several queries a row, where there are such: bucket, queries, context and median step_ms.
+        """Time steps of several queries a row beside those of one, if the engine has such.
 
-        Beside them stand the steps of one query that were timed in turn with them. Rows are set back before each step,
-        for how far one goes depends on its drafts.
+        Rows are set back before each step, for how far one goes depends on its drafts.
         """
         graphs = self.runner.graphs
         widths = graphs.ladder.queries
@@ -336,14 +249,9 @@ class LatencyProfiler:
         """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms.
 
         On a GPU the steps are timed once more, back to back, so that no launch is part of a step's time.
-
-        Args:
-            rows: from `rows_at`.
-            steps: to time, after some that are not counted; None: as many as the profiler was made for.
         """
         steps = self._steps if steps is None else steps
-        launch_us: list[float] = []
-        token_ms: list[float] = []
+        launch_us, token_ms, step_ms = list[float](), list[float](), list[float]()
         warm_up = min(STEPS_PER_STAGING, steps)
         for index in range(steps + warm_up):
             if index % STEPS_PER_STAGING == 0:
@@ -358,7 +266,6 @@ class LatencyProfiler:
                 token_ms.append(1e3 * (done - began))
         if not self._is_cuda:  # where the launch is the work
             return launch_us, [microseconds / 1000 for microseconds in launch_us], token_ms
-        step_ms: list[float] = []
         while len(step_ms) < steps:
             self._stage(rows)
             count = min(STEPS_PER_STAGING, steps - len(step_ms))
@@ -366,22 +273,20 @@ class LatencyProfiler:
         return launch_us, step_ms, token_ms
 
     def eager(self, rows: Sequence[RowInputs], count: int) -> list[float]:
-        """Return the times of eager steps in ms, after two that are not counted; the host's part is in them."""
-        step_ms: list[float] = []
+        """Return the times of eager steps in ms, the host's part included, after two for warm-up."""
+        run, step_ms = partial(self.runner.graphs.run_eager, len(rows)), list[float]()
         while len(step_ms) < count + 2:
             self._stage(rows)
-            step_ms += self._eager_ms(len(rows), min(STEPS_PER_STAGING, count + 2 - len(step_ms)))
+            steps = min(STEPS_PER_STAGING, count + 2 - len(step_ms))
+            if self._is_cuda:
+                step_ms += back_to_back_ms(run, steps, is_held=False)
+                continue
+            times = [time.perf_counter()]
+            for _ in range(steps):
+                run()
+                times.append(time.perf_counter())
+            step_ms += [1000 * (end - begin) for begin, end in pairwise(times)]
         return step_ms[2:]
-
-    def _eager_ms(self, num_rows: int, steps: int) -> list[float]:
-        run = partial(self.runner.graphs.run_eager, num_rows)
-        if self._is_cuda:
-            return back_to_back_ms(run, steps, is_held=False)
-        times = [time.perf_counter()]
-        for _ in range(steps):
-            run()
-            times.append(time.perf_counter())
-        return [1000 * (end - begin) for begin, end in pairwise(times)]
 
     def _stage(self, rows: Sequence[RowInputs]) -> None:
         self.runner.stage(rows)

@@ -1,4 +1,4 @@
-"""A latency profile for people: tables for a terminal, pictures, and one page that can be opened anywhere."""
+"""A latency profile as tables for a terminal, pictures, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import html
 import io
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from graphdecode.profiling.latency import NOISY
 
 MISSING = "plots need matplotlib: pip install 'graphdecode[plot]'"
 _TICKED_BUCKETS = 12
-_LINEAR_SPAN = 16  # where the largest value is further from the least, linear axes show only the largest
+_LINEAR_SPAN = 16  # between the least and the largest value; beyond it, axes are logarithmic
 _CAPTIONS = {
     "latency": "Step time of each bucket, from the quickest to the slowest round, and the floor: the bytes that a step "
     "must move over the read bandwidth.",
@@ -39,18 +39,9 @@ _STYLE = (
 
 
 def plot_profile(profile: dict) -> dict[str, bytes]:
-    """Return the pictures of a profile, name -> PNG.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Return the pictures of a profile, name -> PNG."""
     pictures = {}
-    for name, draw in (
-        ("latency", draw_latency),
-        ("padding", draw_padding),
-        ("replay", _draw_replay),
-        ("histogram", _draw_histogram),
-    ):
+    for name, draw in zip(_CAPTIONS, (draw_latency, draw_padding, _draw_replay, _draw_histogram), strict=True):
         figure = new_figure((7.5, 4.5))
         draw(figure, profile)
         for axes in figure.axes:
@@ -63,11 +54,7 @@ def plot_profile(profile: dict) -> dict[str, bytes]:
 
 
 def new_figure(inches: tuple[float, float]) -> Any:
-    """Return an empty figure, as all pictures are made.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Return an empty figure; raises `ArgumentError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -76,19 +63,17 @@ def new_figure(inches: tuple[float, float]) -> Any:
 
 
 def _by_context(profile: dict) -> dict[int, list[dict]]:
-    groups: dict[int, list[dict]] = {}
-    for row in sorted(profile["rows"], key=lambda row: (row["context"], row["bucket"])):
-        groups.setdefault(row["context"], []).append(row)
-    return groups
+    rows = sorted(profile["rows"], key=lambda row: (row["context"], row["bucket"]))
+    return {context: list(group) for context, group in itertools.groupby(rows, key=lambda row: row["context"])}
 
 
-def _shown_context(profile: dict) -> list[dict]:
-    """Return the rows of the shortest context, which pictures of one context show."""
-    return next(iter(_by_context(profile).values()))
+def _shortest(profile: dict) -> tuple[int, list[dict]]:
+    """Return the shortest context and its rows, which pictures of one context show."""
+    return next(iter(_by_context(profile).items()))
 
 
 def draw_latency(figure: Any, profile: dict) -> None:
-    """Draw step time over buckets, a line for each context, beside the floor."""
+    """Draw step time and floor over buckets, a line for each context."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = figure.add_subplot()
@@ -122,39 +107,38 @@ def draw_latency(figure: Any, profile: dict) -> None:
 
 
 def _tick_buckets(axes: Any, buckets: list[int]) -> None:
-    """Name the buckets themselves where they do not crowd one another."""
+    """Put ticks at the buckets, if they have room."""
     apart = min((b - a for a, b in itertools.pairwise(buckets)), default=1)
     if len(buckets) <= _TICKED_BUCKETS and apart * 25 >= buckets[-1]:
         axes.set_xticks(buckets)
 
 
 def draw_padding(figure: Any, profile: dict) -> None:
-    """Draw which step time each batch size pays, and what of it is padding."""
+    """Draw the step time of each batch size, and the part of it that is padding."""
     axes = figure.add_subplot()
-    rows = _shown_context(profile)
+    context, rows = _shortest(profile)
     cost = {row["bucket"]: row["step_ms"]["p50"] for row in rows}
-    buckets = list(cost)
+    buckets, steps = list(cost), list(cost.values())
     sizes = np.arange(1, buckets[-1] + 1)
     taken = np.array([cost[min(bucket for bucket in cost if bucket >= size)] for size in sizes])
-    own = np.interp(sizes, buckets, list(cost.values()))
+    own = np.interp(sizes, buckets, steps)
     padded = len(buckets) < len(sizes)
     if padded:
-        axes.bar(
-            sizes, taken - own, 1.0, bottom=own, alpha=0.25, label="cost of padding (between buckets: interpolated)"
-        )
+        label = "cost of padding (between buckets: interpolated)"
+        axes.bar(sizes, taken - own, 1.0, bottom=own, alpha=0.25, label=label)
     axes.step(sizes, taken, where="mid", label="step of the bucket that a batch runs in")
-    axes.plot(buckets, list(cost.values()), "o", color="black", markersize=4, label="bucket")
+    axes.plot(buckets, steps, "o", color="black", markersize=4, label="bucket")
     axes.set(xlabel="batch size (live rows)", ylabel="step, median (ms)")
     none = "" if padded else ": no padding, every batch size is a bucket"
-    axes.set_title(f"The padding staircase, context {rows[0]['context']}{none}")
+    axes.set_title(f"The padding staircase, context {context}{none}")
     _tick_buckets(axes, buckets)
-    axes.set_ylim(0, 1.08 * max(cost.values()))
+    axes.set_ylim(0, 1.08 * max(steps))
     axes.legend(fontsize="small", loc="lower right")
 
 
 def _draw_replay(figure: Any, profile: dict) -> None:
     axes = figure.add_subplot()
-    rows = _shown_context(profile)
+    context, rows = _shortest(profile)
     places = np.arange(len(rows))
     eager = axes.bar(places - 0.2, [row["eager_ms"]["p50"] for row in rows], 0.4, label="eager")
     axes.bar(places + 0.2, [row["step_ms"]["p50"] for row in rows], 0.4, label="replay")
@@ -162,78 +146,70 @@ def _draw_replay(figure: Any, profile: dict) -> None:
     axes.bar_label(eager, labels, fontsize="small" if len(rows) <= _TICKED_BUCKETS else "xx-small", padding=2)
     axes.set_xticks(places, [str(row["bucket"]) for row in rows])
     axes.set(xlabel="bucket (rows)", ylabel="step, median (ms)")
-    axes.set_title(f"Eager against replay and their ratio, context {rows[0]['context']}")
+    axes.set_title(f"Eager against replay and their ratio, context {context}")
     axes.margins(y=0.1)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _draw_histogram(figure: Any, profile: dict) -> None:
-    rows = _shown_context(profile)
-    chosen = [rows[0], rows[-1]] if len(rows) > 1 else rows
-    panels = figure.subplots(1, len(chosen), sharey=True, squeeze=False)[0]
-    for axes, row in zip(panels, chosen, strict=True):
-        histogram = row["histogram_ms"]
+    context, rows = _shortest(profile)
+    shown = [rows[0], rows[-1]] if len(rows) > 1 else rows
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axes, row in zip(panels, shown, strict=True):
+        histogram, median = row["histogram_ms"], row["step_ms"]["p50"]
         edges = np.linspace(histogram["low"], histogram["high"], len(histogram["counts"]) + 1)
         axes.stairs(histogram["counts"], edges, fill=True, alpha=0.7)
-        axes.axvline(
-            row["step_ms"]["p50"], color="black", linewidth=0.9, label=f"median {row['step_ms']['p50']:.3g} ms"
-        )
+        axes.axvline(median, color="black", linewidth=0.9, label=f"median {median:.3g} ms")
         above = f"; slower ones: {histogram['above']}" if histogram["above"] else ""
         axes.set(xlabel=f"step (ms){above}", title=f"bucket {row['bucket']}")
         axes.locator_params(axis="x", nbins=5)
         axes.legend(fontsize="small")
     panels[0].set_ylabel(f"steps, of {profile['steps']}")
-    figure.suptitle(f"Spread of step times, context {rows[0]['context']}")
+    figure.suptitle(f"Spread of step times, context {context}")
 
 
-def time_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the durations: four percentiles of launch, step, and launch to token."""
-    heads = ["bucket", "context"]
-    kinds = (("launch_us", "launch us", 1), ("step_ms", "step ms", 3), ("token_ms", "token ms", 3))
-    for _, title, _ in kinds:
-        heads += [f"{title} p50", "p90", "p99", "max"]
-    rows = []
-    for row in profile["rows"]:
-        cells = [str(row["bucket"]), str(row["context"])]
-        for kind, _, digits in kinds:
-            cells += [_short(row[kind][key], digits) for key in ("p50", "p90", "p99", "max")]
-        rows.append(cells)
-    return heads, rows
+Columns = tuple[list[str], list[list[str]]]  # heads and rows
+
+
+def time_columns(profile: dict) -> Columns:
+    """Return four percentiles of launch, step, and launch to token."""
+    kinds, keys = {"launch_us": 1, "step_ms": 3, "token_ms": 3}, ("p50", "p90", "p99", "max")  # digits of each
+    heads = [f"{kind.replace('_', ' ')} {key}" if key == "p50" else key for kind in kinds for key in keys]
+    rows = [
+        [str(row["bucket"]), str(row["context"])]
+        + [_short(row[kind][key], digits) for kind, digits in kinds.items() for key in keys]
+        for row in profile["rows"]
+    ]
+    return ["bucket", "context", *heads], rows
 
 
 def _short(value: float, digits: int) -> str:
-    """Return a number with so many digits after the point, fewer where there are many before it."""
+    """Return a number with so many digits after the point, fewer if there are many before it."""
     return f"{value:.{max(digits - max(len(str(int(value))) - 2, 0), 0)}f}"
 
 
-def floor_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of what the step stands next to: the same step eagerly, and memory's floor."""
-    heads = ["bucket", "context", "step ms", "eager ms", "eager/ replay", "MB moved", "GB/s", "of bandwidth"]
-    heads += ["floor ms", "over floor ms", "times floor", "noise"]
-    rows = []
-    for row in profile["rows"]:
-        step = row["step_ms"]["p50"]
-        rows.append(
-            [
-                str(row["bucket"]),
-                str(row["context"]),
-                f"{step:.3f}",
-                f"{row['eager_ms']['p50']:.3f}",
-                f"{row['replay_speedup']:.2f}" + "?" * (row["eager_noise"] > NOISY),
-                f"{row['bytes_moved'] / 1e6:.1f}",
-                f"{row['achieved_bytes_per_second'] / 1e9:.1f}",
-                "in cache" if row["in_cache"] else f"{100 * row['bandwidth_share']:.0f}%",
-                f"{row['floor_ms']:.3f}",
-                f"{step - row['floor_ms']:.3f}",
-                f"{row['times_floor']:.2f}" + "*" * row["in_cache"],
-                f"{100 * row['noise']:.1f}%" + " noisy" * row["noisy"],
-            ]
-        )
-    return heads, rows
+_FLOOR_COLUMNS: dict[str, Callable[[dict], str]] = {
+    "bucket": lambda row: str(row["bucket"]),
+    "context": lambda row: str(row["context"]),
+    "step ms": lambda row: f"{row['step_ms']['p50']:.3f}",
+    "eager ms": lambda row: f"{row['eager_ms']['p50']:.3f}",
+    "eager/ replay": lambda row: f"{row['replay_speedup']:.2f}" + "?" * (row["eager_noise"] > NOISY),
+    "MB moved": lambda row: f"{row['bytes_moved'] / 1e6:.1f}",
+    "GB/s": lambda row: f"{row['achieved_bytes_per_second'] / 1e9:.1f}",
+    "of bandwidth": lambda row: "in cache" if row["in_cache"] else f"{100 * row['bandwidth_share']:.0f}%",
+    "floor ms": lambda row: f"{row['floor_ms']:.3f}",
+    "over floor ms": lambda row: f"{row['step_ms']['p50'] - row['floor_ms']:.3f}",
+    "times floor": lambda row: f"{row['times_floor']:.2f}" + "*" * row["in_cache"],
+    "noise": lambda row: f"{100 * row['noise']:.1f}%" + " noisy" * row["noisy"],
+}
 
 
-def capture_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of what was captured."""
+def floor_columns(profile: dict) -> Columns:
+    """Return the step beside the eager one and memory's floor."""
+    return list(_FLOOR_COLUMNS), [[cell(row) for cell in _FLOOR_COLUMNS.values()] for row in profile["rows"]]
+
+
+def _capture_columns(profile: dict) -> Columns:
     rows = [
         [str(b["bucket"]), b["state"], str(sum(b["nodes"].values())), f"{b['capture_ms']:.1f}", str(b["pool_bytes"])]
         for b in profile["captures"]["buckets"]
@@ -243,31 +219,27 @@ def capture_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
 
 def summary(profile: dict) -> list[str]:
     """Return sentences on the bandwidth, the cache and the noise of a profile."""
-    rounds = profile["read_bandwidth_rounds"]
+    rows, rounds, environment = profile["rows"], profile["read_bandwidth_rounds"], profile["environment"]
     lines = [
-        f"{profile['model']} {profile['dtype']} on {profile['environment']['device_name']}, "
+        f"{profile['model']} {profile['dtype']} on {environment['device_name']}, "
         f"{profile['backend']} backend" + "; the launch is the work" * (profile["backend"] == "recorded"),
         f"read bandwidth {profile['read_bandwidth'] / 1e9:.1f} GB/s, measured in turn with the steps "
         f"({min(rounds) / 1e9:.1f} to {max(rounds) / 1e9:.1f}); weights {profile['weight_bytes'] / 2**20:.1f} MiB; "
         f"{profile['steps']} steps at each point, in {profile['rounds']} rounds",
     ]
-    rows = profile["rows"]
     if any(row["in_cache"] for row in rows):
-        size = profile["environment"]["cache_bytes"] / 2**20
-        lines.append(
-            f"* a step moves less than the last cache's {size:.0f} MiB, and may be quicker than memory's floor"
-        )
-    unsure = sum(row["eager_noise"] > NOISY for row in rows)
-    if unsure:
+        size = f"{environment['cache_bytes'] / 2**20:.0f} MiB"
+        lines.append(f"* a step moves less than the last cache's {size}, and may be quicker than memory's floor")
+    if unsure := sum(row["eager_noise"] > NOISY for row in rows):
         lines.append(f"? the eager steps were too noisy to tell the ratio to a tenth at {unsure} of {len(rows)} points")
-    noise, noisy = statistics.median(row["noise"] for row in rows), [row for row in rows if row["noisy"]]
+    noise = [row["noise"] for row in rows]
     lines.append(
-        f"noise: medians of rounds lie {100 * noise:.1f}% apart at the middle point, "
-        f"{100 * max(row['noise'] for row in rows):.1f}% at the worst"
+        f"noise: medians of rounds lie {100 * statistics.median(noise):.1f}% apart at the middle point, "
+        f"{100 * max(noise):.1f}% at the worst"
     )
-    if noisy:
+    if noisy := sum(row["noisy"] for row in rows):
         lines.append(
-            f"too noisy to tell at {len(noisy)} of {len(rows)} points: the machine was busy; "
+            f"too noisy to tell at {noisy} of {len(rows)} points: the machine was busy; "
             "do not trust a difference of a tenth there"
         )
     return lines
@@ -275,24 +247,24 @@ def summary(profile: dict) -> list[str]:
 
 def profile_tables(profile: dict) -> list[Table]:
     """Return the figures of every bucket and context for a terminal, each time next to its floor."""
-    return [
-        _table("host launch, step, and launch to token", *time_columns(profile)),
-        _table("eager step and floor", *floor_columns(profile)),
-        _table("captures", *capture_columns(profile)),
-    ]
+    titles = {
+        "host launch, step, and launch to token": time_columns,
+        "eager step and floor": floor_columns,
+        "captures": _capture_columns,
+    }
+    tables = []
+    for title, columns in titles.items():
+        heads, rows = columns(profile)
+        table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for head in heads:
+            table.add_column(head, justify="right", min_width=max(map(len, head.split())), no_wrap=head == "noise")
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return tables
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="right", min_width=max(map(len, head.split())), no_wrap=head == "noise")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def html_report(profile: dict, pictures: dict[str, bytes]) -> str:
-    """Return one self-contained page with the figures and the pictures."""
+def _html_report(profile: dict, pictures: dict[str, bytes]) -> str:
     facts = "".join(
         f"<tr><th>{html.escape(key.replace('_', ' '))}</th><td>{html.escape(str(value))}</td></tr>"
         for key, value in profile["environment"].items()
@@ -313,7 +285,7 @@ def html_report(profile: dict, pictures: dict[str, bytes]) -> str:
         f"<div class=pictures>{images}</div>"
         f"<h2>Times</h2>{_html_table(*time_columns(profile))}"
         f"<h2>Eager step and floor</h2>{_html_table(*floor_columns(profile))}"
-        f"<h2>Captures</h2>{_html_table(*capture_columns(profile))}"
+        f"<h2>Captures</h2>{_html_table(*_capture_columns(profile))}"
         f"<h2>Measured on</h2><table class=facts>{facts}</table></html>"
     )
 
@@ -325,20 +297,9 @@ def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_report(profile: dict, folder: Path, *, draw: bool = True) -> list[Path]:
-    """Write `report.html` beside `profile.json`, and the pictures; return what was written.
-
-    Args:
-        profile: what `LatencyProfiler.profile` returned.
-
-    Raises:
-        ValueError: pictures are wanted and matplotlib is not installed.
-    """
+    """Write `report.html` beside `profile.json`, and the pictures (see `new_figure`) if `draw`; return their paths."""
     pictures = plot_profile(profile) if draw else {}
-    written = []
-    for name, data in pictures.items():
-        path = folder / f"{name}.png"
+    written = [folder / f"{name}.png" for name in pictures] + [folder / "report.html"]
+    for path, data in zip(written, (*pictures.values(), _html_report(profile, pictures).encode()), strict=True):
         path.write_bytes(data)
-        written.append(path)
-    page = folder / "report.html"
-    page.write_text(html_report(profile, pictures), encoding="utf-8")
-    return [*written, page]
+    return written

@@ -21,11 +21,7 @@ TODAY = "today"
 
 
 def read_batch_sizes(path: Path) -> Counter[int]:
-    """Read a histogram of batch sizes: batch size -> decode steps.
-
-    Raises:
-        ValueError: the file cannot be read, holds something else, or counts no step.
-    """
+    """Read a histogram, batch size -> decode steps; raises `ArgumentError` for another file, or one without steps."""
     counts = _read(path)
     if not counts.total():
         raise ArgumentError(f"{path} counts no decode step")
@@ -33,11 +29,7 @@ def read_batch_sizes(path: Path) -> Counter[int]:
 
 
 def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
-    """Add a histogram to a file, merging it with what earlier runs left there; all of it or nothing is written.
-
-    Raises:
-        ValueError: the file holds something else, or cannot be written.
-    """
+    """Add a histogram to that of a file, atomically; raises `ArgumentError` for another file, or one not writable."""
     merged = Counter(counts)
     if path.exists():
         merged += _read(path)
@@ -52,11 +44,7 @@ def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
 
 
 def check_record(path: Path) -> None:
-    """Refuse a file that a run could not add its batch sizes to, before the run.
-
-    Raises:
-        ValueError: `path` is in no folder, is a folder, or holds something else than a record.
-    """
+    """Refuse (ArgumentError), before a run, a file that its batch sizes cannot be added to."""
     if path.is_dir() or not path.parent.is_dir():
         raise ArgumentError(f"{path} must be a file in a folder that exists")
     if not os.access(path.parent, os.W_OK):
@@ -86,8 +74,8 @@ def _read(path: Path) -> Counter[int]:
 class StepCost:
     """Cost of a decode step at each batch size, in milliseconds."""
 
-    step_ms: np.ndarray  # [max_batch_size + 1]; entry b is the cost of a graph of b rows, entry 0 is not used
-    source: str  # where the numbers come from, for people
+    step_ms: np.ndarray  # [max_batch_size + 1]; entry b is of a graph of b rows, entry 0 is unused
+    source: str  # of the numbers
 
     @classmethod
     def linear(cls, max_batch_size: int, *, base_ms: float = 1.0, row_ms: float = 0.02) -> StepCost:
@@ -97,12 +85,7 @@ class StepCost:
 
     @classmethod
     def from_profile(cls, profile: dict, max_batch_size: int) -> StepCost:
-        """Interpolate between the median steps of a profile's buckets, each the mean over its contexts.
-
-        Args:
-            profile: what `read_profile` returned.
-            max_batch_size: rows.
-        """
+        """Interpolate between the median steps of a profile's buckets, each the mean over its contexts."""
         samples: dict[int, list[float]] = {}
         for row in profile["rows"]:
             samples.setdefault(row["bucket"], []).append(row["step_ms"]["p50"])
@@ -113,29 +96,21 @@ class StepCost:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """Cost of a graph at each batch size; entry b is of a graph of b rows, entry 0 is not used."""
+    """Cost of a graph at each batch size; see `StepCost`."""
 
-    capture_ms: np.ndarray  # [max_batch_size + 1]; time of its capture
-    pool_bytes: np.ndarray  # [max_batch_size + 1]; memory of its intermediates
+    capture_ms: np.ndarray  # [max_batch_size + 1]
+    pool_bytes: np.ndarray  # [max_batch_size + 1]; of its intermediates
 
     @classmethod
     def from_profile(cls, profile: dict, max_batch_size: int) -> GraphCost | None:
-        """Interpolate between the captures of a profile; None where nothing was captured.
-
-        Args:
-            profile: what `read_profile` returned.
-            max_batch_size: rows.
-        """
+        """Interpolate between the captures of a profile; None if nothing was captured."""
         captured = [
             bucket
             for bucket in profile["captures"]["buckets"]
             if bucket["state"] == "captured" and bucket.get("queries", 1) == 1
         ]
-        if not captured:
-            return None
-        times = {bucket["bucket"]: bucket["capture_ms"] for bucket in captured}
-        sizes = {bucket["bucket"]: bucket["pool_bytes"] for bucket in captured}
-        return cls(_interpolated(times, max_batch_size), _interpolated(sizes, max_batch_size))
+        columns = ({each["bucket"]: each[name] for each in captured} for name in ("capture_ms", "pool_bytes"))
+        return cls(*(_interpolated(column, max_batch_size) for column in columns)) if captured else None
 
 
 @dataclass(frozen=True)
@@ -144,17 +119,12 @@ class QueryCost:
 
     bucket: int  # rows
     queries: int  # of each row
-    step_ms: float  # from the launch to the tokens in the host's hands
-    # tokens that a row has to gain by such a step, on average, for it to be no slower than plain ones
-    break_even: float
+    step_ms: float  # from the launch to the tokens on the host
+    break_even: float  # mean tokens of a row at which such a step is as quick as plain ones
 
 
 def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
-    """Return the table of step costs by rows and queries, ascending; empty where the profiled engine did not draft.
-
-    Args:
-        profile: what `read_profile` returned.
-    """
+    """Return the step costs of a profile by rows and queries, ascending; empty without speculation."""
     measured = {(row["bucket"], row["queries"]): row["step_ms"] for row in profile.get("wide_steps", ())}
     return [
         QueryCost(bucket, queries, step_ms, step_ms / measured[bucket, 1])
@@ -163,7 +133,7 @@ def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
 
 
 def _interpolated(points: Mapping[int, float], max_batch_size: int) -> np.ndarray:
-    """Return values for 0..max_batch_size: below the first point its own, past the last on along the slope of all."""
+    """Return values for 0..max_batch_size: below the first point its own, past the last along the slope of all."""
     sizes = np.array(sorted(points), dtype=float)
     values = np.array([points[int(size)] for size in sizes])
     rows = np.arange(max_batch_size + 1, dtype=float)
@@ -186,16 +156,15 @@ def padding_share(ladder: BucketLadder, counts: Mapping[int, int]) -> float:
 def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int, max_graphs: int) -> list[BucketLadder]:
     """Return, for each number of graphs 1..max_graphs, the ladder of least expected step time. Exact.
 
-    Between one batch size that occurs and the next, only the cheapest bucket can be worth having: all of them serve the
-    same batches. Dynamic programming goes over (graphs, largest bucket so far) of these: the cheapest way to serve all
-    batch sizes up to bucket j with k buckets, the last of which is j, is the best over the bucket before it.
-    O(max_graphs * d^2) for d batch sizes that occur. More graphs than those are never needed: the list ends there.
+    Only the cheapest bucket between two batch sizes that occur can be worth having. Dynamic programming over (graphs,
+    largest bucket so far): the cheapest way to serve all batch sizes up to bucket j with k buckets, j the last of them,
+    is the best over the bucket before it. O(max_graphs * d^2) for d batch sizes, which are all the graphs needed.
 
     Args:
-        counts: batch size -> decode steps; sizes in 1..max_batch_size.
+        counts: batch size -> decode steps.
 
     Raises:
-        ValueError: a batch size is outside the range, nothing was counted, or there may be no bucket.
+        ArgumentError: a batch size is not in 1..max_batch_size, nothing was counted, or max_graphs < 1.
     """
     outside = [size for size in counts if not 1 <= size <= max_batch_size]
     if outside or sum(counts.values()) <= 0:
@@ -243,10 +212,10 @@ class LadderFigures:
     name: str  # "today", "auto K" (made without knowing the load) or "best of K" graphs
     sizes: tuple[int, ...]  # the buckets
     expected_ms: float  # mean cost of a step
-    gain_ms: float | None  # what a step of "best of K" saves against "best of K-1"; None for others
+    gain_ms: float | None  # of "best of K" against "best of K-1"
     padding_share: float  # share of the computed rows that are padding
-    capture_ms: float | None  # expected time to capture all graphs; None where no profile tells
-    pool_bytes: float | None  # expected memory of their intermediates; None likewise
+    capture_ms: float | None  # expected, of all graphs; None without a profile
+    pool_bytes: float | None  # expected, of their intermediates; None without a profile
 
     @property
     def ladder(self) -> BucketLadder:
@@ -257,17 +226,9 @@ class LadderFigures:
 def compare_ladders(
     counts: Mapping[int, int], today: BucketLadder, cost: StepCost, max_graphs: int, graph_cost: GraphCost | None = None
 ) -> list[LadderFigures]:
-    """Put the ladder in force first, then the best ones of 1, 2, ... graphs; the last is the one to take.
+    """Return figures of the ladder in force, the automatic one of `max_graphs`, and the best ones of 1, 2, ... graphs.
 
-    Where `max_graphs` is not the number of graphs in force, the ladder that would be made of so many without knowing
-    the load stands between them.
-
-    Args:
-        counts: batch size -> decode steps.
-        today: the ladder in force; its largest bucket is the capacity.
-
-    Raises:
-        ValueError: a batch size is outside the capacity, nothing was counted, or there may be no bucket.
+    The automatic one is left out if `max_graphs` is the number in force. `counts` and errors: see `best_ladders`.
     """
     top = today.max_batch_size
     best = best_ladders(counts, cost, top, max_graphs)
@@ -277,17 +238,12 @@ def compare_ladders(
     named |= {f"best of {graphs}": ladder for graphs, ladder in enumerate(best, 1)}
     figures: list[LadderFigures] = []
     for name, ladder in named.items():
-        expected_ms = expected_step_ms(ladder, counts, cost)
+        expected_ms, graphs = expected_step_ms(ladder, counts, cost), list(ladder)
         follows = name.startswith("best") and figures[-1].name.startswith("best")
-        figures.append(
-            LadderFigures(
-                name,
-                ladder.sizes,
-                expected_ms,
-                figures[-1].expected_ms - expected_ms if follows else None,
-                padding_share(ladder, counts),
-                None if graph_cost is None else float(graph_cost.capture_ms[list(ladder)].sum()),
-                None if graph_cost is None else float(graph_cost.pool_bytes[list(ladder)].sum()),
-            )
-        )
+        gain_ms = figures[-1].expected_ms - expected_ms if follows else None
+        costs: tuple[float, float] | tuple[None, None] = (None, None)
+        if graph_cost is not None:
+            costs = float(graph_cost.capture_ms[graphs].sum()), float(graph_cost.pool_bytes[graphs].sum())
+        share = padding_share(ladder, counts)
+        figures.append(LadderFigures(name, ladder.sizes, expected_ms, gain_ms, share, *costs))
     return figures

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,15 +24,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import shown
-from graphdecode.server.completions import rendered_chat
-from graphdecode.server.desk import Desk
-from graphdecode.server.endpoint import GENERATING, Endpoint
-from graphdecode.server.http import SAYING, HttpError, while_there
+from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
+from graphdecode.server.http import HANDLERS, HttpError, error_response, until_gone
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
 
-_KEY = "graphdecode.key"  # in a scope: the digest of the key that let it in
-_NETWORK_BYTES = 8  # of an address of IPv6; what is behind them one client may choose
+_KEY = "graphdecode.key"  # in a scope: the digest of the request's key
+_NETWORK_BYTES = 8  # of an IPv6 address; a client may choose the rest
+_PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "frame-ancestors 'none'",
@@ -41,30 +42,23 @@ _PAGE_HEADERS = {
 
 
 class _Guard(ABC):
-    """Lets requests through to the application behind it, or refuses them."""
+    """Refuses some requests, and forwards the others to an application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     @abstractmethod
     def refusal(self, scope: Scope) -> HttpError | None:
-        """Return why a request of HTTP is refused; None: it is let through."""
+        """Return why a request is refused; None: it is not."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or let it through."""
-        wrong = self.refusal(scope) if scope["type"] == "http" else None
-        if wrong is None:
-            await self._app(scope, receive, send)
-        else:
-            await JSONResponse(wrong.body, wrong.status, wrong.headers)(scope, receive, send)
+        """Serve a request."""
+        error = self.refusal(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else error_response(error))(scope, receive, send)
 
 
 class HostGuard(_Guard):
-    """Refuses requests that call the server by a name which is not its own, `localhost`, or an address.
-
-    A page of elsewhere can let its own name point to this machine (DNS rebinding), and then read what the server says:
-    to the browser both are one origin. Its name stands in `Host`, and an address there is nobody's name.
-    """
+    """Refuses requests whose `Host` is not a name of this server, `localhost` or an address, against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
         super().__init__(app)
@@ -73,23 +67,23 @@ class HostGuard(_Guard):
     def refusal(self, scope: Scope) -> HttpError | None:
         """See `_Guard`."""
         for host in [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]:
-            # without its port, and an address of IPv6 without its brackets
+            # without port, and an IPv6 address without brackets
             name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].lower().rstrip(".")
-            if name not in self._hosts and not _is_address(name):
-                told = f"this server is not called {name[:200]!r}; [server] allowed_hosts names more"
-                return HttpError(403, told, code="host")
+            if name not in self._hosts and _address(name) is None:
+                message = f"this server is not called {name[:200]!r}; [server] allowed_hosts names more"
+                return HttpError(403, message, code="host")
         return None
 
 
 class KeyGuard(_Guard):
-    """Lets into /v1 only who brings a key; comparing takes as long for a wrong key as for a right one."""
+    """Refuses requests to /v1 without a key; comparing takes as long for a wrong key as for a right one."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         super().__init__(app)
         self._keys = [key.encode() for key in keys]
 
     def refusal(self, scope: Scope) -> HttpError | None:
-        """See `_Guard`; the key that let a request in names its caller."""
+        """See `_Guard`; `caller_of` uses the key."""
         if not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
             return None
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
@@ -106,10 +100,7 @@ def caller_of(scope: MutableMapping[str, Any]) -> str:
     if _KEY in scope:
         return str(scope[_KEY])
     host = (scope.get("client") or ("",))[0]
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
+    address = _address(host)
     if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
         return address.packed[:_NETWORK_BYTES].hex()
     return host
@@ -117,59 +108,49 @@ def caller_of(scope: MutableMapping[str, Any]) -> str:
 
 def own_names(limits: ServerConfig) -> tuple[str, ...] | None:
     """Return the names, besides localhost, that a server may be called by; None: any."""
-    names = tuple(limits.allowed_hosts)
-    is_local = limits.host == "localhost" or (_is_address(limits.host) and ip_address(limits.host).is_loopback)
+    names, address = tuple(limits.allowed_hosts), _address(limits.host)
+    is_local = limits.host == "localhost" or (address is not None and address.is_loopback)
     return None if "*" in names or not (names or is_local) else names
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+def _address(name: str) -> IPv4Address | IPv6Address | None:
+    with contextlib.suppress(ValueError):
+        return ip_address(name)
+    return None
 
 
-def prepared_tokens(desk: Desk, body: Tokenize) -> bytes:
-    """Return the answer with the tokens of a text or of a conversation.
-
-    Raises:
-        HttpError: there is none.
-    """
+def prepared_tokens(preprocessor: Preprocessor, body: Tokenize) -> bytes:
+    """Tokenize a text or a conversation; see `Endpoint.prepare`."""
     if body.prompt is not None:
-        ids = desk.intake.encode(body.prompt, special=body.add_special_tokens is not False)
+        ids = preprocessor.intake.encode(body.prompt, special=body.add_special_tokens is not False)
     elif body.messages is not None:
-        ids = rendered_chat(desk, body).token_ids
+        ids = rendered_chat(preprocessor, body).token_ids
     else:
         raise HttpError(400, "prompt must be a text, or messages a conversation", param="prompt")
     answer: dict[str, Any] = {
         "count": len(ids),
-        "max_model_len": desk.serves.rules.capacity.token_limit,
+        "max_model_len": preprocessor.engine.rules.capacity.token_limit,
         "tokens": ids,
-        "token_strs": desk.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+        "token_strs": preprocessor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
     }
     return bytes(JSONResponse(answer).body)
 
 
-def prepared_text(desk: Desk, body: Detokenize) -> bytes:
-    """Return the answer with the text of some tokens.
-
-    Raises:
-        HttpError: one is none of the model's.
-    """
-    vocab_size = desk.serves.rules.vocab_size
+def prepared_text(preprocessor: Preprocessor, body: Detokenize) -> bytes:
+    """Detokenize; see `Endpoint.prepare`."""
+    vocab_size = preprocessor.engine.rules.vocab_size
     wrong = [token for token in body.tokens if not 0 <= token < vocab_size]
     if wrong:
         raise HttpError(400, f"tokens must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}", param="tokens")
-    return bytes(JSONResponse({"prompt": desk.tokenizer.decode(body.tokens)}).body)
+    return bytes(JSONResponse({"prompt": preprocessor.tokenizer.decode(body.tokens)}).body)
 
 
-async def _as_it_is(service: Service, prepared: bytes, caller: str) -> Response:
+async def _as_json(service: Service, prepared: bytes, caller: str) -> Response:
     return Response(prepared, media_type="application/json")
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """Return facts for clients that render and tokenize themselves."""
+    """Return facts for clients that render and tokenize."""
     tokenizer = service.tokenizer
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     return {
@@ -182,15 +163,15 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 
 
 def live(service: Service) -> dict[str, Any]:
-    """Return counts since the start, medians over what came last, and how answers are sampled; times are in seconds.
+    """Return counts since the start, medians over the latest steps and requests, and the sampling; times in seconds.
 
-    There is a floor only below the step: one above was measured while other work took the bandwidth.
+    A floor above the step is left out: it was measured while other work took the bandwidth.
     """
-    metrics, defaults = service.metrics, service.sampling_defaults
-    vitals, ready = metrics.vitals, service.client.ready
+    metrics, defaults, ready = service.metrics, service.sampling_defaults, service.client.ready
+    status = metrics.engine_status
     step = median(metrics.last_steps) if metrics.last_steps else None
     floor = None if ready is None or step is None else ready.floor_seconds
-    told = {
+    return {
         "time": time.monotonic(),
         "model": service.model_name,
         "has_chat_template": bool(service.tokenizer.chat_template),
@@ -201,12 +182,10 @@ def live(service: Service) -> dict[str, Any]:
         "first_token_seconds": median(metrics.last_first_tokens) if metrics.last_first_tokens else None,
         "generated_tokens": metrics.generated_tokens,
         "restarts": service.client.restarts,
+        **{name: getattr(status, name) for name in ("running", "waiting", "used_pages", "total_pages", "preemptions")},
+        "bucket_steps": status.stats.bucket_steps,
+        "batch_sizes": status.stats.batch_sizes,
     }
-    names = ("running", "waiting", "used_pages", "total_pages", "preemptions", "bucket_steps", "batch_sizes")
-    return told | {name: getattr(vitals, name) if vitals else ({} if name in names[-2:] else 0) for name in names}
-
-
-_PAGE = Path(__file__).parent / "page"
 
 
 def make_app(service: Service) -> Starlette:
@@ -221,22 +200,17 @@ def make_app(service: Service) -> Starlette:
     }
 
     def one_model(request: Request) -> dict[str, object]:
-        service.desk.check_model(request.path_params["model"])
+        service.preprocessor.check_model(request.path_params["model"])
         return card
 
-    def health(_: Request) -> Response:  # empty, and 200 while requests are served
+    def health(_: Request) -> Response:
         return Response(status_code=200 if service.is_healthy else 503)
 
-    def metrics(_: Request) -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    def page(_: Request) -> Response:  # which needs nothing from elsewhere
-        return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
-
+    metrics_type = "text/plain; version=0.0.4; charset=utf-8"
     posted: list[tuple[str, Endpoint[Any, Any, Response]]] = [
         *GENERATING.items(),
-        ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_it_is)),
-        ("/detokenize", Endpoint(Detokenize, prepared_text, _as_it_is)),
+        ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
+        ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
     ]
     routes = [
         Route("/v1/models", _get(lambda _: {"object": "list", "data": [card]})),
@@ -246,26 +220,23 @@ def make_app(service: Service) -> Starlette:
         Route("/health", _get(health)),
         Route("/ping", _get(health)),
         Route("/version", _get(lambda _: {"version": service.version})),
-        Route("/metrics", _get(metrics)),
+        Route("/metrics", _get(lambda _: Response(service.metrics.text(), media_type=metrics_type))),
         Route("/live", _get(lambda _: live(service))),
-        Route("/", _get(page)),
+        Route("/", _get(lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS))),
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
-    limits = service.limits
-    middleware = []
+    limits, middleware = service.limits, list[Middleware]()
     if (names := own_names(limits)) is not None:
         middleware.append(Middleware(HostGuard, hosts=names))
-    if limits.cors_origins:
-        middleware.append(
-            Middleware(CORSMiddleware, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"])
-        )
+    if origins := limits.cors_origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if service.api_keys:
         middleware.append(Middleware(KeyGuard, keys=service.api_keys))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=SAYING)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
 
 
 def _get(answer: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """Return what answers a request in the event loop, with JSON unless it is a response already."""
+    """Return a handler in the event loop, whose response is JSON unless it is a `Response`."""
 
     async def answered(request: Request) -> Response:
         found = answer(request)
@@ -275,14 +246,14 @@ def _get(answer: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Re
 
 
 def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Return what takes requests with a body to an endpoint."""
+    """Return a handler that passes bodies to an endpoint."""
 
     async def answered(request: Request) -> Response:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":  # a page of another origin may send the others unasked
+        if media_type != "application/json":  # a browser sends others from any origin
             raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
         async with service.bodies.read(request) as data:
-            response = await while_there(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
+            response = await until_gone(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
         if response is None:
             raise HttpError(499, "the client went away")
         return response

@@ -9,6 +9,7 @@ import logging
 import socket
 import subprocess
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,76 +17,88 @@ from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
+from graphdecode.server import messages
 from graphdecode.server.http import RESTARTING
-from graphdecode.server.structured_outputs import KEPT_BYTES, KeptGrammars, ReadGrammar
-from graphdecode.server.wire import (
-    Abort,
-    Add,
-    Alive,
-    EngineReady,
-    EngineSetup,
-    Finish,
-    Forget,
-    Refused,
-    Teach,
-    Vitals,
-    framed,
-    in_parts,
-    receive,
-    unpack_event,
-)
 
 _DIED = "the engine's process ended before the answer was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
-_LISTENED = 4  # times within a silence, for it may be this process that stood still
-_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles a grammar keeps what it once took
+_CHECKS = 4  # within a timeout, for this process may be the one that stood still
+_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles grammars keeps its peak memory
 _EVENTS_AT_ONCE = 16
 _ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
-_LARGE_SECONDS = 5.0  # that a grammar is held which is larger than all are to be
+_LARGE_SECONDS = 5.0  # that a grammar is kept which alone exceeds the limit of all
+KEPT_BYTES = 32 << 20  # of grammars, in the engine's process
+_KEPT = 64
 _END_SECONDS = 5.0  # for the process to end by itself
 
 log = logging.getLogger(__name__)
 
 
-class Silence(NamedTuple):
-    """Heartbeat timeouts, after which the engine's process is killed."""
+class HeartbeatTimeouts(NamedTuple):
+    """How long the engine's process may be silent before it is killed."""
 
-    starting_seconds: float = 300.0  # until it says for the first time that it runs
-    loading_seconds: float = 60.0  # while it loads
-    serving_seconds: float = 6.0  # while it serves
+    starting_seconds: float = 300.0  # until its first heartbeat
+    loading_seconds: float = 60.0
+    serving_seconds: float = 6.0
+
+
+class KeptGrammars:
+    """The grammars that the engine's process holds: those used last, bounded in number and bytes."""
+
+    def __init__(self) -> None:
+        self._nbytes: OrderedDict[str, int] = OrderedDict()
+        self._sum = 0
+
+    def __contains__(self, grammar: str) -> bool:
+        """Return whether a grammar is held, and mark it as used."""
+        if grammar in self._nbytes:
+            self._nbytes.move_to_end(grammar)
+            return True
+        return False
+
+    def add(self, added: messages.AddGrammar) -> list[str]:
+        """Add a grammar; return the grammars to evict for it."""
+        self._nbytes[added.grammar] = added.nbytes
+        self._sum += added.nbytes
+        evicted = []
+        while len(self._nbytes) > 1 and (len(self._nbytes) > _KEPT or self._sum > KEPT_BYTES):
+            evicted.append(next(iter(self._nbytes)))
+            self.drop(evicted[-1])
+        return evicted
+
+    def drop(self, grammar: str) -> bool:
+        """Evict a grammar; return whether it was there."""
+        nbytes = self._nbytes.pop(grammar, None)
+        self._sum -= nbytes or 0
+        return nbytes is not None
 
 
 class EngineClient:
-    """An engine in another process, with the methods that fronts need; for use from one event loop.
-
-    Args:
-        on_events: takes what it tells of requests.
-    """
+    """An engine in another process, for use from one event loop; `on_events` is called with the events of requests."""
 
     def __init__(
         self,
-        setup: EngineSetup,
+        setup: messages.EngineSetup,
         *,
         on_events: Callable[[Sequence[Event]], None],
-        on_vitals: Callable[[Vitals], None],
-        silence: Silence | None = None,
+        on_status: Callable[[messages.EngineStatus], None],
+        timeouts: HeartbeatTimeouts | None = None,
     ) -> None:
         self._setup = setup
         self._on_events = on_events
-        self._on_vitals = on_vitals
-        self._silence = silence or Silence()
-        self._taught = KeptGrammars()  # what the process knows of grammars
+        self._on_status = on_status
+        self._timeouts = timeouts or HeartbeatTimeouts()
+        self._grammars = KeptGrammars()  # that the process holds
         self._numbers = itertools.count()
-        self._metrics: dict[int, RequestMetrics] = {}  # of the requests that the process knows
+        self._metrics: dict[int, RequestMetrics] = {}  # of the requests in flight
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._life: asyncio.Task[None] | None = None
-        self.ready: EngineReady | None = None  # what a process said when it had loaded; None before the first one has
-        self.serves = False  # whether one that has loaded is running
-        self.restarts = 0  # how often the process was started again
-        self._watch: asyncio.Task[None] | None = None
-        self._heard = False  # since somebody listened last
+        self._tasks: list[asyncio.Task[None]] = []
+        self.ready: messages.EngineReady | None = None  # None until a process has loaded for the first time
+        self.serves = False
+        self.restarts = 0
+        self._heard = False  # anything since the last check of the heartbeat
 
     @property
     def rules(self) -> RequestRules:
@@ -94,27 +107,18 @@ class EngineClient:
         return self.ready.rules
 
     @property
-    def seed(self) -> int:
-        """Seed of requests without one."""
-        assert self.ready is not None
-        return self.ready.seed
-
-    @property
     def num_open(self) -> int:
         """Requests in flight."""
         return len(self._metrics)
 
     async def start(self) -> None:
-        """Start the process, and wait until it serves.
-
-        Raises:
-            ArgumentError: the model or a setting cannot be used.
-            AnswerError: the process ended.
-        """
+        """Start the process, and wait until it serves; raises `ArgumentError`, or `AnswerError` if it ends."""
         reader = await self._spawn()
         await self._loaded(reader)
-        self._life = asyncio.create_task(self._live(reader), name="engine")
-        self._watch = asyncio.create_task(self._watched(), name="heartbeat")
+        self._tasks = [
+            asyncio.create_task(self._receive(reader), name="engine"),
+            asyncio.create_task(self._check_heartbeat(), name="heartbeat"),
+        ]
 
     async def _spawn(self) -> asyncio.StreamReader:
         if self._writer is not None:
@@ -123,46 +127,45 @@ class EngineClient:
         self._socket = here
         with there:
             self._process = start_child("graphdecode.server.engine_process", [there.fileno()], _FEW_ARENAS)
-        self._taught = KeptGrammars()
+        self._grammars = KeptGrammars()
         reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
         self._write(self._setup)
         return reader
 
     async def _loaded(self, reader: asyncio.StreamReader) -> None:
-        message, patience = Alive(), self._silence.starting_seconds
+        message, timeout = messages.Heartbeat(), self._timeouts.starting_seconds
         try:
-            while isinstance(message, Alive):
-                async with asyncio.timeout(patience):
-                    message = await receive(reader)
-                patience = self._silence.loading_seconds
+            while isinstance(message, messages.Heartbeat):
+                async with asyncio.timeout(timeout):
+                    message = await messages.receive(reader)
+                timeout = self._timeouts.loading_seconds
         except TimeoutError:
-            if self._process is not None:
-                self._process.kill()
+            self._kill()
             still = "the engine's process stood still while it was loading the model"
-            raise AnswerError(f"{still}: nothing came from it for {patience:g} s") from None
+            raise AnswerError(f"{still}: nothing came from it for {timeout:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
             raise AnswerError("the engine's process ended while it was loading the model") from None
-        if isinstance(message, Refused):
+        if isinstance(message, messages.Refused):
             raise ArgumentError(message.message)
-        assert isinstance(message, EngineReady)
+        assert isinstance(message, messages.EngineReady)
         self.ready, self.serves = message, True
 
-    async def _live(self, reader: asyncio.StreamReader) -> None:
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Receive messages; when the process ends, fail all requests in flight, and restart it."""
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    await self._take(await receive(reader))
+                    await self._take(await messages.receive(reader))
             self.serves = False
             lost, self._metrics = self._metrics, {}
             ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
             self._on_events([event._replace(error_code=RESTARTING) for event in ended])
-            reader = await self._started_again()
+            reader = await self._restarted()
 
-    async def _started_again(self) -> asyncio.StreamReader:
+    async def _restarted(self) -> asyncio.StreamReader:
         began, pauses = time.monotonic(), itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
         while True:
-            await asyncio.to_thread(self._end_process)
+            await asyncio.to_thread(messages.end_process, self._process, self._socket, _END_SECONDS)
             log.error("the engine's process ended; starting it again")
             self.restarts += 1
             try:
@@ -176,33 +179,34 @@ class EngineClient:
                 log.warning("the engine serves again after %.1f s", time.monotonic() - began)
                 return reader
 
-    async def _watched(self) -> None:
-        """Kill the process when its heartbeat stops."""
-        silent = 0
+    async def _check_heartbeat(self) -> None:
+        missed, timeout = 0, self._timeouts.serving_seconds
         while True:
-            await asyncio.sleep(self._silence.serving_seconds / _LISTENED)
-            silent = 0 if self._heard or not self.serves else silent + 1
+            await asyncio.sleep(timeout / _CHECKS)
+            missed = 0 if self._heard or not self.serves else missed + 1
             self._heard = False
-            if silent == _LISTENED:
-                nothing_s = self._silence.serving_seconds
-                log.error("the engine's process stands still: nothing came from it for %g s", nothing_s)
+            if missed == _CHECKS:
+                log.error("the engine's process stands still: nothing came from it for %g s", timeout)
                 self.serves = False
-                if self._process is not None:
-                    self._process.kill()
+                self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
     async def _take(self, message: Any) -> None:
         self._heard = True
-        if isinstance(message, Alive):
+        if isinstance(message, messages.Heartbeat):
             return
-        if isinstance(message, Vitals):
-            self._on_vitals(message)
+        if isinstance(message, messages.EngineStatus):
+            self._on_status(message)
             return
         for first in range(0, len(message), _EVENTS_AT_ONCE):
             if first:
-                await asyncio.sleep(0)  # events may bring much to decode, and others wait
+                await asyncio.sleep(0)  # decoding may take long, and other tasks wait
                 self._heard = True
             packed = message[first : first + _EVENTS_AT_ONCE]
-            known = [unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
+            known = [messages.unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
             for event in known:
                 if event.finish_reason is not None:
                     del self._metrics[event.request_id]
@@ -210,74 +214,56 @@ class EngineClient:
                 self._on_events(known)
                 continue
             for event in known:
-                for part in in_parts(event, _ENTRIES_AT_ONCE):
+                for part in messages.in_parts(event, _ENTRIES_AT_ONCE):
                     self._on_events([part])
                     await asyncio.sleep(0)
                     self._heard = True
 
     def _write(self, message: Any) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(framed(message))
+            self._writer.write(messages.framed(message))
 
     def add(self, request: Request) -> int:
-        """Hand in a request; one that can never be served is refused by the engine, in its first event.
-
-        Raises:
-            AnswerError: the engine is being started again.
-        """
+        """Send a request; raises `AnswerError` during a restart. The engine refuses one with its first event."""
         if not self.serves:
             raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
-        if request.grammar is not None and not self.knows(request.grammar):  # forgotten since it was read
-            self.teach(ReadGrammar(request.grammar, None, KEPT_BYTES + 1))  # nobody knows its size any more
+        if request.grammar is not None and not self.has_grammar(request.grammar):  # evicted meanwhile
+            self.add_grammar(messages.AddGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
-        self._write(Add(request_id, request))
+        self._write(messages.Add(request_id, request))
         return request_id
 
-    def knows(self, grammar: str) -> bool:
+    def has_grammar(self, grammar: str) -> bool:
         """Whether the process holds a grammar."""
-        return grammar in self._taught
+        return grammar in self._grammars
 
-    def teach(self, read: ReadGrammar) -> None:
+    def add_grammar(self, added: messages.AddGrammar) -> None:
         """Send a grammar to the process, and evict others beyond its limits."""
-        self._write(Teach(read.grammar, read.automaton))
-        for other in self._taught.add(read):
-            self._write(Forget(other))
-        if read.nbytes > KEPT_BYTES:  # it stays for those who ask at once, and no longer
-            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._let_go, read.grammar)
+        self._write(added)
+        for other in self._grammars.add(added):
+            self._write(messages.DropGrammar(other))
+        if added.nbytes > KEPT_BYTES:  # only requests that come at once share it
+            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._drop_grammar, added.grammar)
 
-    def _let_go(self, grammar: str) -> None:
-        if self._taught.drop(grammar):
-            self._write(Forget(grammar))
+    def _drop_grammar(self, grammar: str) -> None:
+        if self._grammars.drop(grammar):
+            self._write(messages.DropGrammar(grammar))
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""
         if self._metrics.pop(request_id, None) is not None:
-            self._write(Abort(request_id))
+            self._write(messages.Abort(request_id))
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """See `Engine.finish`."""
         if self._metrics.pop(request_id, None) is not None:
-            self._write(Finish(request_id, num_tokens))
+            self._write(messages.Finish(request_id, num_tokens))
 
     def close(self, *, at_once: bool = False) -> None:
         """End the process; requests in flight fail."""
-        for task in (self._life, self._watch):
-            if task is not None:
-                task.cancel()
-        if at_once and self._process is not None:
-            self._process.kill()
-        self._end_process()
-
-    def _end_process(self) -> None:
-        """Wait for the process, which ends when its socket does; not for ever."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                self._socket.shutdown(socket.SHUT_RDWR)
-        if self._process is None:
-            return
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        if at_once:
+            self._kill()
+        messages.end_process(self._process, self._socket, _END_SECONDS)

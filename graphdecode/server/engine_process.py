@@ -26,157 +26,128 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.models.load import return_free_memory
 from graphdecode.profiling.environment import cache_bytes, read_bandwidth
-from graphdecode.server.forked_work import STACK_BYTES
+from graphdecode.server import messages
+from graphdecode.server.fork_pool import STACK_BYTES
 from graphdecode.server.http import REFUSED
-from graphdecode.server.wire import (
-    HEARTBEAT_SECONDS,
-    Abort,
-    Add,
-    Alive,
-    EngineReady,
-    EngineSetup,
-    Finish,
-    Forget,
-    Refused,
-    Teach,
-    Vitals,
-    Wire,
-    pack_event,
-)
 from graphdecode.text.grammar import Grammars
 
-_VITALS_EVERY_SECONDS = 0.25
+_STATUS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
-_STACK_BYTES = 4 * STACK_BYTES  # of threads: a grammar that was read in a child overflows none of them
-_READERS = 2  # grammars that are read at a time
-_LOOK_EVERY_SECONDS = 0.005  # for messages, while grammars are read and there is nothing else to do
+_STACK_BYTES = 4 * STACK_BYTES  # of threads: a grammar that compiled in a child overflows none of them
+_COMPILERS = 2  # grammars that are compiled at a time
+_POLL_SECONDS = 0.005  # for messages, while grammars are compiled and there is nothing else to do
 
 log = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """Runs one engine for the process at the other end of a socket.
+    """Runs one engine for the process at the other end of a socket; `grammars`: None if it has none."""
 
-    Args:
-        wire: where requests come from, and events go.
-        grammars: compiles structured outputs; None: requests bring none.
-    """
-
-    def __init__(self, engine: Engine, wire: Wire, grammars: Grammars | None = None) -> None:
+    def __init__(self, engine: Engine, connection: messages.MessageSocket, grammars: Grammars | None = None) -> None:
         self._engine = engine
         self._grammars = grammars
-        self._wire = wire
-        self._theirs: dict[int, int] = {}  # the engine's number of a request -> that of the other side
+        self._connection = connection
+        self._theirs: dict[int, int] = {}  # the engine's id of a request -> the other side's
         self._ours: dict[int, int] = {}
-        self._begun: set[int] = set()  # whose first event went out
-        # a grammar may take long to read, and nobody's step waits for it; None: nobody has asked for it yet
-        self._taught: dict[str, Future[Any] | None] = {}
-        self._reading: dict[int, tuple[Future[Any], Add]] = {}  # their number of a request -> what it waits for
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="grammar")
-        self._told = 0.0  # when the vitals went out
+        self._begun: set[int] = set()  # requests whose first event was sent
+        # compiling may take long, so no step waits for it; None: no request has needed it yet
+        self._compiled: dict[str, Future[Any] | None] = {}
+        self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # their id -> the grammar it waits for
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
+        self._status_sent = 0.0  # seconds
 
     def serve(self) -> None:
         """Step while there is work, and wait for messages otherwise, until the other side is gone."""
-        engine, has_leisure = self._engine, True
+        engine, may_capture = self._engine, True
         while True:
             try:
-                self._tell_vitals()
-                is_idle, has_leisure = not (engine.has_work or self._reading or has_leisure), False
-                for message in self._wire.receive(wait=is_idle):
+                self._send_status()
+                is_idle, may_capture = not (engine.has_work or self._waiting or may_capture), False
+                for message in self._connection.receive(wait=is_idle):
                     self._take(message)
-                has_leisure = engine.capture_waiting()
-                if self._reading:
-                    self._add_read()
+                may_capture = engine.capture_waiting()
+                if self._waiting:
+                    self._add_compiled()
                 if engine.has_work:
                     self._send(engine.step())
-            except RankError as error:  # the ranks that are left cannot go on, and another process has new ones
+            except RankError as error:  # the other ranks cannot go on; a new process has new ones
                 log.error("%s", error)
                 with suppress(GraphdecodeError, OSError):
-                    self._send(engine.step())  # whoever waits is told which rank it was
+                    self._send(engine.step())  # tells every request which rank it was
                 return
             except GraphdecodeError as error:
                 log.warning("%s", error)
             except (EOFError, OSError):
                 return
-            except Exception:  # the engine has given all up, and its next step says so to each owner
+            except Exception:  # the engine gave up all requests, and its next step says so
                 log.exception("a step failed")
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Add):
+        if isinstance(message, messages.Add):
             grammar = message.request.grammar
-            if grammar is None or grammar not in self._taught:
+            if grammar is None or grammar not in self._compiled:
                 self._add(message)
             else:
-                self._reading[message.request_id] = self._compiled(grammar), message
-        elif isinstance(message, Teach):
-            self._taught[message.grammar] = None
+                self._waiting[message.request_id] = self._compile(grammar), message
+        elif isinstance(message, messages.AddGrammar):
+            self._compiled[message.grammar] = None
             if message.automaton is not None:
-                known = self._taught[message.grammar] = Future()
+                known = self._compiled[message.grammar] = Future()
                 known.set_result(message.automaton)
-        elif isinstance(message, Forget):
-            self._leave(self._taught.pop(message.grammar, None))
-            self._readers.submit(return_free_memory)  # what it was is scattered over the heap
-        elif isinstance(message, Finish):
+        elif isinstance(message, messages.DropGrammar):
+            self._cancel_unused(self._compiled.pop(message.grammar, None))
+            self._compilers.submit(return_free_memory)  # a grammar is scattered over the heap
+        elif isinstance(message, messages.Finish):
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
-        elif isinstance(message, Abort):
-            future, _ = self._reading.pop(message.request_id, (None, None))
-            self._leave(future)
+        elif isinstance(message, messages.Abort):
+            self._cancel_unused(self._waiting.pop(message.request_id, (None,))[0])
             self._engine.abort(self._forget(message.request_id))
 
-    def _add_read(self) -> None:
-        """Add the requests whose grammars are compiled by now; errors go to their owners."""
+    def _add_compiled(self) -> None:
+        """Add the requests whose grammars are compiled by now."""
         if not self._engine.has_work:
-            wait([future for future, _ in self._reading.values()], _LOOK_EVERY_SECONDS, FIRST_COMPLETED)
-        for request_id, (future, message) in list(self._reading.items()):
+            wait([future for future, _ in self._waiting.values()], _POLL_SECONDS, FIRST_COMPLETED)
+        for request_id, (future, message) in list(self._waiting.items()):
             if future.done():
-                del self._reading[request_id]
+                del self._waiting[request_id]
                 self._add(message, future)
 
-    def _compiled(self, grammar: str) -> Future[Any]:
-        """Return the compilation of a grammar, started where it was not."""
+    def _compile(self, grammar: str) -> Future[Any]:
+        """Return the compilation of a grammar, started if it was not."""
         assert self._grammars is not None
-        known = self._taught[grammar]
+        known = self._compiled[grammar]
         if known is None or known.cancelled():
-            known = self._taught[grammar] = self._readers.submit(self._grammars.compiled, grammar)
+            known = self._compiled[grammar] = self._compilers.submit(self._grammars.compiled, grammar)
         return known
 
-    def _leave(self, future: Future[Any] | None) -> None:
-        """Cancel a compilation that nobody waits for, unless it has begun."""
-        if future is not None and not any(future is other for other, _ in self._reading.values()):
+    def _cancel_unused(self, future: Future[Any] | None) -> None:
+        """Cancel a compilation that no request waits for, unless it has begun."""
+        if future is not None and not any(future is other for other, _ in self._waiting.values()):
             future.cancel()
 
-    def _held(self, compiled: Future[Any]) -> Constraint:
-        """Return the constraint of a grammar that was compiled.
-
-        Raises:
-            GraphdecodeError: it could not be read.
-        """
+    def _constraint(self, compiled: Future[Any]) -> Constraint:
         assert self._grammars is not None
-        error = compiled.exception()
-        if error is None:
-            try:
-                return self._grammars.held(compiled.result())
-            except Exception as failed:  # of a library: its owner is told, and nobody else
-                error = failed
-        if isinstance(error, GraphdecodeError):
-            raise error
-        log.error("a form that was read in a child cannot be read here", exc_info=error)  # Rust's panics too
-        raise AnswerError(f"the form could not be read: {type(error).__name__}")
-
-    def _add(self, message: Add, compiled: Future[Any] | None = None) -> None:
         try:
-            constraint = None if compiled is None else self._held(compiled)
-            ours = self._engine.add(message.request, constraint)
+            return self._grammars.held(compiled.result())
+        except GraphdecodeError:
+            raise
+        except BaseException as error:  # a library's, Rust's panics too: only this request fails
+            log.exception("a form that was read in a child cannot be read here")
+            raise AnswerError(f"the form could not be read: {type(error).__name__}") from error
+
+    def _add(self, message: messages.Add, compiled: Future[Any] | None = None) -> None:
+        try:
+            ours = self._engine.add(message.request, None if compiled is None else self._constraint(compiled))
         except GraphdecodeError as error:
             metrics = RequestMetrics(time.perf_counter())
             code = REFUSED if isinstance(error, ArgumentError | ConstraintError) else None
             refusal = Event(message.request_id, [], None, "error", None, metrics, str(error), error_code=code)
-            self._wire.send([pack_event(refusal, message.request_id, whole=True)])
+            self._connection.send([messages.pack_event(refusal, message.request_id, whole=True)])
         else:
             self._theirs[ours], self._ours[message.request_id] = message.request_id, ours
 
     def _forget(self, request_id: int) -> int:
-        """Return the engine's number of a request, or one that it does not know."""
+        """Return the engine's id of a request, or one that it does not know."""
         ours = self._ours.pop(request_id, -1)
         self._theirs.pop(ours, None)
         self._begun.discard(ours)
@@ -189,38 +160,21 @@ class EngineProcess:
             if theirs is None:
                 continue
             is_last = event.finish_reason is not None
-            packed.append(pack_event(event, theirs, whole=is_last or event.request_id not in self._begun))
+            packed.append(messages.pack_event(event, theirs, whole=is_last or event.request_id not in self._begun))
             self._begun.add(event.request_id)
             if is_last:
                 self._forget(theirs)
         if packed:
-            self._wire.send(packed)
+            self._connection.send(packed)
 
-    def _tell_vitals(self) -> None:
-        now = time.perf_counter()
-        if now - self._told < _VITALS_EVERY_SECONDS and self._engine.has_work:
+    def _send_status(self) -> None:
+        now, engine = time.perf_counter(), self._engine
+        if now - self._status_sent < _STATUS_EVERY_SECONDS and engine.has_work:
             return
-        self._told = now
-        engine, stats = self._engine, self._engine.stats
-        pool = engine.cache.pool
-        self._wire.send(
-            Vitals(
-                running=engine.num_running,
-                waiting=engine.num_waiting,
-                used_pages=pool.used,
-                total_pages=pool.total,
-                preemptions=engine.num_preemptions,
-                prefilled_tokens=stats.prefilled_tokens,
-                bucket_steps=dict(stats.bucket_steps),
-                batch_sizes=dict(stats.batch_sizes),
-                step_seconds=list(stats.step_seconds),
-                launch_seconds=list(stats.launch_seconds),
-                drafts=stats.spec_decode_num_drafts,
-                draft_tokens=stats.spec_decode_num_draft_tokens,
-                accepted_tokens=stats.spec_decode_num_accepted_tokens,
-                accepted_per_pos=list(stats.spec_decode_num_accepted_tokens_per_pos),
-            )
-        )
+        self._status_sent = now
+        pool, stats = engine.cache.pool, engine.stats
+        counts = engine.num_running, engine.num_waiting, pool.used, pool.total, engine.num_preemptions
+        self._connection.send(messages.EngineStatus(*counts, stats))
         stats.step_seconds.clear()
         stats.launch_seconds.clear()
 
@@ -233,12 +187,11 @@ def _floor_seconds(engine: Engine) -> float | None:
     return size / read_bandwidth(device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
 
 
-def _beat(wire: Wire) -> None:
-    """Send heartbeats, however long a step takes."""
+def _beat(connection: messages.MessageSocket) -> None:
     with suppress(OSError):
         while True:
-            time.sleep(HEARTBEAT_SECONDS)
-            wire.send(Alive())
+            time.sleep(messages.HEARTBEAT_SECONDS)
+            connection.send(messages.Heartbeat())
 
 
 def main() -> None:
@@ -246,18 +199,17 @@ def main() -> None:
     leave_signals()
     threading.stack_size(_STACK_BYTES)
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    wire = Wire(socket.socket(fileno=int(sys.argv[1])))
+    connection = messages.MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     try:
-        (setup,) = wire.receive(wait=True)
+        (setup,) = connection.receive(wait=True)
     except EOFError:
         return
-    assert isinstance(setup, EngineSetup)
-    threading.Thread(target=_beat, args=(wire,), name="heartbeat", daemon=True).start()
-    began = time.perf_counter()
+    assert isinstance(setup, messages.EngineSetup)
+    threading.Thread(target=_beat, args=(connection,), name="heartbeat", daemon=True).start()
     try:
         engine = load_engine(setup.model, setup.config, progress=setup.progress)
     except GraphdecodeError as error:
-        wire.send(Refused(str(error)))
+        connection.send(messages.Refused(str(error)))
         return
     grammars = None
     if setup.tokenizer is not None:
@@ -267,11 +219,10 @@ def main() -> None:
             grammars.load()
         except GraphdecodeError as error:  # such requests are refused, and others served
             log.warning("%s", error)
-    load_seconds = time.perf_counter() - began
-    wire.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, _floor_seconds(engine)))
+    connection.send(messages.EngineReady(engine.rules, engine.seed, engine.graphs.buckets, _floor_seconds(engine)))
     gc.collect()
     gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
-    EngineProcess(engine, wire, grammars).serve()
+    EngineProcess(engine, connection, grammars).serve()
     engine.close()
 
 

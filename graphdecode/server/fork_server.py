@@ -1,10 +1,10 @@
-"""The fork server: a child for each piece of untrusted work, within limits.
+"""The fork server: a child, within limits, for each job with untrusted input.
 
     python -m graphdecode.server.fork_server FD
 
-FD is the socket to the process that speaks HTTP. The first message over it makes what all the work needs; behind it
-each byte comes with the socket of one piece of work, which its child reads and answers. A child whose other side closes
-that socket is killed. It has one thread, so that a fork finds no lock held, and lives as long as the other side does.
+FD is the socket to the HTTP process. After the setup, each byte over it comes with the socket of a job, from which a
+child reads the job, and to which it writes the result. The child is killed if that socket is closed. The fork server
+has one thread, so that a fork finds no lock held, and ends with the HTTP process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 
 from graphdecode.distributed.child import leave_signals
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.forked_work import STACK_BYTES, Done, Ended, Taken, Work, WorkLimits
-from graphdecode.server.wire import Wire, framed
+from graphdecode.server.fork_pool import STACK_BYTES, Accepted, ChildExited, Job, JobLimits, JobResult
+from graphdecode.server.messages import MessageSocket, framed
 
 _NICE = 10  # steps and HTTP go first
-_LONGEST_PAUSE_MS = 1000
+_MAX_PAUSE_MS = 1000
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _STATM, _TASKS = Path("/proc/self/statm"), Path("/proc/self/task")  # Linux has them
@@ -40,30 +40,26 @@ log = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """Forks a child for each piece of work, and kills children that nobody waits for.
-
-    Args:
-        control: a connected stream socket, over which the sockets of pieces of work come.
-    """
+    """Forks a child for each job that comes over `control`, and kills those whose other side is closed."""
 
     def __init__(self, control: socket.socket, state: Any) -> None:
         self._control = control
         self._state = state
         self._pid = os.getpid()
-        self._children: dict[int, tuple[int, socket.socket]] = {}  # descriptor of the socket -> child, socket
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a job's socket -> child, socket
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # with a handler it reaches the pipe, and ends the poll
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # with a handler it writes to the pipe, and ends the poll
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Fork until the other side is gone."""
+        """Fork until the HTTP process is gone."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
         while True:
-            for descriptor, _ in poll.poll(_LONGEST_PAUSE_MS):
+            for descriptor, _ in poll.poll(_MAX_PAUSE_MS):
                 if descriptor == self._woken:
                     os.read(self._woken, 4096)
                 elif descriptor == self._control.fileno():
@@ -72,7 +68,7 @@ class ForkServer:
                         for child, _ in self._children.values():
                             os.kill(child, signal.SIGKILL)
                         return
-                    for each in descriptors:  # none where this process has too many
+                    for each in descriptors:  # none if this process has too many
                         job = socket.socket(fileno=each)
                         if self.fork(job):
                             poll.register(job, 0)  # POLLHUP alone: the other side has closed it
@@ -82,24 +78,20 @@ class ForkServer:
             self._reap(poll)
 
     def fork(self, job: socket.socket) -> bool:
-        """Fork for a piece of work; return False, and tell its sender, where that fails.
-
-        Args:
-            job: over which the work comes, and its answer goes.
-        """
-        _tell(job, Taken())
+        """Fork for a job, which comes over a socket; tell its sender and return False if that fails."""
+        _tell(job, Accepted())
         try:
             child = os.fork()
         except OSError as error:
             log.warning("no child for a piece of work: %s", error.strerror)
-            _tell(job, Ended(None))
+            _tell(job, ChildExited(None))
             job.close()
             return False
         if child == 0:
             _end_with(self._pid)
             for descriptor in (self._control.fileno(), self._woken, self._wake, *self._children):
-                os.close(descriptor)  # else the askers of the others would not see them end
-            _work(job, self._state)
+                os.close(descriptor)  # else the clients of other jobs would not see them end
+            _run(job, self._state)
         self._children[job.fileno()] = child, job
         return True
 
@@ -112,7 +104,7 @@ class ForkServer:
                     poll.unregister(descriptor)
                 code = os.waitstatus_to_exitcode(status)
                 if code:
-                    _tell(job, Ended(code))
+                    _tell(job, ChildExited(code))
                 job.close()
 
 
@@ -123,75 +115,75 @@ def _tell(job: socket.socket, message: Any) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have this process killed when its parent ends (Linux)."""
+    """Let the system kill this process when its parent ends (Linux)."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
-def _work(job: socket.socket, state: Any) -> NoReturn:
-    """Do one piece of work in a child, and exit without the parent's cleanup."""
+def _run(job: socket.socket, state: Any) -> NoReturn:
+    """Do a job in a child, and exit without the parent's cleanup."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        wire = Wire(job)
-        done = _done(wire, state)
+        connection = MessageSocket(job)
+        done = _done(connection, state)
         resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        wire.send(done)
+        connection.send(done)
         code = 0
-    finally:  # without an answer the asker is told that it took too much
+    finally:  # without a result it exceeded a limit
         os._exit(code)
 
 
-def _done(wire: Wire, state: Any) -> Done:
+def _done(connection: MessageSocket, state: Any) -> JobResult:
     try:
-        (work,) = wire.receive(wait=True)
-    except (EOFError, OSError):  # its asker has left
+        (given,) = connection.receive(wait=True)
+    except (EOFError, OSError):  # it was cancelled
         raise
-    except Exception:  # what cannot be read raises whatever it likes
-        return Done(fault=traceback.format_exc())
-    assert isinstance(work, Work)
+    except Exception:  # unpickling may raise anything
+        return JobResult(fault=traceback.format_exc())
+    assert isinstance(given, Job)
     try:
-        _limit(work.limits)
-        done = Done(work.function(state, *work.arguments))
+        _limit(given.limits)
+        done = JobResult(given.function(state, *given.arguments))
         pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL)
         return done
     except GraphdecodeError as error:
-        return Done(error=error)
+        return JobResult(error=error)
     except MemoryError:
         raise
-    except BaseException:  # whatever it is, it is this package's fault
-        return Done(fault=traceback.format_exc())
+    except BaseException:  # a bug of this package
+        return JobResult(fault=traceback.format_exc())
 
 
-def _limit(limits: WorkLimits) -> None:
-    """Apply the limits, and silence standard error, where libraries would print untrusted input."""
+def _limit(limits: JobLimits) -> None:
+    """Apply the limits, and silence standard error, to which libraries would print untrusted input."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
-    if _STATM.exists():  # elsewhere the system does not hold to such a limit either
+    if _STATM.exists():  # other systems do not enforce such a limit either
         most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + limits.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hardest = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hardest))  # it ends here, and not there
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, resource.RLIM_INFINITY))  # a child's own starts at 0
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hardest))  # less than in the engine's process
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, resource.RLIM_INFINITY))  # from 0 in a child
     os.nice(_NICE)
 
 
 def main() -> None:
-    """Make the state that the first message asks for, acknowledge, and serve."""
+    """Make the state of all jobs, acknowledge, and serve."""
     leave_signals()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     control = socket.socket(fileno=int(sys.argv[1]))
-    wire = Wire(control)
+    connection = MessageSocket(control)
     try:
-        (setup,) = wire.receive(wait=True)
-        for name in setup.modules:
+        ((modules, make_state),) = connection.receive(wait=True)
+        for name in modules:
             importlib.import_module(name)
-        state = setup.make_state()
-        wire.send(None)
+        state = make_state()
+        connection.send(None)
     except (EOFError, OSError):
         return
     threads = len(os.listdir(_TASKS)) if _TASKS.exists() else 1

@@ -19,11 +19,11 @@ from graphdecode.config import ServerConfig
 from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, shown
 
-RESTARTING, REFUSED = "restarting", "refused"  # codes of answers that were given up, beside those of `Event`
-_STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}  # the latter are the asker's affair
+RESTARTING, REFUSED = "restarting", "refused"  # error codes of requests, besides those of `Event`
+_STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
-LARGE_BYTES = 32 << 10  # larger bodies are read in a child, for here all others would wait
-AT_A_TIME = 8  # as many of the largest bodies may be here before they are read
+LARGE_BYTES = 32 << 10  # of a body; larger ones are parsed in a child, for others would wait
+MAX_LARGE_BODIES = 8  # of the largest size that are held at a time
 T = TypeVar("T")
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -47,9 +47,8 @@ class HttpError(GraphdecodeError):
         self.headers = headers or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process makes it again."""
-        again = partial(HttpError, param=self.param, code=self.code, headers=self.headers)
-        return again, (self.status, str(self))
+        """Pickle the keywords too."""
+        return partial(HttpError, param=self.param, code=self.code, headers=self.headers), (self.status, str(self))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -57,17 +56,11 @@ class HttpError(GraphdecodeError):
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
-    """Return an error of this package as an `HttpError`.
-
-    Args:
-        error: of an argument, or of an answer that was given up.
-        fields: names that a request can have; the one that the message begins with is to blame.
-    """
+    """Return an error as an `HttpError`, whose param is the one of `fields` that the message begins with."""
     if isinstance(error, ArgumentError):
         found = _NAMED.match(str(error))
         param = found[1] if found and found[1] in fields else None
@@ -79,26 +72,29 @@ def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
     return HttpError(500, str(error))
 
 
-async def _say(request: Request, error: Exception) -> Response:
+def error_response(error: HttpError) -> JSONResponse:
+    """Return the response of an error."""
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _handle(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        told = _nowhere(request) if error.status_code == 404 else error.detail
-        error = HttpError(error.status_code, told, headers=dict(error.headers or {}))
+        message = _not_found(request) if error.status_code == 404 else error.detail
+        error = HttpError(error.status_code, message, headers=dict(error.headers or {}))
     elif not isinstance(error, GraphdecodeError):
         error = HttpError(500, "an internal error; the server's log says more")
-    said = error if isinstance(error, HttpError) else as_http_error(error, frozenset())
-    return JSONResponse(said.body, said.status, said.headers)
+    return error_response(error if isinstance(error, HttpError) else as_http_error(error, frozenset()))
 
 
-def _nowhere(request: Request) -> str:
-    """Return what is to be said of a path that there is not."""
+def _not_found(request: Request) -> str:
     paths = [getattr(route, "path", "") for route in request.app.routes]
     there = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
     return f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {there}"
 
 
-# how an application answers what its endpoints raise
-SAYING: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
-    (HttpError, GraphdecodeError, HTTPException, Exception), _say
+# of an application
+HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+    (HttpError, GraphdecodeError, HTTPException, Exception), _handle
 )
 
 
@@ -111,13 +107,9 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield the whole body of a request; its memory counts until the context is left.
-
-        Raises:
-            HttpError: it is too large, did not come, or others take the room that it needs.
-        """
+        """Yield the body of a request, whose memory counts in the context; raises `HttpError` if it exceeds a bound."""
         limits, data, counted = self._limits, bytearray(), 0
-        most = AT_A_TIME * limits.max_body_bytes
+        most = MAX_LARGE_BODIES * limits.max_body_bytes
         try:
             try:
                 async with asyncio.timeout(limits.idle_timeout_s or None):
@@ -130,8 +122,8 @@ class Bodies:
                             counted = len(data)
                         if self._held > most and counted:
                             headers = {"Connection": "close", "Retry-After": "1"}
-                            taken = f"large bodies take more than {most} bytes already"
-                            raise HttpError(429, taken, code="bodies", headers=headers)
+                            message = f"large bodies take more than {most} bytes already"
+                            raise HttpError(429, message, code="bodies", headers=headers)
             except TimeoutError:
                 raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
             except ClientDisconnect:
@@ -141,8 +133,8 @@ class Bodies:
             self._held -= counted
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of some work; None: the client, whose body was read, left, and the work was cancelled."""
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of some work; None: the client, whose body was read, disconnected, which cancels the work."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -158,7 +150,8 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+# `Logprob` as vLLM's: its fields, by token id
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=vars).encode
 
 
 def as_json(data: Any) -> bytes:

@@ -1,7 +1,6 @@
-"""The bodies of requests: OpenAI's fields, and those that vLLM adds to them.
+"""The bodies of requests: OpenAI's fields, and those that vLLM adds; types are strict.
 
-Types are strict, as OpenAI's are; ranges are checked by `SamplingParams`. An unknown field is kept in
-`model_extra`, and ignored.
+`SamplingParams` checks ranges. Unknown fields are in `model_extra`, and ignored.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ _LARGE = {
     *("prompt", "messages", "tools", "response_format", "structured_outputs", "stop", "bad_words", "logit_bias"),
     *("stop_token_ids", "allowed_token_ids", "chat_template", "chat_template_kwargs", "suffix", "user"),
 }
-_UNKNOWN_TOLD, _UNKNOWN_LENGTH = 10, 40
+_MAX_UNKNOWN, _MAX_UNKNOWN_LENGTH = 10, 40
 _ASKED = {field.name for field in fields(SamplingParams) if field.init} - {*OTHERWISE}
-Listed = Annotated[
-    list[T], Field(fail_fast=True)
-]  # one wrong element is enough: of a million, each would have its own error
+Listed = Annotated[list[T], Field(fail_fast=True)]  # one error, not one of each wrong element
 GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
 
 
@@ -41,13 +38,11 @@ class Body(BaseModel):
 
     @property
     def parts(self) -> int:
-        """Estimated cost of preparing it: calls of a tokenizer and rounds of a template; 64 numbers count as one."""
-        texts = [each for name in _TEXTS if isinstance(each := getattr(self, name, None), list)]
+        """Estimated cost of preparing it: the texts and messages in its lists; 64 numbers count as one."""
+        lists = [each for name in _TEXTS if isinstance(each := getattr(self, name, None), list)]
+        texts = [each for each in lists if not (each and isinstance(each[0], int))]  # no prompt of token ids
         numbers = [getattr(self, name, None) or () for name in _NUMBERS]
-        lists = [
-            each for each in texts if not (each and isinstance(each[0], int))
-        ]  # others are one prompt of token ids
-        return sum(map(len, lists)) + sum(map(len, numbers)) // 64
+        return sum(map(len, texts)) + sum(map(len, numbers)) // 64
 
 
 class StreamOptions(BaseModel):
@@ -59,27 +54,22 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-def _asking() -> type[Body]:
-    """Return a body with the fields of `SamplingParams`, but for those that a request states otherwise."""
-    kinds = get_type_hints(SamplingParams, localns={"Sequence": Listed}, include_extras=True)
-    asked = [each.name for each in fields(SamplingParams) if each.init and each.name not in OTHERWISE]
-    return create_model("Asking", __base__=Body, **{name: (kinds[name] | None, None) for name in asked})  # type: ignore[call-overload, no-any-return]
-
-
 if TYPE_CHECKING:
 
     class Asking(Body):
-        """Those fields of `SamplingParams` that are read by name here; all of them go to it together."""
+        """The fields of `SamplingParams` that are read by name here."""
 
         n: int | None = None
         prompt_logprobs: int | None = None
 
 else:
-    Asking = _asking()
+    _KINDS = get_type_hints(SamplingParams, localns={"Sequence": Listed}, include_extras=True)
+    _FIELDS = {each.name: (_KINDS[each.name] | None, None) for each in fields(SamplingParams) if each.name in _ASKED}
+    Asking = create_model("Asking", __base__=Body, **_FIELDS)
 
 
 class Generation(Asking):
-    """What completions and chat completions have in common: `SamplingParams`, but what they state in another way."""
+    """What completions and chat completions share: `SamplingParams`, with other types for those in `OTHERWISE`."""
 
     max_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
@@ -143,7 +133,7 @@ B = TypeVar("B", bound=Body)
 
 
 def without_large_parts(body: B) -> B:
-    """Return a copy without the fields of unbounded size, once they have been processed."""
+    """Return a copy without the fields of unbounded size."""
     unset = dict.fromkeys(_LARGE & type(body).model_fields.keys())
     slim = body.model_copy(update=unset)
     slim.__pydantic_extra__ = {}
@@ -151,9 +141,9 @@ def without_large_parts(body: B) -> B:
 
 
 def unknown_fields(body: Body) -> tuple[str, ...]:
-    """Return the names of fields that are ignored, the first few, cut and escaped for a log."""
-    names = islice(body.model_extra or (), _UNKNOWN_TOLD)
-    return tuple(ascii(name[:_UNKNOWN_LENGTH])[1:-1] for name in names)
+    """Return the names of the first unknown fields, cut and escaped for a log."""
+    names = islice(body.model_extra or (), _MAX_UNKNOWN)
+    return tuple(ascii(name[:_MAX_UNKNOWN_LENGTH])[1:-1] for name in names)
 
 
 def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]:
@@ -166,23 +156,12 @@ def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]
 def sampling_params(
     body: Generation, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **others: Any
 ) -> SamplingParams:
-    """Return the sampling parameters of a request.
-
-    Args:
-        body: of the request; fields that it leaves out, or sets to null, keep their defaults.
-        max_tokens: None is as many as fit.
-        logprobs: of how many tokens; None: none.
-        others: fields that follow from what else the request asks for.
-
-    Raises:
-        ArgumentError: a value outside its range.
-    """
+    """Return the sampling parameters of a request, with `defaults` for null; raises `ArgumentError`."""
     asked = {name: value for name in _ASKED - set(others) if (value := getattr(body, name)) is not None}
     return replace(defaults, **asked, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others)
 
 
 def _logit_bias(body: Generation) -> dict[int, float] | None:
-    """Return the biases by token id, which JSON writes as text."""
     if body.logit_bias is None:
         return None
     try:

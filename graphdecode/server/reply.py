@@ -1,4 +1,4 @@
-"""One request that generates, from its orders to its response: whole, or event by event."""
+"""The response to a request that generates: whole, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, sse_event, while_there
-from graphdecode.server.protocol import Generation
+from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json, error_response, sse_event, until_gone
+from graphdecode.server.protocol import Generation, StreamOptions
 from graphdecode.server.service import Service
+from graphdecode.server.structured_outputs import StructuredOutput
+from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.answer import Answer
-from graphdecode.text.intake import Order
+from graphdecode.text.intake import Order, Resolved
 from graphdecode.text.outputs import Logprob
 
-_PLACES_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
+_POSITIONS_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
 log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -31,31 +34,41 @@ _HEADERS = [
 ]
 
 
+class Prepared(NamedTuple):
+    """A request that was validated and tokenized."""
+
+    body: Generation  # without its large parts
+    prompts: list[Resolved]
+    structured: StructuredOutput | None
+    tools: ToolFormat | None = None  # of a chat; None: the output is not searched for calls
+    names: frozenset[str] = frozenset()  # of functions that may be called
+
+
 class Delta(NamedTuple):
-    """The new part of one answer."""
+    """The new part of an output."""
 
-    text: str  # that can be shown
-    token_ids: list[int]  # new ones, of which the text may still be held back
-    logprobs: list[dict[int, Logprob]] | None  # of these; None where they were not asked for
-    is_first: bool  # nothing was sent of it before
-    finish_reason: str | None  # with the last delta
-    stop_reason: str | int | None  # with the last delta: the stop text or token
+    text: str
+    token_ids: list[int]  # whose text may still be held back
+    logprobs: list[dict[int, Logprob]] | None  # of these tokens, if requested
+    is_first: bool
+    finish_reason: str | None  # of the last delta
+    stop_reason: str | int | None  # of the last delta: the stop text or token
 
 
+@dataclass
 class Cursor:
-    """Reads one answer as it grows."""
+    """Reads an output as it grows."""
 
-    def __init__(self, index: int, order: Order, answer: Answer) -> None:
-        self.index = index
-        self.order = order
-        self.answer = answer
-        self.text_length = 0
-        self._tokens_read = 0
-        self._begun = False
-        self._ended = False
+    index: int
+    order: Order
+    answer: Answer
+    text_length: int = 0  # of the text that was read
+    _tokens_read: int = 0
+    _begun: bool = False
+    _ended: bool = False
 
     def take(self) -> Delta | None:
-        """Return what is new, None where nothing is."""
+        """Return what is new; None if nothing is."""
         answer, output = self.answer, self.answer.output
         if self._ended:
             return None
@@ -69,30 +82,33 @@ class Cursor:
         self._tokens_read = end
         is_first, self._begun = not self._begun, True
         logprobs = None if output.logprobs is None else output.logprobs[start:end]
-        reason = output.finish_reason if self._ended else None
-        return Delta(
-            text, output.token_ids[start:end], logprobs, is_first, reason, output.stop_reason if self._ended else None
-        )
+        ending = (output.finish_reason, output.stop_reason) if self._ended else (None, None)
+        return Delta(text, output.token_ids[start:end], logprobs, is_first, *ending)
+
+    def whole(self) -> Delta:
+        """Return all of a finished output."""
+        output = self.answer.output
+        self.text_length = len(output.text)
+        return Delta(output.text, output.token_ids, output.logprobs, True, output.finish_reason, output.stop_reason)
 
 
 class Reply(Response, ABC):
-    """Answers one request of HTTP; it is the response too."""
+    """The response to a request, which generates when it is sent."""
 
     prefix: str  # of its id
     kind: str  # `object` of the whole response
     chunk_kind: str  # `object` of a chunk
 
-    def __init__(self, service: Service, body: Generation, orders: list[Order]) -> None:
+    def __init__(self, service: Service, prepared: Prepared, orders: list[Order]) -> None:
         self.service = service
-        self.body_fields = body
+        self.body_fields = body = prepared.body
         self.orders = orders
         pairs = [(order, answer) for order in orders for answer in order.answers]
         self.cursors = [Cursor(index, order, answer) for index, (order, answer) in enumerate(pairs)]
         self.background = None
-        self._promise_kept: Callable[[], None] = lambda: None
+        self._release: Callable[[], None] = lambda: None
         self.status_code = 200
-        self._usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
-        self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self._options = body.stream_options or StreamOptions()
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": self.chunk_kind if body.stream else self.kind,
@@ -101,15 +117,11 @@ class Reply(Response, ABC):
         }
 
     @abstractmethod
-    def choices_of(self, cursor: Cursor, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices that tell of something new in a stream, each for a chunk of its own."""
-
-    @abstractmethod
-    def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
-        """Return the choice of a finished answer; `prompt_logprobs` are as the prompt's output has them."""
+    def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
+        """Return the choice of a chunk or of the whole response; None: the chunk would be empty."""
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far."""
+        """Return the counts of tokens so far."""
         prompt = sum(len(order.output.prompt_token_ids) for order in self.orders)
         generated = sum(len(cursor.answer.output.token_ids) for cursor in self.cursors)
         cached = sum(order.output.metrics.num_cached_tokens for order in self.orders)
@@ -121,27 +133,22 @@ class Reply(Response, ABC):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send, until the client goes away.
-
-        Raises:
-            HttpError: there is no room for it now.
-        """
-        self._promise_kept = self.service.promise(len(self.cursors))
+        """Generate and send, until the client disconnects; raises `HttpError` if there is no room."""
+        self._release = self.service.reserve(len(self.cursors))
         failed: Exception | None = None
+        sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:
-            await while_there(
-                receive, self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
-            )
+            await until_gone(receive, sending)
         except Exception as error:
             failed = error
         finally:
-            self._promise_kept()
+            self._release()
         if self.service.limits.log_requests:
             for cursor in self.cursors:
                 prompt, output = cursor.order.output, cursor.answer.output
                 asked = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
-                told = (self._head["id"], cursor.index, asked, output.text, output.finish_reason)
-                log.info("%s %d: %r -> %r (%s)", *told)
+                line = (self._head["id"], cursor.index, asked, output.text, output.finish_reason)
+                log.info("%s %d: %r -> %r (%s)", *line)
         if self.service.tracer is not None:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             for order in self.orders:
@@ -150,62 +157,48 @@ class Reply(Response, ABC):
             raise failed
 
     async def _news(self) -> AsyncGenerator[None, None]:
-        """Come back whenever there is news; tell the metrics of it."""
-        service = self.service
-        with service.metrics.tracked(self.orders) as clocks:
+        """Submit the orders, and yield whenever there is news of them."""
+        service, began = self.service, False
+        with service.metrics.tracked(self.orders) as count_tokens:
             async with (
                 contextlib.aclosing(service.front.follow(self.orders)) as news,
                 asyncio.timeout(service.request_timeout),
             ):
-                began = False
-                self._promise_kept()  # the next line hands them in
+                self._release()  # the next line submits them
                 async for _ in news:
                     if not began:
                         began = True
                         service.queue.began(min(request.turn for order in self.orders for request, _ in order.requests))
-                    for clock in clocks:
-                        clock.tick()
+                    count_tokens()
                     yield
 
-    async def whole(self) -> dict[str, Any]:
-        """Generate, and return the whole response's body.
-
-        Raises:
-            HttpError: the answer was given up.
-        """
-        choices = [_told(choice) async for choice in self._choices()]
-        return self._head | {"choices": choices, "usage": self.usage()}
-
-    async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Generate, and give the finished choices; others have their turn between two of them.
-
-        Raises:
-            HttpError: the answer was given up.
-        """
+    async def whole(self) -> bytes:
+        """Generate, and return the body of the whole response, or raise `HttpError`."""
         try:
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     pass
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
+        choices = []
         for cursor in self.cursors:
-            yield self.whole_choice(cursor)
-            await asyncio.sleep(0)
+            choice = self.choice(cursor, cursor.whole(), whole=True)
+            assert choice is not None
+            choices.append(await in_pieces(choice))
+            await asyncio.sleep(0)  # other tasks wait
+        head, usage = as_json(self._head), as_json(self.usage())
+        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            choices = [await in_pieces(choice) async for choice in self._choices()]
+            response: Response = Response(await self.whole(), media_type="application/json")
         except HttpError as failed:
-            await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
+            response = error_response(failed)
         except asyncio.CancelledError:
             if self.service.draining:
-                cut = self._cut_off()
-                await JSONResponse(cut.body, cut.status, cut.headers)(scope, receive, send)
+                await error_response(self._cut_off())(scope, receive, send)
             raise
-        else:
-            head, usage = as_json(self._head), as_json(self.usage())
-            body = b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
-            await Response(body, media_type="application/json")(scope, receive, send)
+        await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -213,15 +206,14 @@ class Reply(Response, ABC):
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     chunks = [
-                        self._head | {"choices": [_told(choice)]} | self._usage_of_chunk()
+                        self._head | {"choices": [choice]} | self._usage_of_chunk()
                         for cursor in self.cursors
-                        if (delta := cursor.take()) is not None
-                        for choice in self.choices_of(cursor, delta)
+                        if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
                     ]
                     if chunks:
                         await _send_more(send, b"".join(map(sse_event, chunks)))
             end = self._head | {"choices": [], "usage": self.usage()}
-            await _send_more(send, (sse_event(end) if self._usage_wanted else b"") + SSE_DONE)
+            await _send_more(send, (sse_event(end) if self._options.include_usage else b"") + SSE_DONE)
         except (GraphdecodeError, TimeoutError) as error:
             await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
         except asyncio.CancelledError:
@@ -231,10 +223,10 @@ class Reply(Response, ABC):
         await send({"type": "http.response.body", "body": b""})
 
     def _usage_of_chunk(self) -> dict[str, Any]:
-        return {"usage": self.usage() if self._usage_always else None} if self._usage_wanted else {}
+        options = self._options
+        return {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
 
     def _cut_off(self) -> HttpError:
-        """Return what is said of an answer that the end of the server leaves unfinished."""
         log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])
         return HttpError(503, "the server ends, and the time for running answers is over", code="shutting_down")
 
@@ -245,26 +237,15 @@ class Reply(Response, ABC):
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
 
 
-def _scores_as_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """Return a prompt's log-probabilities in vLLM's form: by token id, for each token but the first."""
-    return [None if each is None else {str(token): vars(entry) for token, entry in each.items()} for each in entries]
-
-
-def _told(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return a choice as it goes into JSON."""
-    scores = choice.get("prompt_logprobs")
-    return choice if scores is None else choice | {"prompt_logprobs": _scores_as_json(scores)}
-
-
 async def in_pieces(choice: dict[str, Any]) -> bytes:
-    """Return a choice as JSON; others have their turn between two pieces of a prompt's log-probabilities."""
+    """Return a choice as JSON; other tasks run between two pieces of a prompt's log-probabilities."""
     scores = choice.get("prompt_logprobs")
     if scores is None:
         return as_json(choice)
     del choice["prompt_logprobs"]
     pieces = [as_json(choice)[:-1] + b',"prompt_logprobs":[']
-    for first in range(0, len(scores), _PLACES_AT_ONCE):
-        piece = as_json(_scores_as_json(scores[first : first + _PLACES_AT_ONCE]))
+    for first in range(0, len(scores), _POSITIONS_AT_ONCE):
+        piece = as_json(scores[first : first + _POSITIONS_AT_ONCE])
         pieces.append((b"," if first else b"") + piece[1:-1])
         await asyncio.sleep(0)
     return b"".join([*pieces, b"]}"])

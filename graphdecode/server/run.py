@@ -23,36 +23,30 @@ from graphdecode.errors import ArgumentError, cause
 from graphdecode.server.http import HttpError
 
 MAX_HEAD_BYTES = 64 << 10
-_REFUSALS = 64  # connections beyond the limit that are told so; further ones are closed without a word
-_REFUSED_SECONDS = 1.0  # that one may take to read it: closing at once could take the answer away
-_FRAMING = 8  # bytes that a byte of a body may be sent in, where it comes in chunks; trailers are no body
-_LOOK_EVERY_SECONDS = 0.05  # whether all is drained
+_REFUSALS = 64  # connections beyond the limit that get a response; further ones are just closed
+_REFUSED_SECONDS = 1.0  # to read it: closing at once could lose the response
+_FRAMING = 8  # bytes on the connection for each byte of a body in chunks
+_POLL_SECONDS = 0.05  # whether all requests have finished
 _BACKLOG = 2048
 log = logging.getLogger(__name__)
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """One connection.
+    """A connection of uvicorn's, with bounds on its time and its bytes."""
 
-    Attributes:
-        patience_seconds: for the head of a request, and for room to send more of an answer; None: for ever.
-        max_connections: open at a time; one more is answered with 503.
-        max_message_bytes: of a request, with all that is around its body.
-    """
-
-    patience_seconds: ClassVar[float | None] = None
+    patience_seconds: ClassVar[float | None] = None  # for the head of a request, and for the client to read
     max_connections: ClassVar[int] = 0
-    max_message_bytes: ClassVar[int] = 0
+    max_message_bytes: ClassVar[int] = 0  # of a request, chunk headers and trailers included
     _awaiting_head: asyncio.TimerHandle | None = None
     _awaiting_room: asyncio.TimerHandle | None = None
     _in_head = False
     _refused = False
-    _received = 0  # bytes of a request, behind those that came together with its first one
+    _received = 0  # bytes of a request, after those that came together with its first one
 
     def connection_made(self, transport: Any) -> None:
-        """A client has come."""
+        """Refuse a connection beyond the limit."""
         super().connection_made(transport)
-        self._awaiting_head = self._patience()
+        self._awaiting_head = self._abort_later()
         beyond = len(self.connections) - self.max_connections
         if beyond > _REFUSALS:
             transport.abort()
@@ -60,7 +54,7 @@ class PatientProtocol(HttpToolsProtocol):
             self._refuse(503, f"{self.max_connections} connections are open already", {"Retry-After": "1"})
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request has come, or of several."""
+        """Bound the bytes of a request."""
         if self._refused:
             return
         self._received += len(data)
@@ -70,53 +64,53 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
         is_idle = not self._in_head and (self.cycle is None or self.cycle.response_complete)
         if is_idle and (self._awaiting_head is None or self._awaiting_head.cancelled()):
-            self._awaiting_head = self._patience()  # what came was no request, but empty lines
+            self._awaiting_head = self._abort_later()  # only empty lines came
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Bound the time of the head."""
         super().on_message_begin()
         self._in_head, self._received = True, 0
-        _end(self._awaiting_head)
-        self._awaiting_head = self._patience()
+        _cancel(self._awaiting_head)
+        self._awaiting_head = self._abort_later()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header has come, or what stands behind a body in chunks, which nobody asks for."""
-        if self._in_head:
+        """Ignore trailers."""
+        if self._in_head:  # else a trailer, which is ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Its head is whole."""
+        """End the time of the head."""
         self._in_head = False
-        _end(self._awaiting_head)
+        _cancel(self._awaiting_head)
         super().on_headers_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The client has left."""
-        _end(self._awaiting_head)
-        _end(self._awaiting_room)
+        """Cancel the timers."""
+        _cancel(self._awaiting_head)
+        _cancel(self._awaiting_room)
         super().connection_lost(error)
 
     def pause_writing(self) -> None:
-        """The client does not take what it was sent."""
+        """Bound the time until the client reads."""
         super().pause_writing()
-        self._awaiting_room = self._patience()
+        self._awaiting_room = self._abort_later()
 
     def resume_writing(self) -> None:
-        """It has taken most of it."""
-        _end(self._awaiting_room)
+        """End that time."""
+        _cancel(self._awaiting_room)
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came behind an answer."""
+        """Abort a connection on which no further request came."""
         self.transport.abort()
 
     def _refuse(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-        """Say why nothing that comes over this connection will be read, and let it go soon."""
+        """Answer with an error, read nothing more, and close soon."""
         self._refused = True
-        if self.cycle is not None and not self.cycle.response_complete:  # its answer stands in the way
+        if self.cycle is not None and not self.cycle.response_complete:  # another response has begun
             self.transport.abort()
             return
-        _end(self._awaiting_head)
+        _cancel(self._awaiting_head)
         self._awaiting_head = self.loop.call_later(_REFUSED_SECONDS, self.transport.abort)
         body = json.dumps(HttpError(status, message).body).encode()
         fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
@@ -125,34 +119,20 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.write_eof()
 
-    def _patience(self) -> asyncio.TimerHandle | None:
-        """Return what ends the connection in time; closing it would wait until the client has taken all."""
+    def _abort_later(self) -> asyncio.TimerHandle | None:
+        """Abort after `patience_seconds`; `close` would wait until the client has taken all."""
         if self.patience_seconds is None:
             return None
         return self.loop.call_later(self.patience_seconds, self.transport.abort)
 
 
-def _end(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 
 
-def protocol_with(limits: ServerConfig) -> type[PatientProtocol]:
-    """Return the protocol within some limits."""
-    own = {
-        "patience_seconds": limits.idle_timeout_s or None,
-        "max_connections": limits.max_connections,
-        "max_message_bytes": _FRAMING * limits.max_body_bytes + MAX_HEAD_BYTES,
-    }
-    return type("PatientProtocol", (PatientProtocol,), own)
-
-
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that holds the address, and refuses connections until the server listens on it.
-
-    Raises:
-        ArgumentError: the address cannot be had.
-    """
+    """Return a socket that holds an address, refusing connections until the server listens; raises `ArgumentError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -164,37 +144,33 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Served(Protocol):
+class Served(Protocol):
     """An engine (`Service`), or several (`Cluster`)."""
 
     limits: ServerConfig
-    draining: bool  # nothing new is taken on
+    draining: bool  # new requests are refused
 
     @property
-    def num_open(self) -> int: ...
+    def num_open(self) -> int:
+        """Requests in flight."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Load, and return when requests can be answered."""
 
-    def close(self, *, at_once: bool = False) -> None: ...
+    def close(self, *, at_once: bool = False) -> None:
+        """End; `at_once`: without waiting for requests in flight."""
 
 
 async def run(
-    served: _Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
+    served: Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
 ) -> None:
-    """Start what is served, serve it until told to end, let running work finish, and end.
+    """Start an engine or several (`ArgumentError`: a wrong model or setting), and serve until SIGTERM or Ctrl-C.
 
-    SIGTERM and Ctrl-C drain: new work is answered with 503, and running work may finish for `drain_timeout_s`. A second
-    one ends at once. While it loads, nothing waits for an end: the process exits with 128 and the signal's number.
-
-    Args:
-        make_app: returns the application over it, once it was started.
-        bound: where; see `bind`.
-
-    Raises:
-        ArgumentError: the model or a setting cannot be used.
+    The first signal drains: new requests are answered with 503, and requests in flight may finish for
+    `drain_timeout_s`. A second one ends at once. During loading, the process exits with 128 and the signal's number.
     """
     life = _Life(served)
-    on_signals(life.told_to_end)
+    on_signals(life.take_signal)
     try:
         loading = asyncio.ensure_future(served.start())
         life.on_second = loading.cancel
@@ -207,7 +183,7 @@ async def run(
                 await loading
             sys.exit(128 + life.signal)
         loading.result()
-        on_signals(life.told_to_end)  # what was loaded may have taken them: Ray does
+        on_signals(life.take_signal)  # what was loaded may have taken them: Ray does
         server = make_server(make_app(), served.limits)
         life.on_second = server.end_now
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
@@ -226,20 +202,26 @@ async def run(
 
 
 def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
-    """Return what serves an application over HTTP."""
+    """Return a server of an application."""
+    bounds = {
+        "patience_seconds": limits.idle_timeout_s or None,
+        "max_connections": limits.max_connections,
+        "max_message_bytes": _FRAMING * limits.max_body_bytes + MAX_HEAD_BYTES,
+    }
+    protocol = type("PatientProtocol", (PatientProtocol,), bounds)
     logger = logging.getLogger("uvicorn.error")
-    if _is_news not in logger.filters:
-        logger.addFilter(_is_news)
+    if _is_unexpected not in logger.filters:
+        logger.addFilter(_is_unexpected)
     config = uvicorn.Config(
         app,
-        interface="asgi3",  # it cannot be told of a method that Ray has wrapped
+        interface="asgi3",  # uvicorn cannot infer it of a method that Ray has wrapped
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,  # a client on this machine could say with each request that it is another one
         backlog=_BACKLOG,
-        http=protocol_with(limits),
+        http=protocol,
         ws="none",
         timeout_keep_alive=int(limits.idle_timeout_s) or 5,
         timeout_graceful_shutdown=1,
@@ -248,25 +230,25 @@ def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves the signals alone: they drain first."""
+    """Does not handle signals: they drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
         yield
 
     def end_now(self) -> None:
-        """Wait for nothing more."""
+        """End without waiting."""
         self.should_exit = self.force_exit = True
 
 
 def on_signals(call: Callable[[int], object]) -> None:
-    """Have SIGTERM and Ctrl-C call something in the loop that runs, with the signal's number."""
+    """Call a function in the running loop on SIGTERM and Ctrl-C, with the signal's number."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, call, number)
 
 
 def off_signals() -> None:
-    """Have SIGTERM and Ctrl-C end this process at once from now on."""
+    """Let SIGTERM and Ctrl-C end this process at once."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
@@ -275,15 +257,14 @@ def off_signals() -> None:
 class _Life:
     """Shutdown state, set by signals."""
 
-    def __init__(self, served: _Served) -> None:
+    def __init__(self, served: Served) -> None:
         self._served = served
-        self.asked = asyncio.Event()  # the end was asked for
-        self.at_once = asyncio.Event()  # it was asked for again
-        self.on_second: Callable[[], object] = lambda: None  # is called when it is asked for again
-        self.signal = 0  # that asked last
+        self.asked = asyncio.Event()  # by a first signal
+        self.at_once = asyncio.Event()  # by a second one
+        self.on_second: Callable[[], object] = lambda: None
+        self.signal = 0  # the last one's number
 
-    def told_to_end(self, number: int) -> None:
-        """Take a signal."""
+    def take_signal(self, number: int) -> None:
         self.signal = number
         if self.asked.is_set():
             self.at_once.set()
@@ -292,7 +273,7 @@ class _Life:
         self.asked.set()
 
     async def drained(self) -> None:
-        """Come back when the end was asked for and nothing runs any more, or time is up."""
+        """Return when the end was asked for, and all requests have finished or time is up."""
         await self.asked.wait()
         running = self._served.num_open
         if running:
@@ -300,10 +281,10 @@ class _Life:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._served.limits.drain_timeout_s):
                 while self._served.num_open and not self.at_once.is_set():
-                    await asyncio.sleep(_LOOK_EVERY_SECONDS)
+                    await asyncio.sleep(_POLL_SECONDS)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's tells more than that a task was cancelled, whose client had left or was let go."""
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's says more than that a request was cancelled."""
     cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and "without completing response" not in record.getMessage()

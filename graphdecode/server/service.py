@@ -13,19 +13,19 @@ from typing import Any
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.desk import Desk, Serves
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.forked_work import FairQueue, ForkedWork
+from graphdecode.server.fork_pool import FairQueue, ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
+from graphdecode.server.messages import EngineSetup
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.structured_outputs import GrammarReader, StructuredOutput
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
-from graphdecode.server.wire import EngineSetup
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
-from graphdecode.text.intake import Intake, Order, Resolved
+from graphdecode.text.intake import Order, Resolved
 from graphdecode.text.router import Router
 
-_WORK_MODULES = ("graphdecode.server.endpoint",)  # what is done in children is of them, or of what they import
+_POOL_MODULES = ("graphdecode.server.completions",)
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 _RETRY_AFTER = {"Retry-After": "1"}
 
@@ -54,19 +54,18 @@ class Service:
         self.limits = limits
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = limits.request_timeout_s or None
-        self.draining = False  # nothing new is taken on
-        self._promised = 0  # answers that have room, and are not handed in yet
+        self.draining = False  # new requests are refused
+        self._reserved = 0  # outputs that have room, and are not submitted yet
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
-        self.work = ForkedWork(lambda: partial(Desk.warm, self.desk), _WORK_MODULES)
+        self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
         self.client = EngineClient(
             setup,
             on_events=lambda events: self.router.deliver(events),
-            on_vitals=lambda vitals: self.metrics.take_vitals(vitals),
+            on_status=lambda status: self.metrics.take_status(status),
         )
         self.grammar_reader = GrammarReader(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
-        self.intake = Intake(self.client, tokenizer)
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint
@@ -76,22 +75,19 @@ class Service:
         self._unknown_fields: set[str] = set()
 
     async def start(self) -> None:
-        """Start the engine, and wait until it serves.
-
-        Raises:
-            ArgumentError: the model or a setting cannot be used.
-        """
+        """Start the engine, and wait until it serves; raises `ArgumentError` for a wrong model or setting."""
         await self.client.start()
 
     @cached_property
-    def desk(self) -> Desk:
-        """Prepares bodies for the engine, which has been started."""
-        serves = Serves(self.client.rules, self.client.seed)
-        return Desk(self.model_name, self.tokenizer, self.limits, self.sampling_defaults, serves, self._max_open)
+    def preprocessor(self) -> Preprocessor:
+        """The preprocessor, once the engine was started."""
+        assert self.client.ready is not None
+        defaults, engine = self.sampling_defaults, self.client.ready
+        return Preprocessor(self.model_name, self.tokenizer, self.limits, defaults, engine, self._max_open)
 
     @property
     def api_keys(self) -> list[str]:
-        """API keys that may use /v1; none: no key is needed."""
+        """API keys of /v1; none: it needs no key."""
         return [*self.limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
 
     @property
@@ -101,73 +97,61 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Answers under way."""
+        """Requests in flight."""
         return self.client.num_open
 
     def check_room(self, answers: int) -> None:
-        """Refuse a request for which there is no room.
-
-        Raises:
-            HttpError: 503 where nothing new is taken on, 429 where too many wait.
-        """
+        """Refuse (HttpError) a request: with 503 while draining or restarting, with 429 if too many wait."""
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
         if not self.client.serves:
             raise HttpError(503, "the engine is being started again", code=RESTARTING, headers={"Retry-After": "5"})
-        taken = self.num_open + self._promised
+        taken = self.num_open + self._reserved
         if taken + answers > self._max_open:
             raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=_RETRY_AFTER)
 
-    def promise(self, answers: int) -> Callable[[], None]:
-        """Keep room for answers until what comes back is called, which is when they are handed in, or given up.
-
-        Raises:
-            HttpError: there is none; see `check_room`.
-        """
+    def reserve(self, answers: int) -> Callable[[], None]:
+        """Reserve room (see `check_room`) until the returned function is called: on submission, or when given up."""
         self.check_room(answers)
         held = [answers]
-        self._promised += answers
+        self._reserved += answers
 
-        def kept() -> None:
-            self._promised -= held.pop() if held else 0
+        def release() -> None:
+            self._reserved -= held.pop() if held else 0
 
-        return kept
+        return release
 
     async def orders(self, caller: str, prompts: list[Resolved], structured: StructuredOutput | None) -> list[Order]:
-        """Return the orders of some prompts, with one and the same parameters.
-
-        Raises:
-            HttpError: there is no room for them, or the structured output cannot be enforced.
-        """
+        """Return the orders of prompts with the same parameters; raises `HttpError` without room or grammar."""
         answers = sum(prompt.asked.params.n for prompt in prompts)
-        self.check_room(answers)  # before a grammar is read, and anything made for each answer
+        self.check_room(answers)  # before a grammar is read
         grammar = None
         if structured is not None:
             try:
                 grammar = await self.grammar_reader.grammar(structured.params, caller)
             except ArgumentError as error:
-                raise HttpError(400, structured.said(error), param=structured.field) from error
-        orders, kept = [], self.promise(answers)
+                raise HttpError(400, structured.error_text(error), param=structured.field) from error
+        orders, release, intake = [], self.reserve(answers), self.preprocessor.intake
         limit = self.client.rules.capacity.token_limit
         try:
             for prompt in prompts:
                 params = prompt.asked.params
                 most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-                orders.append(self.intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
-                await asyncio.sleep(0)  # there may be hundreds, and others wait
+                orders.append(intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
+                await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
         finally:
-            kept()  # the response promises it again, once it is sent
+            release()  # the response reserves it again when it is sent
         return orders
 
     def note_unknown(self, names: Iterable[str]) -> None:
-        """Log the names of fields that are ignored, each of them once."""
+        """Log the names of unknown fields, each once."""
         new = set(names) - self._unknown_fields
         if new and len(self._unknown_fields) < 100:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(new)))
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the engine; answers under way end with an error."""
+        """End the engine; requests in flight fail."""
         self.work.close()
         self.client.close(at_once=at_once)
         self.router.close()

@@ -1,18 +1,17 @@
-"""Tool calls: how a model is told of tools, and how its calls are told from the text of an answer."""
+"""Tool calls: describing tools in messages, and finding calls in the text of an output."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 _MARKS = re.compile(r'[{}\[\]"]')  # between values
 _IN_TEXT = re.compile(r'["\\]')
-_BETWEEN = "\n; "  # what stands between two calls, or behind the last one
+_BETWEEN = "\n; "  # characters between two calls, or after the last one
 _SHAPE = '{"name": "...", "arguments": {...}}'
 
 
@@ -20,12 +19,12 @@ _SHAPE = '{"name": "...", "arguments": {...}}'
 class ToolFormat:
     """How a model family writes tool calls."""
 
-    name: str  # of the format
-    opening: str  # text before a call, or before a list of calls; "" where an answer that begins with `{` is one
-    closing: str  # text behind it; "" where it ends with its JSON
-    sign: str  # what the chat template of such a model contains
-    is_special: bool = False  # whether `opening` is a special token, which is left out of texts unless asked for
-    arguments: str = "arguments"  # what a call's arguments are called
+    name: str
+    opening: str  # text before a call or a list of calls; "": an output that begins with `{` is a call
+    closing: str  # text after it; "": it ends with its JSON
+    sign: str  # text in the chat templates of such models
+    is_special: bool = False  # whether `opening` is a special token
+    arguments: str = "arguments"  # the key of a call's arguments
 
 
 FORMATS = (
@@ -37,31 +36,31 @@ FORMATS = (
 
 
 class ToolCall(NamedTuple):
-    """A call that is complete."""
+    """A complete call."""
 
-    name: str  # of the function
+    name: str
     arguments: str  # JSON, as the model wrote it
 
     def as_choice(self, index: int) -> dict[str, Any]:
-        """Return it in OpenAI's tool_format."""
+        """Return it in OpenAI's format."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def format_of(chat_template: str | None) -> ToolFormat | None:
-    """Return the format that a chat template teaches, None where it knows of no tools."""
+    """Return the format that a chat template uses; None: it has no tools."""
     return next((tool_format for tool_format in FORMATS if chat_template and tool_format.sign in chat_template), None)
 
 
 class _Extent:
-    """Finds where a JSON object or array ends in a text that comes in pieces, looking at each character once."""
+    """Finds the end of a JSON object or array in a text that comes in pieces, in linear time."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_text = self._is_escaped = False
 
     def end(self, piece: str) -> int | None:
-        """Return behind which character of the next piece it ends; None: not in this one."""
+        """Return the end in the next piece; None: it goes on."""
         at = 0
         while at < len(piece):
             if self._is_escaped:
@@ -84,27 +83,21 @@ class _Extent:
 
 
 class ToolCallReader:
-    """Takes an answer's text piece by piece, and tells calls from content.
-
-    What looks like a call and is none stays content: nothing that a model wrote is lost.
-
-    Args:
-        names: of the tools that there are; a call of another name is content.
-    """
+    """Splits an output, which comes in pieces, into content and calls of known names; anything else is content."""
 
     def __init__(self, tool_format: ToolFormat, names: frozenset[str]) -> None:
         self._format = tool_format
         self._names = names
-        self._text = ""  # that is neither content nor a call yet
-        self._pieces: list[str] = []  # behind it, in which a call that has begun does not end
-        self._extent: _Extent | None = None  # of that call, as far as it has come
-        self._found: tuple[Any, int] | None = None  # what it says, and where that ends, while its closing is waited for
-        self._is_inside = False  # it begins like a call, behind white space
+        self._text = ""  # not yet known to be content or a call
+        self._pieces: list[str] = []  # after it, while a call goes on
+        self._extent: _Extent | None = None  # of that call
+        self._found: tuple[Any, int] | None = None  # the value of a call and its end, while its closing is missing
+        self._is_inside = False  # the text begins like a call
         self._is_behind = False  # a call came last
-        self._may_begin = True  # where calls are bare: at the beginning, and behind another call
+        self._may_begin = True  # a bare call may: at the beginning, and after another call
 
     def feed(self, piece: str, *, final: bool) -> tuple[str, list[ToolCall]]:
-        """Take a piece; return the content and the calls that are complete."""
+        """Return the content and the complete calls that a piece adds."""
         if self._extent is not None and not final and self._extent.end(piece) is None:
             self._pieces.append(piece)
             return "", []
@@ -120,14 +113,14 @@ class ToolCallReader:
             if found is None:
                 return content, calls
             calls += found
-            if not found:  # it looked like the beginning of a call
+            if not found:  # it only looked like a call
                 self._is_inside = self._may_begin = False
                 self._found = None
                 opening = self._format.opening
                 content += self._release(self._text.find(opening) + len(opening) if opening else len(self._text))
 
     def _content(self, final: bool) -> str:
-        """Return content up to the next call, holding back what may become its beginning."""
+        """Return content up to the next call, without what may become its beginning."""
         if self._is_behind:
             self._text = self._text.lstrip(_BETWEEN)
             self._is_behind = not self._text
@@ -152,7 +145,7 @@ class ToolCallReader:
         return released
 
     def _complete(self, final: bool) -> list[ToolCall] | None:
-        """Take calls from the front of the text; None where they are not complete yet, nothing where there is none."""
+        """Remove calls from the front of the text; None: they are incomplete; empty: there is none."""
         tool_format = self._format
         body = self._text.lstrip()[len(tool_format.opening) :]
         start = len(body) - len(body.lstrip())
@@ -166,7 +159,8 @@ class ToolCallReader:
                 return None
             end = start + (length or 0)
             try:
-                self._found = json.loads(body[start:end], parse_float=_finite, parse_constant=_no_number), end
+                self._found = json.loads(body[start:end]), end
+                json.dumps(self._found, allow_nan=False)
             except (ValueError, RecursionError):
                 return []
         value, end = self._found
@@ -193,34 +187,21 @@ class ToolCallReader:
         return calls
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number that JSON could say again")
-
-
 BARE_JSON = ToolFormat("json", "", "", "")
 
 
-def told_messages(
+def messages_with_tools(
     messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, to_user: bool = False
 ) -> list[Any]:
-    """Return a conversation that says which tools there are, if any, in messages that every template knows.
-
-    Earlier calls become the words of the assistant that they were, and what tools returned comes from the user.
+    """Describe tools in plain messages, for templates without tools; calls become content, results the user's messages.
 
     Args:
-        messages: in OpenAI's tool_format; what is malformed is left for whoever reads them.
-        tools: likewise; without any nothing is told of them.
         choice: the request's `tool_choice`.
-        to_user: tell it in the first message of the user, for templates without a system's.
+        to_user: describe them in the user's first message, for templates without system messages.
     """
-    said = _in_words(messages)
+    plain = _as_plain(messages)
     if not tools:
-        return said
+        return plain
     functions = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     must = "Call one of them."
     if isinstance(choice, Mapping):
@@ -228,19 +209,20 @@ def told_messages(
         must = f"Call {function.get('name')}." if isinstance(function, Mapping) else must
     elif choice != "required":
         must = "Where none of them helps, answer in words."
-    told = (
+    description = (
         f"You can call these functions, given with the JSON schemas of their parameters:\n{functions}\n"
         f"To call one, answer with nothing but JSON of the form {_SHAPE}. {must}"
     )
     role = "user" if to_user else "system"
-    place = next((n for n, each in enumerate(said) if isinstance(each, Mapping) and each.get("role") == role), None)
+    place = next((n for n, each in enumerate(plain) if isinstance(each, Mapping) and each.get("role") == role), None)
     if place is None or (not to_user and place > 0):
-        return [{"role": role, "content": told}, *said]
-    return [*said[:place], {**said[place], "content": _joined(told, said[place].get("content"))}, *said[place + 1 :]]
+        return [{"role": role, "content": description}, *plain]
+    plain[place] = {**plain[place], "content": _joined(description, plain[place].get("content"))}
+    return plain
 
 
-def _in_words(messages: Sequence[Any]) -> list[Any]:
-    said: list[Any] = []
+def _as_plain(messages: Sequence[Any]) -> list[Any]:
+    plain: list[Any] = []
     names: dict[Any, Any] = {}  # of the functions, by the number of their call
     follows_result = False
     for message in messages:
@@ -253,17 +235,17 @@ def _in_words(messages: Sequence[Any]) -> list[Any]:
                 f'{{"name": {json.dumps(function["name"])}, "arguments": {_arguments_text(function)}}}'
                 for function in (call["function"] for call in calls)
             ]
-            said.append({**rest, "content": _joined(message.get("content") or "", "\n".join(written))})
+            plain.append({**rest, "content": _joined(message.get("content") or "", "\n".join(written))})
         elif is_result:
             name = message.get("name") or names.get(str(message.get("tool_call_id"))) or "the function"
             result = _joined(f"{name} returned:", message.get("content"))
             if follows_result:
-                result = _joined(said.pop()["content"], result)
-            said.append({"role": "user", "content": result})
+                result = _joined(plain.pop()["content"], result)
+            plain.append({"role": "user", "content": result})
         else:
-            said.append(message)
+            plain.append(message)
         follows_result = is_result
-    return said
+    return plain
 
 
 def _is_call(call: Any) -> bool:

@@ -25,17 +25,15 @@ static void NAME(append_rows)(const void *job, int64_t begin, int64_t end) {
 
 KERNEL(append_attention) {
     int64_t rows = least_of(a->out.size[0], a->kv_lens.size[0]);
-    struct NAME(appending) job = {.a = a, .rope = {.eps = a->eps, .k_scale = a->k_scale, .v_scale = a->v_scale}};
+    struct NAME(appending) job = {.a = a, .rope = {.rope = a->rope, .scales = a->scales}};
+    job.rope.k_scale = a->k_scale, job.rope.v_scale = a->v_scale;
     HAND_OVER(job.rope.q_out, a->out), HAND_OVER(job.rope.k_cache, a->k_cache), HAND_OVER(job.rope.v_cache, a->v_cache);
     HAND_OVER(job.rope.qkv, a->qkv), HAND_OVER(job.rope.page_table, a->page_table);
-    HAND_OVER(job.rope.cos_sin, a->cos_sin), HAND_OVER(job.rope.q_norm, a->q_norm), HAND_OVER(job.rope.k_norm, a->k_norm);
-    HAND_OVER(job.rope.k_scales, a->k_scales), HAND_OVER(job.rope.v_scales, a->v_scales);
     parallel(threads, NAME(append_rows), &job, rows, items_of(PARALLEL_WORK, a->qkv.size[1]));
-    decode_attention_args decode = {.q_len = 1, .max_items = a->max_items, .options = a->options, .v_scale = a->v_scale};
+    decode_attention_args decode = {.q_len = 1, .max_items = a->max_items, .options = a->options, .v_scale = a->v_scale,
+                                    .work = a->work, .scales = a->scales};
     decode.options.sm_scale *= a->k_scale;
     HAND_OVER(decode.out, a->out), HAND_OVER(decode.q, a->out), HAND_OVER(decode.k_cache, a->k_cache);
     HAND_OVER(decode.v_cache, a->v_cache), HAND_OVER(decode.table, a->page_table);
-    HAND_OVER(decode.kv_lens, a->kv_lens);
-    HAND_OVER(decode.k_scales, a->k_scales), HAND_OVER(decode.v_scales, a->v_scales);
     NAME(decode_attention_of)(&decode, threads);
 }

@@ -14,23 +14,21 @@ from torch import Tensor
 
 from ..cache.kv_format import PageScales, format_of
 from ..cache.rope_append import heads_scale, rope_append
-from ..native.library import CODES, LANES
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
-from ..native.registration import AnyElement, Float32, Int32, Wide, Written, operator
-from .attention_records import AttentionOptions, HeadTurn, Pages, TurnForm, form_of, launch_options, logits_of
-from .attention_tile import (
-    altered,
-    attend_span,
-    decode_tile,
-    dequantize,
-    head_pages,
-    pages_of,
-    quantize,
-    to_compute,
-    with_sinks,
+from ..native.registration import AnyElement, Int32, Wide, Written, operator
+from .attention_records import (
+    AttentionOptions,
+    Pages,
+    QKNormRope,
+    RopeForm,
+    can_compile,
+    form_of,
+    launch_options,
+    logits_of,
 )
+from .attention_tile import altered, attend_span, decode_tile, dequantize, head_pages, pages_of, quantize, to_compute
 from .decode_attention import decode_attention
-from .work_item import PLAN_HEADER, Heads, Results, clear_row, deliver, item_of, merge_sizes, span_of
+from .work_item import Heads, Results, SplitPlan, clear_row, deliver, item_of, merge_sizes, span_of
 
 _LINE = 128  # bytes that come from memory at a time
 
@@ -46,8 +44,8 @@ class Angles(NamedTuple):
 
 
 @triton.jit
-def _turned(x, y, gain, other_gain, scale, cos, sin):
-    """Return channels `x` normed and rotated, `y` being those that they are rotated with."""
+def _normed_and_rotated(x, y, gain, other_gain, scale, cos, sin):
+    """Return channels `x` after norm and rotation, `y` being those that they are rotated with."""
     return x * scale * gain * cos + y * scale * other_gain * sin
 
 
@@ -67,19 +65,19 @@ def _prefetch(cache, page, at, page_stride, token_stride, LINES: tl.constexpr, V
 
 
 @triton.jit
-def _angles(turn, position, FORM: tl.constexpr, TURN: tl.constexpr):
+def _angles(rope, position, FORM: tl.constexpr, ROPE: tl.constexpr):
     """Return the angles of a position."""
-    HALF: tl.constexpr = TURN.HALF
+    HALF: tl.constexpr = ROPE.HALF
     dims = tl.arange(0, FORM.BLOCK_D)
     other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
-    at = turn.cos_sin + position.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
+    at = rope.cos_sin + position.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(at, mask=dims < 2 * HALF, other=1.0)
     sin = tl.load(at + HALF, mask=dims < 2 * HALF, other=0.0)
     return Angles(dims, other, dims < FORM.HEAD_DIM, cos, tl.where(dims < HALF, -sin, sin))
 
 
 @triton.jit
-def _gains(turn, head, held, kv_head, angles, FORM: tl.constexpr, TURN: tl.constexpr):
+def _gains(rope, head, held, kv_head, angles, FORM: tl.constexpr, ROPE: tl.constexpr):
     """Return the norms' weights of query heads and of the kv head, each with those of the other channels."""
     BLOCK_D: tl.constexpr = FORM.BLOCK_D
     HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
@@ -88,25 +86,25 @@ def _gains(turn, head, held, kv_head, angles, FORM: tl.constexpr, TURN: tl.const
     q_other = q_gain
     k_gain = tl.full([BLOCK_D], 1.0, tl.float32)
     k_other = k_gain
-    if TURN.NORMS_ALL:
-        of_heads = turn.q_norm + head[:, None] * HEAD_DIM
+    if ROPE.NORMS_ALL:
+        of_heads = rope.q_norm + head[:, None] * HEAD_DIM
         q_gain = tl.load(of_heads + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
         q_other = tl.load(of_heads + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-        k_gain = tl.load(turn.k_norm + kv_head * HEAD_DIM + dims, mask=valid, other=0.0)
-        k_other = tl.load(turn.k_norm + kv_head * HEAD_DIM + other, mask=valid, other=0.0)
-    elif TURN.HAS_NORM:
-        q_gain = tl.load(turn.q_norm + dims, mask=valid, other=0.0)[None, :]
-        q_other = tl.load(turn.q_norm + other, mask=valid, other=0.0)[None, :]
-        k_gain = tl.load(turn.k_norm + dims, mask=valid, other=0.0)
-        k_other = tl.load(turn.k_norm + other, mask=valid, other=0.0)
+        k_gain = tl.load(rope.k_norm + kv_head * HEAD_DIM + dims, mask=valid, other=0.0)
+        k_other = tl.load(rope.k_norm + kv_head * HEAD_DIM + other, mask=valid, other=0.0)
+    elif ROPE.HAS_NORM:
+        q_gain = tl.load(rope.q_norm + dims, mask=valid, other=0.0)[None, :]
+        q_other = tl.load(rope.q_norm + other, mask=valid, other=0.0)[None, :]
+        k_gain = tl.load(rope.k_norm + dims, mask=valid, other=0.0)
+        k_other = tl.load(rope.k_norm + other, mask=valid, other=0.0)
     return q_gain, q_other, k_gain, k_other
 
 
 @triton.jit
 def _heads_of_row(
-    source, head, held, is_last, item, heads, turn, angles, gains, ELEMENT, FORM: tl.constexpr, TURN: tl.constexpr
+    source, head, held, is_last, item, heads, rope, angles, gains, ELEMENT, FORM: tl.constexpr, ROPE: tl.constexpr
 ):
-    """Return the queries, turned, and the row's new key, turned, and value: 0 in all but the last split."""
+    """Return the rotated queries, and the row's rotated new key and its value: 0 in all but the last split."""
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
     q_gain, q_other, k_gain, k_other = gains
@@ -124,25 +122,25 @@ def _heads_of_row(
     y = y.to(tl.float32)
     q_scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)
     k_scale = 1.0
-    if TURN.NORMS_ALL:
-        of_queries = heads_scale(source, count, turn.eps, HEAD_DIM, TURN.HEADS, FORM.BLOCK_D)
+    if ROPE.NORMS_ALL:
+        of_queries = heads_scale(source, count, rope.eps, HEAD_DIM, ROPE.HEADS, FORM.BLOCK_D)
         q_scale = of_queries + tl.zeros([BLOCK_M, 1], tl.float32)
         of_keys = source + count * HEAD_DIM
-        k_scale = heads_scale(of_keys, heads.kv_heads, turn.eps, HEAD_DIM, TURN.HEADS, FORM.BLOCK_D)
-    elif TURN.HAS_NORM:
-        q_scale = _inverse_root(tl.sum(x * x, axis=1), HEAD_DIM, turn.eps)[:, None]
-        k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, turn.eps)
+        k_scale = heads_scale(of_keys, heads.kv_heads, rope.eps, HEAD_DIM, ROPE.HEADS, FORM.BLOCK_D)
+    elif ROPE.HAS_NORM:
+        q_scale = _inverse_root(tl.sum(x * x, axis=1), HEAD_DIM, rope.eps)[:, None]
+        k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, rope.eps)
     cos, sin = angles.cos, angles.sin
-    queries = _turned(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(ELEMENT)
-    return queries, _turned(new_k, new_y, k_gain, k_other, k_scale, cos, sin), new_v.to(tl.float32)
+    queries = _normed_and_rotated(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(ELEMENT)
+    return queries, _normed_and_rotated(new_k, new_y, k_gain, k_other, k_scale, cos, sin), new_v.to(tl.float32)
 
 
 @triton.jit
-def _append(key, value, cache, page, place, kv_head, dims, appends, FORM: tl.constexpr, TURN: tl.constexpr):
+def _append(key, value, cache, page, place, kv_head, dims, appends, FORM: tl.constexpr, ROPE: tl.constexpr):
     """Write a row's new key and value at a place of a page, if `appends`, and return them as the cache has them."""
     KV_BITS: tl.constexpr = FORM.KV_BITS
     wide_head = kv_head.to(tl.int64)
-    if TURN.IS_FP8:
+    if ROPE.IS_FP8:
         key = key / cache.k_unit
         value = value / cache.v_unit
     key = quantize(key, KV_BITS, cache.k_cache.dtype.element_ty)
@@ -165,21 +163,20 @@ def _append_attention_kernel(
     qkv,
     qkv_stride,
     cache,
-    turn,
+    rope,
     kv_lens,
     plan,
     rows,
     heads,
     logits,
     FORM: tl.constexpr,
-    TURN: tl.constexpr,
-    HEADER: tl.constexpr,
+    ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
     COMPUTE: tl.constexpr = FORM.COMPUTE
-    item = item_of(plan, heads.kv_heads, HEADER)
+    item = item_of(plan, heads.kv_heads, FORM)
     own_len = tl.load(kv_lens + item.item, mask=item.item < rows, other=1)
     is_planned = (item.item < item.items) & (item.row < rows)
     row = tl.where(is_planned, item.row, 0)  # a plan of before may have stood there
@@ -195,12 +192,12 @@ def _append_attention_kernel(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = item.kv_head * heads.group + m
     held = m < heads.group
-    angles = _angles(turn, newest, FORM, TURN)
-    gains = _gains(turn, head, held, item.kv_head, angles, FORM, TURN)
+    angles = _angles(rope, newest, FORM, ROPE)
+    gains = _gains(rope, head, held, item.kv_head, angles, FORM, ROPE)
     if PDL:
         place = (begin + tl.arange(0, FORM.BLOCK_N)) % PAGE_SIZE
-        _prefetch(own.k_at, page, place, cache.k_page_stride, cache.k_token_stride, TURN.LINES, TURN.VALUES_OF_LINE)
-        _prefetch(own.v_at, page, place, cache.v_page_stride, cache.v_token_stride, TURN.LINES, TURN.VALUES_OF_LINE)
+        _prefetch(own.k_at, page, place, cache.k_page_stride, cache.k_token_stride, ROPE.LINES, ROPE.VALUES_OF_LINE)
+        _prefetch(own.v_at, page, place, cache.v_page_stride, cache.v_token_stride, ROPE.LINES, ROPE.VALUES_OF_LINE)
         wait_and_trigger()
     if own_len <= 0:
         clear_row(results, item.item, item.kv_head, heads, FORM)
@@ -210,40 +207,23 @@ def _append_attention_kernel(
     source = qkv + row.to(tl.int64) * qkv_stride
     element = results.out.dtype.element_ty
     queries, new_k, new_v = _heads_of_row(
-        source, head, held, is_last, item, heads, turn, angles, gains, element, FORM, TURN
+        source, head, held, is_last, item, heads, rope, angles, gains, element, FORM, ROPE
     )
     queries = to_compute(queries, COMPUTE)
     appends = is_last & (tl.program_id(1) == 0)
     place = (newest % PAGE_SIZE).to(tl.int64)
-    new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, FORM, TURN)
+    new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, FORM, ROPE)
     score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * logits.options.sm_scale
     score = altered(score, logits.options, FORM)
     none = tl.zeros([BLOCK_M], tl.float32)
     taken = none + tl.where(is_last, 1.0, 0.0)
     acc, total, top, _ = attend_span(
-        new_v[None, :] + none[:, None],
-        taken,
-        tl.where(taken > 0.0, score, -float("inf")),
-        page,
-        queries,
-        queries,
-        m,
-        m,
-        own,
-        begin,
-        end,
-        end,
-        cache,
-        logits,
-        FORM,
-        True,
-        False,
-        False,  # a split begins where the window does
-    )
-    if FORM.HAS_SINKS:
-        is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
-        acc, total, top = with_sinks(acc, total, top, logits.options.sinks, head, held & is_first)
-    deliver(results, acc, total, top, item, row, heads, cache.v_unit if TURN.IS_FP8 else 1.0, FORM)
+        new_v[None, :] + none[:, None], taken, tl.where(taken > 0.0, score, -float("inf")), page,
+        queries, queries, m, m, own, begin, end, end, cache, logits, FORM,
+        True, False, False,  # a split begins where the window does
+    )  # fmt: skip
+    v_unit = cache.v_unit if ROPE.IS_FP8 else 1.0
+    deliver(results, acc, total, top, item, row, heads, logits.options.sinks, v_unit, FORM)
 
 
 def append_attention_triton(
@@ -252,15 +232,8 @@ def append_attention_triton(
     v_cache: Tensor,
     qkv: Tensor,
     page_table: Tensor,
-    kv_lens: Tensor,
-    plan: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
-    counters: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    work: SplitPlan,
+    rope: QKNormRope,
     max_items: int,
     options: AttentionOptions,
     k_scale: float = 1.0,
@@ -279,31 +252,18 @@ def append_attention_triton(
     tile = decode_tile(heads.group, head_dim, head_dim, out.dtype, k_cache.dtype)
     tile |= merge_sizes(heads.group, tile)
     values_of_line = _LINE // k_cache.itemsize
+    lines = {"LINES": max(tile["BLOCK_D"] // values_of_line, 1), "VALUES_OF_LINE": values_of_line}
     _append_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(heads.group, tile["BLOCK_M"]))](
-        Results(out, None, partial, partial_lse, counters),
-        qkv,
-        qkv.stride(0),
+        Results(out, None, *work[2:]), qkv, qkv.stride(0),
         Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
-        HeadTurn(cos_sin, q_norm, k_norm, eps),
-        kv_lens,
-        plan,
-        rows,
-        heads,
-        logits_of(head_dim, options, k_scale),
-        FORM=form_of(out, k_cache, v_cache, tile, options),
-        TURN=TurnForm.of(
-            cos_sin, q_norm, k_cache, LINES=max(tile["BLOCK_D"] // values_of_line, 1), VALUES_OF_LINE=values_of_line
-        ),
-        HEADER=PLAN_HEADER,
-        **launch_options(tile),
-        **early_start_options(out.device),
-    )
+        rope, work.kv_lens, work.plan, rows, heads, logits_of(head_dim, options, k_scale),
+        FORM=form_of(out, k_cache, v_cache, tile, options), ROPE=RopeForm.of(rope, k_cache, **lines),
+        **launch_options(tile), **early_start_options(out.device),
+    )  # fmt: skip
 
 
 def _is_served(out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor) -> bool:
-    dense = (out, k_cache, v_cache, qkv, page_table)
-    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (out.dtype, *CODES)
-    return is_known and k_cache.shape[3] % LANES == 0 and all(tensor.is_contiguous() for tensor in dense)
+    return can_compile(out, k_cache, v_cache, qkv, page_table)
 
 
 @operator(triton_version=append_attention_triton, is_compiled=_is_served)
@@ -313,16 +273,9 @@ def append_attention(
     v_cache: Written[AnyElement],
     qkv: Wide,
     page_table: Int32,
-    kv_lens: Int32,
-    plan: Int32,
-    partial: Written[Float32],
-    partial_lse: Written[Float32],
-    counters: Written[Int32],
-    cos_sin: Float32,
-    q_norm: Float32 | None = None,
-    k_norm: Float32 | None = None,
+    work: SplitPlan,
+    rope: QKNormRope,
     *,
-    eps: float = 0.0,
     max_items: int,
     options: AttentionOptions,
     k_scale: float = 1.0,
@@ -340,16 +293,8 @@ def append_attention(
             dtype, or fp32.
         page_table: int32 [rows, pages of a row]. On a GPU it, the plan and all older keys were written at least two
             launches before this one.
-        kv_lens: int32 [>= rows], tokens of each row, the new one included; 0 for padding, which comes last.
-        plan: int32, what `attention_plan` wrote for these rows.
-        partial: fp32 [max_items, 1, num_qo_heads, head_dim], workspace; a CPU reads none of it.
-        partial_lse: fp32 [max_items, 1, num_qo_heads], workspace.
-        counters: int32 [rows * num_qo_heads] at least, all 0, and 0 again afterwards.
-        cos_sin: float32 [max positions, 2, rot/2], cosines and sines by position.
-        q_norm: fp32 [head_dim], weight of each query head's RMSNorm, or [num_qo_heads * head_dim], of all of them
-            together; or None.
-        k_norm: the same of the keys.
-        eps: of the norms.
+        work: the plan of the rows, the new tokens included, and its workspace.
+        rope: norm and rotation of queries and keys.
         max_items: what the plan was sized for (`work_items`).
         options: what becomes of the logits.
         k_scale: divides keys before fp8 holds them, and multiplies them afterwards.
@@ -357,15 +302,15 @@ def append_attention(
         scales: written and read with the entries of an int8 cache.
     """
     rows = out.shape[0]
-    lengths = kv_lens[:rows]
+    lengths = work.kv_lens[:rows]
     count = (lengths > 0).sum().to(torch.int32)
     q = torch.empty_like(out)
     at = torch.arange(rows, dtype=torch.int32)
     rope_append.__wrapped__(  # type: ignore[attr-defined]
-        q, k_cache, v_cache, qkv.contiguous(), at, lengths - 1, count, page_table, cos_sin, q_norm, k_norm, eps,
+        q, k_cache, v_cache, qkv.contiguous(), at, lengths - 1, count, page_table, rope,
         k_scale=k_scale, v_scale=v_scale, scales=scales,
     )  # fmt: skip
     decode_attention.__wrapped__(  # type: ignore[attr-defined]
-        out, None, q, k_cache, v_cache, page_table, None, kv_lens, plan, partial, partial_lse, counters,
+        out, None, q, k_cache, v_cache, page_table, None, work,
         max_items=max_items, options=options.scaled(out.shape[2], k_scale), v_scale=v_scale, scales=scales,
     )  # fmt: skip

@@ -171,44 +171,51 @@ struct pair_queries {
 /* Room for a block: of KEYS keys and values in panels, their scales where they have any, and of what becomes of
  * TOGETHER_IN_PAIRS queries; of weights there are twice as many. */
 struct pair_room {
-    uint16_t *keys, *values, *weights, *zeros;
+    uint16_t *keys, *values, *weights;
     float *logits, *added, *key_scales, *value_scales;
 };
 
 static int64_t pair_room_floats(int64_t dim) {
-    return KEYS * dim + TOGETHER_IN_PAIRS * (KEYS + KEYS + PANEL) + dim / 2 + 2 * KEYS + 8 * LANES;
+    return KEYS * dim + TOGETHER_IN_PAIRS * (KEYS + KEYS + PANEL) + 2 * KEYS + 8 * LANES;
 }
 
 static struct pair_room pair_room_at(float **at, int64_t dim, int has_scales) {
     struct pair_room room = {0};
     room.keys = (uint16_t *)carved(at, KEYS * dim / 2), room.values = (uint16_t *)carved(at, KEYS * dim / 2);
     room.weights = (uint16_t *)carved(at, TOGETHER_IN_PAIRS * KEYS);
-    room.zeros = (uint16_t *)carved(at, dim / 2);
     room.logits = carved(at, TOGETHER_IN_PAIRS * KEYS), room.added = carved(at, TOGETHER_IN_PAIRS * PANEL);
     if (has_scales) {
         room.key_scales = carved(at, KEYS), room.value_scales = carved(at, KEYS);
         memset(room.key_scales, 0, 2 * KEYS * sizeof *room.key_scales);
     }
-    memset(room.zeros, 0, dim * sizeof *room.zeros);
     memset(room.weights, 0, TOGETHER_IN_PAIRS * KEYS * sizeof *room.weights);
     return room;
 }
 
-/* PANEL values of an entry in bf16, which may stand in codes; `code` is a constant where this is used. */
-INLINE __m512i panel_of(const int64_t code, const void *entries, int64_t at) {
-    if (code) return bf16_of_codes(code, (const uint8_t *)entries + at);
-    return _mm512_loadu_si512((const uint16_t *)entries + at);
+/* Run a function for each kind of cached entries, with `code` as a constant: int8, fp8 e4m3, or 0 for bf16. */
+#define BY_CODE(code, function, ...)                                              \
+    switch (code) {                                                               \
+        case CODE_INT8: function(CODE_INT8, __VA_ARGS__); break;                  \
+        case CODE_FLOAT8_E4M3FN: function(CODE_FLOAT8_E4M3FN, __VA_ARGS__); break; \
+        default: function(0, __VA_ARGS__);                                        \
+    }
+
+/* PANEL values, from the `i`th on, of the `j`th entry of a block as bf16; zeros before `begin`, which nobody sees, and
+ * from `count` on. `code` is a constant where this is used. */
+INLINE __m512i seen_panel(const int64_t code, const void *entries, const int64_t *places, int64_t j, int64_t begin,
+                          int64_t count, int64_t i) {
+    if (j < begin || j >= count) return _mm512_setzero_si512();
+    if (code) return bf16_of_codes(code, (const uint8_t *)entries + places[j] + i);
+    return _mm512_loadu_si512((const uint16_t *)entries + places[j] + i);
 }
 
-/* Bring the keys of one head into panels, [feature / 2][key][2]. Before `begin`, which nobody sees, and from `count` to
- * the end of the last panel they are zeros. */
-INLINE void gather_keys_of(const int64_t code, const struct pair_room *room, const void *keys, const int64_t *places,
-                           int64_t begin, int64_t count, int64_t dim) {
+/* Bring the keys of one head into panels, [feature / 2][key][2], up to the end of the last panel. */
+INLINE void gather_keys(const int64_t code, const struct pair_room *room, const void *keys, const int64_t *places,
+                        int64_t begin, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES)
         for (int64_t i = 0; i < dim; i += PANEL) {
             __m512i words[LANES];
-            for (int64_t k = 0; k < LANES; k++)
-                words[k] = j + k >= begin && j + k < count ? panel_of(code, keys, places[j + k] + i) : _mm512_setzero_si512();
+            for (int64_t k = 0; k < LANES; k++) words[k] = seen_panel(code, keys, places, j + k, begin, count, i);
             write_turned((uint32_t *)(room->keys + j / PANEL * PANEL * dim) + i / 2 * PANEL + j % PANEL, PANEL, words);
         }
     if ((count - 1) / LANES % 2 == 0) /* the last panel's second half */
@@ -216,40 +223,18 @@ INLINE void gather_keys_of(const int64_t code, const struct pair_room *room, con
             memset((uint32_t *)(room->keys + count / PANEL * PANEL * dim) + i * PANEL + LANES, 0, 4 * LANES);
 }
 
-static void gather_keys(int64_t code, const struct pair_room *room, const void *keys, const int64_t *places,
-                        int64_t begin, int64_t count, int64_t dim) {
-    switch (code) {
-        case CODE_INT8: gather_keys_of(CODE_INT8, room, keys, places, begin, count, dim); break;
-        case CODE_FLOAT8_E4M3FN: gather_keys_of(CODE_FLOAT8_E4M3FN, room, keys, places, begin, count, dim); break;
-        default: gather_keys_of(0, room, keys, places, begin, count, dim);
-    }
-}
-
 /* The same of their values, [key / 2][feature][2]; of PANEL features stand first those that are in the lower halves of
  * 8 neighbours, so that two instructions make pairs: see `in_order`. */
-INLINE void gather_values_of(const int64_t code, const struct pair_room *room, const void *values,
-                             const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
-    int64_t whole = (count + PANEL - 1) / PANEL * PANEL;
-    for (int64_t j = 0; j < whole; j += 2) {
-        const void *even = j >= begin && j < count ? values : room->zeros;
-        const void *odd = j + 1 >= begin && j + 1 < count ? values : room->zeros;
-        int64_t even_at = even == values ? places[j] : 0, odd_at = odd == values ? places[j + 1] : 0;
-        for (int64_t i = 0; i < dim; i += PANEL) {
-            __m512i low = panel_of(code, even, even_at + i), high = panel_of(code, odd, odd_at + i);
-            uint16_t *to = room->values + i * KEYS + j * PANEL;
-            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low, high));
-            _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(low, high));
-        }
-    }
-}
-
-static void gather_values(int64_t code, const struct pair_room *room, const void *values, const int64_t *places,
+INLINE void gather_values(const int64_t code, const struct pair_room *room, const void *values, const int64_t *places,
                           int64_t begin, int64_t count, int64_t dim) {
-    switch (code) {
-        case CODE_INT8: gather_values_of(CODE_INT8, room, values, places, begin, count, dim); break;
-        case CODE_FLOAT8_E4M3FN: gather_values_of(CODE_FLOAT8_E4M3FN, room, values, places, begin, count, dim); break;
-        default: gather_values_of(0, room, values, places, begin, count, dim);
-    }
+    for (int64_t j = 0; j < (count + PANEL - 1) / PANEL * PANEL; j += 2)
+        for (int64_t i = 0; i < dim; i += PANEL) {
+            __m512i even = seen_panel(code, values, places, j, begin, count, i);
+            __m512i odd = seen_panel(code, values, places, j + 1, begin, count, i);
+            uint16_t *to = room->values + i * KEYS + j * PANEL;
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even, odd));
+            _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(even, odd));
+        }
 }
 
 /* Put PANEL sums of values in the order of their features. */

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Int32, Written, operator
-from .attention_tile import PLAN_TILE
-from .work_item import ITEM_SIZE, PLAN_HEADER
+from .attention_tile import PLAN_HEADER, PLAN_TILE
+from .work_item import ITEM_SIZE
 
 MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
 WAVES_WHEN_FULL = 1  # with more rows than one wave holds, long rows may be split into so many waves more
@@ -65,15 +65,7 @@ def plan_size(max_items: int) -> int:
 # all programs find, and writes its own row's items, 16 bytes each. No program waits for another.
 @triton.jit(do_not_specialize=["rows"])
 def _attention_plan_kernel(
-    kv_lens,
-    plan,
-    lengths,
-    live_rows,
-    last_page_len,
-    rows,
-    sizes,
-    FORM: tl.constexpr,
-    PDL: tl.constexpr,
+    kv_lens, plan, lengths, live_rows, last_page_len, rows, sizes, FORM: tl.constexpr, PDL: tl.constexpr
 ):
     TILE: tl.constexpr = FORM.TILE
     if PDL:
@@ -139,17 +131,11 @@ def _launch(
     paged = last_page_len is not None
     programs = kv_lens.shape[0] if paged else rows
     _attention_plan_kernel[(programs,)](
-        kv_lens,
-        plan,
-        lengths,
-        live_rows,
-        last_page_len,
-        rows,
-        sizes,
+        kv_lens, plan, lengths, live_rows, last_page_len, rows, sizes,
         FORM=PlanForm(paged, sizes.fixed_split > 0, sizes.window_left >= 0, triton.next_power_of_2(programs)),
         PDL=early_start_options(plan.device)["PDL"],  # the first of a step: it lets others begin early, and does not
         num_warps=1 if rows <= 256 else 4,
-    )
+    )  # fmt: skip
 
 
 def attention_plan_triton(
@@ -257,10 +243,9 @@ def paged_attention_plan(
         last_page_len: int32 [rows], tokens in each row's last page.
         num_indices: pages that are listed; indptr[-1] is at most that.
         page_size: tokens a page.
-        wave_items: work items that run at the same time.
-        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; more where a row would have
-            more than `MOST_FIXED_SPLITS`. 0: balanced.
-        window_left: the window that the work is balanced for; -1: none.
+        wave_items: as for `attention_plan`, and so the next two.
+        fixed_split: 0: balanced.
+        window_left: -1: none.
         q_len: queries a row.
 
     Raises:

@@ -13,6 +13,7 @@ from ..cache.kv_format import format_of
 from ..native.optional_triton import tl, triton
 
 LOG2_E = 1.4426950408889634
+PLAN_HEADER = 4  # int32: the number of items of a plan, and what aligns them to 16 bytes
 PLAN_TILE = 64  # tokens: rows are split between whole ones, whatever the tile of the kernel
 _TILE_BYTES = 32 * 1024  # keys and values of one 16-bit tile; two or three tiles are in flight
 _OTHER_BYTES = 8 * 1024  # of shared memory: queries, page numbers, what reductions exchange
@@ -162,6 +163,16 @@ def head_pages(cache, pages, kv_head, FORM: tl.constexpr):
     return HeadPages(keys, values, k_scales, v_scales, pages)
 
 
+@triton.jit
+def _load_entries(at, inside, held, IS_WHOLE: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """Load a tile of keys or values; channels are masked by `held` unless IS_WHOLE, and tokens by `inside`."""
+    if not IS_WHOLE:
+        return tl.load(at, mask=inside & held, other=0.0)
+    if IS_RAGGED:
+        return tl.load(at, mask=inside, other=0.0)
+    return tl.load(at)
+
+
 # One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries.
 @triton.jit
 def attend_span(
@@ -231,13 +242,9 @@ def attend_span(
             scores = tl.dot(q, k_low.to(COMPUTE), input_precision=PRECISION)
             scores = tl.dot(q_high, k_high.to(COMPUTE), scores, input_precision=PRECISION)
         else:
-            if FORM.BLOCK_D == HEAD_DIM and not IS_RAGGED:
-                k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride)
-            elif FORM.BLOCK_D == HEAD_DIM:
-                k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=inside[None, :], other=0.0)
-            else:
-                held = inside[None, :] & (dims < HEAD_DIM)[:, None]
-                k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=held, other=0.0)
+            at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
+            held = (dims < HEAD_DIM)[:, None]
+            k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_D == HEAD_DIM, IS_RAGGED)
             scores = tl.dot(q, dequantize(k, KV_BITS, COMPUTE), input_precision=PRECISION)
         scores = scores * logits.options.sm_scale
         if KV_BITS == "int8":
@@ -260,13 +267,9 @@ def attend_span(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        if FORM.BLOCK_V == FORM.VALUE_DIM and not IS_RAGGED:
-            v = tl.load(v_at[:, None] + values[None, :] * cache.v_dim_stride)
-        elif FORM.BLOCK_V == FORM.VALUE_DIM:
-            v = tl.load(v_at[:, None] + values[None, :] * cache.v_dim_stride, mask=inside[:, None], other=0.0)
-        else:
-            held = inside[:, None] & (values < FORM.VALUE_DIM)[None, :]
-            v = tl.load(v_at[:, None] + values[None, :] * cache.v_dim_stride, mask=held, other=0.0)
+        at_channels = v_at[:, None] + values[None, :] * cache.v_dim_stride
+        held = (values < FORM.VALUE_DIM)[None, :]
+        v = _load_entries(at_channels, inside[:, None], held, FORM.BLOCK_V == FORM.VALUE_DIM, IS_RAGGED)
         v = dequantize(v, KV_BITS, COMPUTE)
         if KV_BITS == "int8":
             larger = tl.maximum(unit, tl.max(v_unit))
@@ -283,7 +286,7 @@ def attend_span(
 
 @triton.jit
 def with_sinks(acc, total, top, sinks, head, taken):
-    """Add to what `attend_span` returned the sinks of heads where they are taken: weight without a value."""
+    """Add the sinks of heads to what `attend_span` returned, where they are taken: weight without a value."""
     sink = tl.load(sinks + head, mask=taken, other=-float("inf")) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
     base = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -309,19 +312,18 @@ def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
     return (cache, "") if not held.code or is_converted else (cache.view(torch.uint8), held.code)
 
 
-def tile_sizes(
-    rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compute_itemsize: int, *, has_scales: bool = False
-) -> dict[str, int]:
+def tile_sizes(rows: int, head_dim: int, value_dim: int, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
     """Return the tile of an attention kernel: BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, num_warps and num_stages.
 
     Args:
         rows: queries times heads of the group that one program could take.
         head_dim: of keys.
         value_dim: of values.
-        kv_itemsize: bytes of a cached value.
-        compute_itemsize: bytes of a value in the matrix products.
-        has_scales: whether each key and value has one, which takes registers for every tile that is in flight.
+        q_dtype: of queries.
+        kv_dtype: of the cache.
     """
+    kv_itemsize, compute_itemsize = kv_dtype.itemsize, compute_dtype(q_dtype, kv_dtype).primitive_bitwidth // 8
+    has_scales = format_of(kv_dtype).own_scale is not None  # they take registers for every tile in flight
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_v = max(triton.next_power_of_2(value_dim), 16)
     most = 128 if block_v <= 128 and compute_itemsize == 2 else 32 if block_v * compute_itemsize <= 512 else 16
@@ -349,9 +351,7 @@ def tile_sizes(
 
 def decode_tile(queries: int, head_dim: int, value_dim: int, q: torch.dtype, cache: torch.dtype) -> dict[str, int]:
     """Return the tile of decode attention over so many queries times heads of a group."""
-    compute_itemsize = compute_dtype(q, cache).primitive_bitwidth // 8
-    has_scales = format_of(cache).own_scale is not None
-    return tile_sizes(min(queries, 64), head_dim, value_dim, cache.itemsize, compute_itemsize, has_scales=has_scales)
+    return tile_sizes(min(queries, 64), head_dim, value_dim, q, cache)
 
 
 def all_registers() -> dict[str, int]:

@@ -29,37 +29,23 @@ static void panel_of_queries(uint16_t *to, const uint16_t *q, int64_t from, int6
 }
 
 /* Bring one head's keys together, [key][feature], and its values turned, [feature][KEYS], their features in the order of
- * `gather_values`. Before `begin`, which nobody sees, and from `count` to the next whole panel they are zeros. */
-INLINE void gather_turned_of(const int64_t code, const struct pair_room *room, const void *keys, const void *values,
-                             const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
+ * `gather_values`, up to the end of the last panel. */
+INLINE void gather_turned(const int64_t code, const struct pair_room *room, const void *keys, const void *values,
+                          const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += PANEL) {
         for (int64_t k = j; k < j + PANEL; k++)
             for (int64_t i = 0; i < dim; i += PANEL)
-                _mm512_storeu_si512(room->keys + k * dim + i, k >= begin && k < count ? panel_of(code, keys, places[k] + i)
-                                                                                      : _mm512_setzero_si512());
+                _mm512_storeu_si512(room->keys + k * dim + i, seen_panel(code, keys, places, k, begin, count, i));
         for (int64_t i = 0; i < dim; i += PANEL) {
             __m512i low[LANES], high[LANES];
             for (int64_t n = 0; n < LANES; n++) {
-                int64_t k = j + 2 * n;
-                __m512i even = _mm512_setzero_si512(), odd = even;
-                if (k >= begin && k < count) even = panel_of(code, values, places[k] + i);
-                if (k + 1 >= begin && k + 1 < count) odd = panel_of(code, values, places[k + 1] + i);
+                __m512i even = seen_panel(code, values, places, j + 2 * n, begin, count, i);
+                __m512i odd = seen_panel(code, values, places, j + 2 * n + 1, begin, count, i);
                 low[n] = _mm512_unpacklo_epi16(even, odd), high[n] = _mm512_unpackhi_epi16(even, odd);
             }
             write_turned(room->values + i * KEYS + j, KEYS / 2, low);
             write_turned(room->values + (i + LANES) * KEYS + j, KEYS / 2, high);
         }
-    }
-}
-
-static void gather_turned(int64_t code, const struct pair_room *room, const void *keys, const void *values,
-                          const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
-    switch (code) {
-        case CODE_INT8: gather_turned_of(CODE_INT8, room, keys, values, places, begin, count, dim); break;
-        case CODE_FLOAT8_E4M3FN:
-            gather_turned_of(CODE_FLOAT8_E4M3FN, room, keys, values, places, begin, count, dim);
-            break;
-        default: gather_turned_of(0, room, keys, values, places, begin, count, dim);
     }
 }
 
@@ -72,7 +58,7 @@ static void turned_logits(float *logits, const struct pair_queries *queries, con
 
 /* Scale the logits of LANES queries, from the `from`th on, with PANEL keys of a block of `count` that begins at `first`;
  * -inf is what a query does not see. */
-static void mask_lanes(float *logits, const struct pair_queries *queries, const struct pair_room *room, int64_t from,
+static void mask_panel(float *logits, const struct pair_queries *queries, const struct pair_room *room, int64_t from,
                        int64_t panel, int64_t first, int64_t count) {
     int32_t last[LANES], begin[LANES];
     int64_t window = queries->logits.window;
@@ -153,7 +139,7 @@ static void weigh_half(const struct pair_queries *queries, const struct pair_roo
     float *total = queries->total + from + half, factor = 1.0f;
     logits += half, weights += 2 * half;
     if (!sees_all || room->key_scales || are_changed(queries->logits))
-        mask_lanes(logits, queries, room, from + half, panel, first, count);
+        mask_panel(logits, queries, room, from + half, panel, first, count);
     else factor = queries->logits.scale * LOG2_OF_E;
     if (room->value_scales) weigh_lanes(weights, panel, logits, room->value_scales, factor, sums, largest, total, dim);
     else weigh_lanes(weights, panel, logits, 0, factor, sums, largest, total, dim);

@@ -6,14 +6,17 @@ depend on which pages it owns.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.kv_format import PageScales, decoded, format_of
+from ..native.registration import OneOf
 from .attention_records import AttentionOptions
+
+POSITION_MODES = OneOf(("NONE", "ROPE_LLAMA", "ALIBI"))
 
 _LANES = 16  # fp32 numbers of the widest vector
 
@@ -62,11 +65,11 @@ _SCORE_BLOCK = 1 << 22  # most scores that the general path holds at once
 
 
 class Positions(NamedTuple):
-    """How attention itself takes in positions: `mode` is one of `NONE`, `ROPE_LLAMA` and `ALIBI`."""
+    """How attention itself takes in positions."""
 
-    mode: str = "NONE"
-    rope_scale: float = 1.0
-    rope_theta: float = 1e4
+    position_mode: Annotated[str, POSITION_MODES] = "NONE"  # one of `POSITION_MODES`
+    rope_scale: float = 1.0  # divides the rotation angles
+    rope_theta: float = 1e4  # base of the rotation frequencies
 
 
 def first_seen(kv_len: int, queries: int, options: AttentionOptions) -> int:
@@ -184,7 +187,9 @@ def _attend_keys(
     """Return the same without sinks."""
     _, heads, queries, group, dim = q.shape
     keys = k.shape[2]
-    is_plain = options.logits_soft_cap <= 0.0 and positions.mode == "NONE"  # a fused kernel scales logits at most
+    is_plain = (
+        options.logits_soft_cap <= 0.0 and positions.position_mode == "NONE"
+    )  # a fused kernel scales logits at most
     fused = is_plain and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries
     if fused:
         if queries == 1:
@@ -205,7 +210,7 @@ def _attend_keys(
     lse = torch.empty(1, heads, queries, group, dtype=torch.float32, device=q.device)
     block = max(_SCORE_BLOCK // max(heads * group * keys, 1), 1)
     wide_k, wide_v = widen(k[0]), widen(v[0])
-    if positions.mode == "ROPE_LLAMA":
+    if positions.position_mode == "ROPE_LLAMA":
         at = torch.arange(kv_len - keys, kv_len, device=q.device)
         wide_k = rotate_half(wide_k, at, positions.rope_scale, positions.rope_theta)
     for begin in range(0, queries, block):
@@ -285,12 +290,12 @@ def _general(
     q_at = torch.arange(first, first + queries, device=q.device)
     distance = q_at.unsqueeze(1) - torch.arange(kv_len - keys, kv_len, device=q.device)  # [queries, keys]
     wide = q.float()
-    if positions.mode == "ROPE_LLAMA":
+    if positions.position_mode == "ROPE_LLAMA":
         wide = rotate_half(wide.transpose(1, 2), q_at, positions.rope_scale, positions.rope_theta).transpose(1, 2)
     logits = torch.einsum("hqgd,hkd->hqgk", wide, k).mul_(options.scale_of(dim))
     if options.logits_soft_cap > 0.0:
         logits = torch.tanh_(logits.div_(options.logits_soft_cap)).mul_(options.logits_soft_cap)
-    if positions.mode == "ALIBI":
+    if positions.position_mode == "ALIBI":
         slopes = alibi_slopes(heads * group).to(q.device).view(heads, 1, group, 1)
         logits.sub_(slopes * distance.view(1, queries, 1, keys))
     seen = distance >= 0

@@ -30,7 +30,7 @@ struct few_queries {
     struct logits logits;
     float *largest, *total;        /* [heads][count], of the logits times log2(e), and of their powers of 2 */
     uint16_t *q;                   /* [heads][tiles][feature / 2][TILE_ROWS][2] */
-    float *logits;                 /* [tiles of all heads][TILE_ROWS][KEYS] */
+    float *scores;                 /* [tiles of all heads][TILE_ROWS][KEYS] */
     float *sums;                   /* [heads][parts][feature / PANEL][2 * together][LANES] */
     uint32_t *weights;             /* [key / TILE_ROWS][2 * together][LANES] */
     uint16_t *copied;              /* entries that cannot be taken as they stand */
@@ -62,7 +62,7 @@ static int64_t few_queries_floats(struct few_queries *few, int64_t heads, int64_
 static void carve_few_queries(struct few_queries *few, float **at, int has_scales) {
     int64_t dim = few->dim, sums = few->heads * parts_of(few->count) * few->together * dim;
     int64_t q = few->heads * few->tiles * dim * TILE_ROWS / 2;
-    few->q = (uint16_t *)carved(at, q), few->logits = carved(at, query_tiles(few) * TILE_ROWS * KEYS);
+    few->q = (uint16_t *)carved(at, q), few->scores = carved(at, query_tiles(few) * TILE_ROWS * KEYS);
     few->sums = carved(at, sums), few->weights = (uint32_t *)carved(at, KEYS * 2 * few->together);
     few->key_scales = has_scales ? carved(at, KEYS) : 0, few->value_scales = has_scales ? carved(at, KEYS) : 0;
     few->copied = (uint16_t *)*at;
@@ -93,16 +93,15 @@ static int64_t share_of(const struct few_queries *few, int64_t count, int64_t by
     return bytes / (work + WEIGHT_WORK * few->heads * few->count) + 1;
 }
 
-static float *logits_of(const struct few_queries *few, int64_t head, int64_t r) {
-    return few->logits + (head / few->side * few->tiles * TILE_ROWS + head % few->side * few->count + r) * KEYS;
+static float *scores_of(const struct few_queries *few, int64_t head, int64_t r) {
+    return few->scores + (head / few->side * few->tiles * TILE_ROWS + head % few->side * few->count + r) * KEYS;
 }
 
-INLINE void copy_entries_of(const int64_t code, uint16_t *to, const struct block *block, const void *entries, int64_t from,
-                            int64_t width) {
+INLINE void copy_entries(const int64_t code, uint16_t *to, const struct block *block, const void *entries, int64_t from,
+                         int64_t width) {
     for (int64_t j = from; j < from + TILE_ROWS; j++, to += width)
         for (int64_t i = 0; i < width; i += PANEL)
-            _mm512_storeu_si512(to + i, j >= block->unseen && j < block->count ? panel_of(code, entries, block->places[j] + i)
-                                                                               : _mm512_setzero_si512());
+            _mm512_storeu_si512(to + i, seen_panel(code, entries, block->places, j, block->unseen, block->count, i));
 }
 
 /* Find TILE_ROWS entries of a block, `width` values of each: as they stand, if they are seen and in one page, else copied,
@@ -114,11 +113,7 @@ static const uint16_t *entries_at(const struct block *block, const void *entries
         *stride = 2 * block->row->entry;
         return (const uint16_t *)entries + block->places[from];
     }
-    switch (block->code) {
-        case CODE_INT8: copy_entries_of(CODE_INT8, copied, block, entries, from, width); break;
-        case CODE_FLOAT8_E4M3FN: copy_entries_of(CODE_FLOAT8_E4M3FN, copied, block, entries, from, width); break;
-        default: copy_entries_of(0, copied, block, entries, from, width);
-    }
+    BY_CODE(block->code, copy_entries, copied, block, entries, from, width);
     *stride = 2 * width;
     return copied;
 }
@@ -147,7 +142,7 @@ static void block_of_logits(const struct few_queries *few, const struct block *b
                 ask_for(next, TURN_WORK * few->share);
                 __m512i words[LANES];
                 for (int64_t k = 0; k < LANES; k++) words[k] = _mm512_loadu_si512(sums + k * LANES);
-                write_turned(logits_of(few, head, tile * TILE_ROWS) + from, KEYS, words);
+                write_turned(scores_of(few, head, tile * TILE_ROWS) + from, KEYS, words);
             }
         }
     }
@@ -234,7 +229,7 @@ static void add_values(const struct few_queries *few, const struct block *block,
         float shrink = 1.0f, *of_query = sums + 2 * (r - from) * LANES;
         if (begin < end) {
             ask_for(next, WEIGHT_WORK * few->share);
-            shrink = few_weights(few, logits_of(few, head, r), r - from, tiles * TILE_ROWS, begin, end,
+            shrink = few_weights(few, scores_of(few, head, r), r - from, tiles * TILE_ROWS, begin, end,
                                  few->largest + state, few->total + state);
         } else {
             for (int64_t n = 0; n < tiles; n++)

@@ -220,13 +220,13 @@ static void attend_block(const extend_attention_args *a, const struct pair_queri
     }
 #ifdef WITH_TILES
     if (has_tiles) {
-        gather_turned(code, room, keys, values, places, begin, count, dim);
+        BY_CODE(code, gather_turned, room, keys, values, places, begin, count, dim);
         attend_turned(queries, room, first, count);
         return;
     }
 #endif
-    gather_keys(code, room, keys, places, begin, count, dim);
-    gather_values(code, room, values, places, begin, count, dim);
+    BY_CODE(code, gather_keys, room, keys, places, begin, count, dim);
+    BY_CODE(code, gather_values, room, values, places, begin, count, dim);
     attend_panels(queries, room, first, count);
 }
 

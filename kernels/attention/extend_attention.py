@@ -11,21 +11,10 @@ import torch
 from torch import Tensor
 
 from ..cache.kv_format import PageScales
-from ..native.library import CODES, LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
-from .attention_records import AttentionOptions, Pages, form_of, launch_options, logits_of
-from .attention_tile import (
-    LOG2_E,
-    all_registers,
-    attend_span,
-    compute_dtype,
-    head_pages,
-    pages_of,
-    tile_sizes,
-    to_compute,
-    with_sinks,
-)
+from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of
+from .attention_tile import LOG2_E, all_registers, attend_span, head_pages, pages_of, tile_sizes, to_compute, with_sinks
 from .attention_torch import attend_row, first_seen, row_entries
 
 _LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
@@ -58,15 +47,7 @@ class Rows(NamedTuple):
 # queries see the most keys and come first, so that no long program is left over at the end.
 @triton.jit(do_not_specialize=["count"])  # one code for any number of prompts: nothing is compiled while they wait
 def _extend_attention_kernel(
-    rows,
-    count,
-    group,
-    kv_heads,
-    cache,
-    logits,
-    FORM: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    rows, count, group, kv_heads, cache, logits, FORM: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
@@ -161,14 +142,7 @@ def extend_attention_triton(
     packed = q.dim() == 3
     kv_heads, head_dim = k_cache.shape[2:]
     group = q.shape[-2] // kv_heads
-    tile = tile_sizes(
-        queries_at_once(q.device),
-        head_dim,
-        v_cache.shape[-1],
-        k_cache.dtype.itemsize,
-        compute_dtype(q.dtype, k_cache.dtype).primitive_bitwidth // 8,
-        has_scales=scales is not None,
-    )
+    tile = tile_sizes(queries_at_once(q.device), head_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
     form = form_of(
         q, k_cache, v_cache, tile, options, HAS_LSE=lse is not None,
@@ -179,41 +153,18 @@ def extend_attention_triton(
     most = q.shape[0] * group if packed else q.shape[1] * group
     tiles = triton.cdiv(most, form.BLOCK_M)
     _extend_attention_kernel[((tiles + count if packed else tiles * count) * kv_heads,)](
-        Rows(
-            q,
-            out,
-            lse,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            *no_row,
-            *q.stride(),
-            *no_row,
-            *out.stride(),
-            *no_row,
-            *of_lse,
-        ),
-        count,
-        group,
-        kv_heads,
-        Pages.of(k_cache, v_cache, scales, table, v_unit=v_scale),
-        logits_of(head_dim, options),
-        FORM=form,
-        PACKED=packed,
-        BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
-        **launch_options(tile),
-        **(all_registers() if head_dim == 128 else {}),  # one program fits at a time
-    )
+        Rows(q, out, lse, cu_seqlens_q, cu_seqlens_kv, *no_row, *q.stride(), *no_row, *out.stride(), *no_row, *of_lse),
+        count, group, kv_heads, Pages.of(k_cache, v_cache, scales, table, v_unit=v_scale), logits_of(head_dim, options),
+        FORM=form, PACKED=packed, BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
+        **launch_options(tile), **(all_registers() if head_dim == 128 else {}),  # one program fits at a time
+    )  # fmt: skip
 
 
 def _is_served(
     out: Tensor, lse: Tensor | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None
 ) -> bool:
-    if lse is not None or page_table is None or q.dim() != 3 or k_cache.shape[3] % LANES:
-        return False
-    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *CODES):
-        return False
-    dense = (out, q, k_cache, v_cache, page_table)
-    return k_cache.shape == v_cache.shape and all(tensor.is_contiguous() for tensor in dense)
+    is_plain = lse is None and page_table is not None and q.dim() == 3
+    return is_plain and can_compile(q, k_cache, v_cache, out, page_table)  # type: ignore[arg-type]
 
 
 @operator(triton_version=extend_attention_triton, is_compiled=_is_served)

@@ -1,8 +1,8 @@
-"""A work item of a decode plan on a GPU: what it says, and how the results of a row's items become the row's.
+"""Work items of a decode plan on a GPU, and the merge of a split row's partial results.
 
-The plan holds the number of items, and for each of them 16 bytes: its row, which of the row's splits it is, how many
-there are, and the row's length. All of it is loaded at once. A row's partial results are merged by the program that
-arrives last, in the order of the splits: nothing depends on who that is.
+The plan holds the number of items, and for each of them 16 bytes, which are loaded at once: its row, which of the row's
+splits it is, how many there are, and the row's length. The program that arrives last merges a row's partial results, in
+the order of the splits: nothing depends on who that is.
 """
 
 from typing import Any, NamedTuple
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
+from ..native.registration import Float32, Int32, Written
+from .attention_tile import with_sinks
 
-PLAN_HEADER = 4  # int32: the number of items, and what aligns them to 16 bytes
 ITEM_SIZE = 4
 MERGED_VALUES = 4096  # of partial results that one program holds at a time
 
@@ -25,6 +26,16 @@ def span_of(kv_len, split, splits, q_len, window_left, TILE: tl.constexpr, HAS_W
     chunk = tl.cdiv(tl.cdiv(kv_len - lowest, tl.maximum(splits, 1)), TILE) * TILE
     begin = lowest + split * chunk
     return begin, tl.minimum(begin + chunk, kv_len)
+
+
+class SplitPlan(NamedTuple):
+    """A step's plan, and the workspace of its split rows; launches that run one after another share it."""
+
+    kv_lens: Int32  # int32 [>= rows], tokens of each row, the queries' own included; 0 for padding, which comes last
+    plan: Int32  # int32, what `attention_plan` wrote for at least as many rows
+    partial: Written[Float32]  # fp32 [items, q_len, num_qo_heads, dv], workspace; a CPU reads none of it
+    partial_lse: Written[Float32]  # fp32 [items, q_len, num_qo_heads], workspace
+    counters: Written[Int32]  # int32 [rows * q_len * num_qo_heads] at least, all 0, and 0 again afterwards
 
 
 class Results(NamedTuple):
@@ -58,10 +69,10 @@ class Item(NamedTuple):
 
 
 @triton.jit
-def item_of(plan, kv_heads, HEADER: tl.constexpr):
+def item_of(plan, kv_heads, FORM: tl.constexpr):
     """Return the work item of a program; the items' heads are neighbours in the grid."""
     item = tl.program_id(0) // kv_heads
-    found = plan + HEADER + item * 4
+    found = plan + FORM.HEADER + item * 4
     items = tl.load(plan)
     row = tl.load(found)
     split = tl.load(found + 1)
@@ -70,23 +81,33 @@ def item_of(plan, kv_heads, HEADER: tl.constexpr):
 
 
 @triton.jit
+def _place_of(m, kv_head, heads):
+    """Return where queries times heads `m` of a kv head are within a row's results, and which of them there are."""
+    of_token = heads.kv_heads * heads.group
+    place = (m // heads.group).to(tl.int64) * of_token + kv_head * heads.group + m % heads.group
+    return place, m < heads.q_len * heads.group
+
+
+@triton.jit
+def _store_results(results, place, held, result, log_sum, FORM: tl.constexpr):
+    """Write rows [M, BLOCK_V] of the output, and their log-sum-exps, at places [M]."""
+    values = tl.arange(0, FORM.BLOCK_V)
+    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
+    at = results.out + place[:, None] * FORM.VALUE_DIM + values[None, :]
+    tl.store(at, result.to(results.out.dtype.element_ty), mask=kept)
+    if FORM.HAS_LSE:
+        tl.store(results.lse + place, log_sum, mask=held)
+
+
+@triton.jit
 def clear_row(results, row, kv_head, heads, FORM: tl.constexpr):
     """Write the result of a row without keys: 0, and a log-sum-exp of -inf."""
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_V: tl.constexpr = FORM.BLOCK_V
-    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, FORM.BLOCK_M)
-    values = tl.arange(0, FORM.BLOCK_V)
-    held = m < heads.q_len * heads.group
-    place = (
-        (row * heads.q_len + m // heads.group).to(tl.int64) * (heads.kv_heads * heads.group)
-        + kv_head * heads.group
-        + m % heads.group
-    )
-    nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32).to(results.out.dtype.element_ty)
-    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
-    tl.store(results.out + place[:, None] * FORM.VALUE_DIM + values[None, :], nothing, mask=kept)
-    if FORM.HAS_LSE:
-        tl.store(results.lse + place, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=held)
+    within, held = _place_of(tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), kv_head, heads)
+    place = row.to(tl.int64) * heads.q_len * (heads.kv_heads * heads.group) + within
+    nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    _store_results(results, place, held, nothing, tl.full([BLOCK_M], -float("inf"), tl.float32), FORM)
 
 
 @triton.jit
@@ -99,9 +120,7 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constex
     values = tl.arange(0, BLOCK_V)
     kept = values < FORM.VALUE_DIM
     flat = tl.arange(0, MERGE_S * MERGE_M)
-    m = tl.program_id(1) * FORM.BLOCK_M + flat % MERGE_M
-    held = m < heads.q_len * heads.group
-    within = (m // heads.group).to(tl.int64) * of_row + kv_head * heads.group + m % heads.group
+    within, held = _place_of(tl.program_id(1) * FORM.BLOCK_M + flat % MERGE_M, kv_head, heads)
     acc = tl.zeros([MERGE_M, BLOCK_V], tl.float32)
     total = tl.zeros([MERGE_M], tl.float32)
     top = tl.full([MERGE_M], -float("inf"), tl.float32)
@@ -122,40 +141,37 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constex
         total = total * shrink + tl.sum(weights, axis=0)
         top = new_top
     norm = tl.where(total == 0.0, 1.0, total)
-    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, MERGE_M)
-    held = m < heads.q_len * heads.group
-    place = (row * heads.q_len + m // heads.group).to(tl.int64) * of_row + kv_head * heads.group + m % heads.group
-    result = (acc / norm[:, None] * v_unit).to(results.out.dtype.element_ty)
-    tl.store(
-        results.out + place[:, None] * FORM.VALUE_DIM + values[None, :], result, mask=held[:, None] & kept[None, :]
-    )
-    if FORM.HAS_LSE:
-        tl.store(results.lse + place, top + tl.log2(norm), mask=held)
+    within, held = _place_of(tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, MERGE_M), kv_head, heads)
+    place = row.to(tl.int64) * heads.q_len * of_row + within
+    _store_results(results, place, held, acc / norm[:, None] * v_unit, top + tl.log2(norm), FORM)
 
 
 @triton.jit
-def deliver(results, acc, total, top, item, row, heads, v_unit, FORM: tl.constexpr):
-    """Write an item's result: straight out where its row was not split; else the last to arrive merges the row's."""
+def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, FORM: tl.constexpr):
+    """Write an item's result: straight out where its row was not split; else the last to arrive merges the row's.
+
+    The row's first split takes the sinks along.
+    """
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
     of_row = heads.kv_heads * heads.group
-    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, FORM.BLOCK_M)
-    values = tl.arange(0, FORM.BLOCK_V)
-    held = m < heads.q_len * heads.group
-    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
-    within = (m // heads.group).to(tl.int64) * of_row + item.kv_head * heads.group + m % heads.group
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    within, held = _place_of(m, item.kv_head, heads)
+    if FORM.HAS_SINKS:
+        is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
+        head = item.kv_head * heads.group + m % heads.group
+        acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
     norm = tl.where(total == 0.0, 1.0, total)
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)
     if item.splits == 1:
         place = row.to(tl.int64) * heads.q_len * of_row + within
-        result = (acc * v_unit).to(results.out.dtype.element_ty)
-        tl.store(results.out + place[:, None] * FORM.VALUE_DIM + values[None, :], result, mask=kept)
-        if FORM.HAS_LSE:
-            tl.store(results.lse + place, log_sum, mask=held)
+        _store_results(results, place, held, acc * v_unit, log_sum, FORM)
     else:
+        values = tl.arange(0, FORM.BLOCK_V)
+        kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
         place = item.item.to(tl.int64) * heads.q_len * of_row + within
-        tl.store(
-            results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :], acc, mask=kept, cache_modifier=".cg"
-        )
+        at = results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :]
+        tl.store(at, acc, mask=kept, cache_modifier=".cg")
         tl.store(results.partial_lse + place, log_sum, mask=held, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
         counter = results.counters + (row * heads.kv_heads + item.kv_head) * tl.num_programs(1) + tl.program_id(1)

@@ -22,15 +22,10 @@ _MOST_E4M3 = 448.0
 
 
 class PageScales(NamedTuple):
-    """Scales of int8 entries, which stand by page as the entries do; a head's are neighbours.
+    """Scales of int8 entries, which stand by page as the entries do; a head's are neighbours."""
 
-    Attributes:
-        k_scales: bf16 [pages, num_kv_heads, page_size], contiguous, of keys.
-        v_scales: the same of values.
-    """
-
-    k_scales: Bfloat16
-    v_scales: Bfloat16
+    k_scales: Bfloat16  # bf16 [pages, num_kv_heads, page_size], contiguous, of keys
+    v_scales: Bfloat16  # the same of values
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -42,29 +37,19 @@ def _widened(x: Tensor) -> Tensor:
 
 
 class KVFormat(NamedTuple):
-    """One type of cached keys and values.
+    """One type of cached keys and values."""
 
-    Attributes:
-        dtype: of the entries.
-        names: what `kv_cache_dtype` calls it; a model's own type has none.
-        code: how kernels decode what comes to them as bytes; "": they convert the type.
-        is_converted: newer GPUs convert the type, and take no bytes.
-        own_scale: of the scale that each token and head has, in `PageScales`; None: there are none.
-        has_layer_scales: entries are divided by a number of the layer.
-        is_mixed: keys, and queries over them, are `mixed`.
-        store: returns values as they are before torch converts them to the type, fp32.
-        load: returns entries in fp32.
-    """
-
-    dtype: torch.dtype
-    names: tuple[str, ...] = ()
-    code: str = ""
-    is_converted: bool = False
+    dtype: torch.dtype  # of the entries
+    names: tuple[str, ...] = ()  # what `kv_cache_dtype` calls it; a model's own type has none
+    code: str = ""  # how kernels decode what comes to them as bytes; "": they convert the type
+    is_converted: bool = False  # newer GPUs convert the type, and take no bytes
+    # of the scale that each token and head has, in `PageScales`; None: there are none
     own_scale: torch.dtype | None = None
-    has_layer_scales: bool = False
-    is_mixed: bool = False
+    has_layer_scales: bool = False  # entries are divided by a number of the layer
+    is_mixed: bool = False  # keys, and queries over them, are `mixed`
+    # returns values as they are before torch converts them to the type, fp32
     store: Callable[[Tensor], Tensor] = _plain
-    load: Callable[[Tensor], Tensor] = _widened
+    load: Callable[[Tensor], Tensor] = _widened  # returns entries in fp32
 
     def entry_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's key, or value, of one token, its scale included."""

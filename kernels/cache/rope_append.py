@@ -8,11 +8,11 @@ Queries and keys may be RMS-normed before, each head by itself or all heads toge
 import torch
 from torch import Tensor
 
-from ..attention.attention_records import HeadTurn, Pages, TurnForm, kv_bits
-from ..attention.attention_tile import int8_codes, int8_scale, mixed_tile, quantize, to_compute
+from ..attention.attention_records import Pages, QKNormRope, RopeForm
+from ..attention.attention_tile import cache_bytes, int8_codes, int8_scale, mixed_tile, quantize, to_compute
 from ..native.library import CODES
 from ..native.optional_triton import tl, triton
-from ..native.registration import AnyElement, Float32, Int32, Wide, Written, operator
+from ..native.registration import AnyElement, Int32, Wide, Written, operator
 from ..norm.rms_norm import normed
 from .kv_format import PageScales, format_of, mixed, within
 
@@ -51,7 +51,7 @@ def _keep(x, to, inside, unit, scales, scales_at, is_head, KV_BITS: tl.constexpr
 def _rope_append_kernel(
     q_out,
     cache,
-    turn,
+    rope,
     qkv,
     rows,
     positions,
@@ -63,10 +63,10 @@ def _rope_append_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     KV_BITS: tl.constexpr,
-    TURN: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
-    HALF: tl.constexpr = TURN.HALF
-    HEADS: tl.constexpr = TURN.HEADS
+    HALF: tl.constexpr = ROPE.HALF
+    HEADS: tl.constexpr = ROPE.HEADS
     token = tl.program_id(0)
     if token >= tl.load(live):
         return
@@ -84,12 +84,12 @@ def _rope_append_kernel(
     other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
     x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=turned, other=0.0).to(tl.float32)
     y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=turned, other=0.0).to(tl.float32)
-    if TURN.NORMS_ALL:
-        q_scale = heads_scale(source, qo_heads, turn.eps, HEAD_DIM, HEADS, BLOCK_D)
-        k_scale = heads_scale(source + qo_heads * HEAD_DIM, kv_heads, turn.eps, HEAD_DIM, HEADS, BLOCK_D)
+    if ROPE.NORMS_ALL:
+        q_scale = heads_scale(source, qo_heads, rope.eps, HEAD_DIM, HEADS, BLOCK_D)
+        k_scale = heads_scale(source + qo_heads * HEAD_DIM, kv_heads, rope.eps, HEAD_DIM, HEADS, BLOCK_D)
         scale = tl.where(is_query, q_scale, k_scale)[:, None]
-        q_at = turn.q_norm + head[:, None] * HEAD_DIM
-        k_at = turn.k_norm + (head - qo_heads)[:, None] * HEAD_DIM
+        q_at = rope.q_norm + head[:, None] * HEAD_DIM
+        k_at = rope.k_norm + (head - qo_heads)[:, None] * HEAD_DIM
         for_q = is_query[:, None] & turned
         for_k = is_key[:, None] & turned
         gain = tl.load(q_at + dims[None, :], mask=for_q, other=0.0) + tl.load(
@@ -100,18 +100,18 @@ def _rope_append_kernel(
             k_at + other[None, :], mask=for_k, other=0.0
         )
         y = y * scale * gain
-    elif TURN.HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + turn.eps)
+    elif ROPE.HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + rope.eps)
         valid = dims < HEAD_DIM
-        q_gain = tl.load(turn.q_norm + dims, mask=valid, other=0.0).to(tl.float32)
-        k_gain = tl.load(turn.k_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        q_gain = tl.load(rope.q_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(rope.k_norm + dims, mask=valid, other=0.0).to(tl.float32)
         x = x * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
-        q_gain = tl.load(turn.q_norm + other, mask=valid, other=0.0).to(tl.float32)
-        k_gain = tl.load(turn.k_norm + other, mask=valid, other=0.0).to(tl.float32)
+        q_gain = tl.load(rope.q_norm + other, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(rope.k_norm + other, mask=valid, other=0.0).to(tl.float32)
         y = y * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
     pair = tl.where(dims < HALF, dims, dims - HALF)
     paired = dims < 2 * HALF
-    angles = turn.cos_sin + position.to(tl.int64) * (2 * HALF)
+    angles = rope.cos_sin + position.to(tl.int64) * (2 * HALF)
     cos = tl.load(angles + pair, mask=paired, other=1.0)
     sin = tl.load(angles + HALF + pair, mask=paired, other=0.0)
     rotated = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
@@ -129,7 +129,7 @@ def _rope_append_kernel(
     inside = is_key[:, None] & turned
     k_at = k_at + (key_head * cache.k_head_stride)[:, None] + dims[None, :]
     k_scales = scales_at + key_head * cache.scales_head_stride
-    _keep(rotated, k_at, inside, cache.k_unit, cache.k_scales, k_scales, is_key, KV_BITS, TURN.IS_FP8)
+    _keep(rotated, k_at, inside, cache.k_unit, cache.k_scales, k_scales, is_key, KV_BITS, ROPE.IS_FP8)
 
     value_head = head - qo_heads - kv_heads
     is_value = (value_head >= 0) & (value_head < kv_heads)
@@ -138,7 +138,7 @@ def _rope_append_kernel(
     v_at = cache.v_cache + page * cache.v_page_stride + place * cache.v_token_stride
     v_at = v_at + (value_head * cache.v_head_stride)[:, None] + dims[None, :]
     v_scales = scales_at + value_head * cache.scales_head_stride
-    _keep(value, v_at, inside, cache.v_unit, cache.v_scales, v_scales, is_value, KV_BITS, TURN.IS_FP8)
+    _keep(value, v_at, inside, cache.v_unit, cache.v_scales, v_scales, is_value, KV_BITS, ROPE.IS_FP8)
 
 
 def rope_append_triton(
@@ -150,10 +150,7 @@ def rope_append_triton(
     positions: Tensor,
     live: Tensor,
     page_table: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    rope: QKNormRope,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     scales: PageScales | None = None,
@@ -161,35 +158,23 @@ def rope_append_triton(
     """Launch the kernel; see `rope_append`. It has run in Triton's interpreter and been compiled ahead of time."""
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
-    turn = TurnForm.of(cos_sin, q_norm, k_cache)
+    form = RopeForm.of(rope, k_cache)
     if format_of(k_cache.dtype).is_mixed and head_dim > 128:
-        turn = turn._replace(HEADS=2)  # mixing four in a program spills
-    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, turn.HEADS))](
-        q_out,
-        Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
-        HeadTurn(cos_sin, q_norm, k_norm, eps),
-        qkv,
-        rows,
-        positions,
-        live,
-        qo_heads,
-        kv_heads,
-        qkv.stride(0),
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        PAGE_SIZE=page_size,
-        KV_BITS=kv_bits(k_cache),
-        TURN=turn,
-        num_warps=2,
-    )
+        form = form._replace(HEADS=2)  # mixing four in a program spills
+    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, form.HEADS))](
+        q_out, Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale), rope, qkv,
+        rows, positions, live, qo_heads, kv_heads, qkv.stride(0),
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PAGE_SIZE=page_size,
+        KV_BITS=cache_bytes(k_cache)[1], ROPE=form, num_warps=2,
+    )  # fmt: skip
 
 
 def _is_served(
-    q_out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor, cos_sin: Tensor
+    q_out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor, rope: QKNormRope
 ) -> bool:
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q_out.dtype, *CODES):
         return False
-    return all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
+    return all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, rope.cos_sin))
 
 
 @operator(triton_version=rope_append_triton, is_compiled=_is_served)
@@ -202,10 +187,7 @@ def rope_append(
     positions: Int32,
     live: Int32,
     page_table: Int32,
-    cos_sin: Float32,
-    q_norm: Float32 | None = None,
-    k_norm: Float32 | None = None,
-    eps: float = 0.0,
+    rope: QKNormRope,
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -226,26 +208,22 @@ def rope_append(
         positions: int32 [t], its position in its sequence.
         live: int32 [1]; tokens from there on are padding and reach at most the trash page.
         page_table: int32 [b, pages of a row].
-        cos_sin: float32 [max positions, 2, rot/2], cosines and sines by position.
-        q_norm: fp32 [head_dim], weight of each query head's RMSNorm, or [num_qo_heads * head_dim], of all of them
-            together; or None.
-        k_norm: the same of the keys, by themselves or together as the queries are.
-        eps: of these norms.
+        rope: norm and rotation of queries and keys.
         k_scale: divides keys before fp8 holds them.
         v_scale: the same of values.
         scales: written with the entries of an int8 cache.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     capacity, qo_heads = q_out.shape[:2]
-    count, half = min(int(live), capacity), cos_sin.shape[-1]
+    count, half = min(int(live), capacity), rope.cos_sin.shape[-1]
     if count <= 0:
         return
     position, row = positions[:count].long(), rows[:count].long()
     joined = qkv.view(capacity, -1, head_dim)[:count]
     queries, keys, values = joined.split((qo_heads, kv_heads, kv_heads), dim=1)
-    if q_norm is not None and k_norm is not None:
-        queries, keys = _normed_heads(queries, q_norm, eps), _normed_heads(keys, k_norm, eps)
-    cos, sin = cos_sin[position].unsqueeze(2).unbind(1)  # [t, 1, rot / 2] each
+    if rope.q_norm is not None and rope.k_norm is not None:
+        queries, keys = _normed_heads(queries, rope.q_norm, rope.eps), _normed_heads(keys, rope.k_norm, rope.eps)
+    cos, sin = rope.cos_sin[position].unsqueeze(2).unbind(1)  # [t, 1, rot / 2] each
     wide = torch.cat((queries, keys), dim=1).float()
     first, second = wide[..., :half], wide[..., half : 2 * half]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), dim=-1)

@@ -27,35 +27,22 @@ from ..sampling.sampling_slots import (
 
 
 class AdvanceState(NamedTuple):
-    """What `advance` changes in place.
+    """What `advance` changes in place."""
 
-    Attributes:
-        tokens: int64 [b], the token to feed next.
-        pre_step_seqlens: int32 [b], its position.
-        finished: int32 [b], 1 for a row that ended; the host clears it when it stages a row.
-        step_index: int64 [1], steps taken so far; its remainder by R names the ring's current entry.
-        running: int32 [1], live rows that are not finished after the step.
-        ring_tokens: int64 [R, b_max], the tokens of the last R steps; -1 where a row had none, less where no choice.
-        token_counts: int32 [b, vocab], see `sampling_slots`; None where no row may have penalties.
-        ring_logprob: float32 [R, b_max] or None, log-probability of the ring's tokens.
-        ring_rank: int32 [R, b_max] or None, their ranks.
-        ring_top_logprobs: float32 [R, b_max, logprobs] or None.
-        ring_top_ids: int32 [R, b_max, logprobs] or None.
-        recent_tokens: int32 [b, BAD_WORD_LENGTH], the last generated tokens, each at the remainder of its position, -1
-            where there is none; None where no row may have bad words.
-    """
-
-    tokens: Int64
-    pre_step_seqlens: Int32
-    finished: Int32
-    step_index: Int64
-    running: Int32
+    tokens: Int64  # int64 [b], the token to feed next
+    pre_step_seqlens: Int32  # int32 [b], its position
+    finished: Int32  # int32 [b], 1 for a row that ended; the host clears it when it stages a row
+    step_index: Int64  # int64 [1], steps taken so far; its remainder by R names the ring's current entry
+    running: Int32  # int32 [1], live rows that are not finished after the step
+    # int64 [R, b_max], the tokens of the last R steps; -1 where a row had none, less where no choice
     ring_tokens: Int64
-    token_counts: Int32 | None = None
-    ring_logprob: Float32 | None = None
-    ring_rank: Int32 | None = None
-    ring_top_logprobs: Float32 | None = None
-    ring_top_ids: Int32 | None = None
+    token_counts: Int32 | None = None  # int32 [b, vocab], see `sampling_slots`; None where no row may have penalties
+    ring_logprob: Float32 | None = None  # float32 [R, b_max] or None, log-probability of the ring's tokens
+    ring_rank: Int32 | None = None  # int32 [R, b_max] or None, their ranks
+    ring_top_logprobs: Float32 | None = None  # float32 [R, b_max, logprobs] or None
+    ring_top_ids: Int32 | None = None  # int32 [R, b_max, logprobs] or None
+    # int32 [b, BAD_WORD_LENGTH], the last generated tokens, each at the remainder of its position, -1 where there is
+    # none; None where no row may have bad words
     recent_tokens: Int32 | None = None
 
 
@@ -139,10 +126,7 @@ def end_step(step, going_on, rows, state, sizes, FORM: tl.constexpr):
     tl.store(state.step_index, step + 1)
 
 
-@operator(
-    is_compiled=True,
-    constants=CONSTANTS._asdict(),
-)
+@operator(is_compiled=True, constants=CONSTANTS._asdict())
 def advance(
     state: Written[AdvanceState],
     sampled: Int64,
@@ -231,16 +215,9 @@ def skip_steps_triton(
 ) -> None:
     """Launch the kernel; see `skip_steps`."""
     _skip_steps_kernel[(1,)](
-        step_index,
-        ring_tokens,
-        loop_limit,
-        loop_count,
-        step_entries,
-        *ring_tokens.shape,
-        HAS_ENTRIES=step_entries is not None,
-        ROWS=triton.next_power_of_2(ring_tokens.shape[1]),
-        num_warps=4,
-    )
+        step_index, ring_tokens, loop_limit, loop_count, step_entries, *ring_tokens.shape,
+        HAS_ENTRIES=step_entries is not None, ROWS=triton.next_power_of_2(ring_tokens.shape[1]), num_warps=4,
+    )  # fmt: skip
 
 
 @operator(triton_version=skip_steps_triton)

@@ -1,8 +1,10 @@
-"""Token embedding: rows of a table, whole or of few bits, and with the first norm of the layers in one launch.
+"""Token embedding: rows of a table, plain or quantized, and with the first norm of the layers in one launch.
 
-A table in blocks (CPU) or in tiles (GPU) is the output layer's weight, too, or like one; the rows that a step needs are
-undone as they are gathered. Of a table in blocks a row's codes lie in one column of a panel.
+A quantized table lies in panels (CPU) or tiles (GPU), as the output layer's weight does. Rows are dequantized as they
+are gathered.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,55 +19,60 @@ from ..norm.rms_norm import rms_norm
 _MAX_BLOCK = 2048
 
 
-# One program copies one tile of one row: it reads and writes tile * itemsize bytes, a token id and the live count.
-# Dead tokens, and ids that no row has, read row 0: an id out of range must never become an address.
+@triton.jit
+def _table_row(tokens, live, rows):
+    """Return a program's row of the table. Dead tokens, and ids that no row has, read row 0: never another address."""
+    token = tl.program_id(0)
+    row = tl.load(tokens + token, mask=token < tl.load(live), other=0).to(tl.int64)
+    return tl.where((row >= 0) & (row < rows), row, 0)
+
+
+# One program copies one tile of one row into the residual, and with a norm, whose tile is the row, writes the norm into
+# `out`: it reads tile * itemsize bytes, a token id, the live count and the gain, and writes the tile once or twice.
 @triton.jit
 def _embedding_kernel(
     out,
+    residual,
     tokens,
-    weight,
+    table,
     live,
+    weight,
     hidden,
     vocab,
-    weight_stride,
+    table_stride,
     scale,
+    eps,
     HAS_SCALE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        wait_and_trigger()
-    token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
-    alive = token < tl.load(live)
-    row = tl.load(tokens + token, mask=alive, other=0).to(tl.int64)
-    row = tl.where((row >= 0) & (row < vocab), row, 0)
-    values = tl.load(weight + row * weight_stride + columns, mask=inside)
+    if HAS_NORM:
+        gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:  # the gain is constant
+        wait_and_trigger()
+    row = _table_row(tokens, live, vocab)
+    values = tl.load(table + row * table_stride + columns, mask=inside, other=0.0)
     if HAS_SCALE:
-        values = (values.to(tl.float32) * scale).to(out.dtype.element_ty)
-    tl.store(out + token.to(tl.int64) * hidden + columns, values, mask=inside)
+        values = (values.to(tl.float32) * scale).to(residual.dtype.element_ty)
+    place = tl.program_id(0).to(tl.int64) * hidden + columns
+    tl.store(residual + place, values, mask=inside)
+    if HAS_NORM:
+        values = values.to(tl.float32)
+        values = values * (1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)) * gain
+        tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
 
 
 def embedding_triton(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor, scale: float) -> None:
     """Launch the kernel; see `embedding`."""
     vocab, hidden = weight.shape
     block = min(triton.next_power_of_2(hidden), _MAX_BLOCK)
-    grid = (tokens.shape[0], triton.cdiv(hidden, block))
-    _embedding_kernel[grid](
-        out,
-        tokens,
-        weight,
-        live,
-        hidden,
-        vocab,
-        weight.stride(0),
-        scale,
-        HAS_SCALE=scale != 1.0,
-        BLOCK=block,
-        num_warps=4,
-        **early_start_options(out.device),
-    )
+    _embedding_kernel[(tokens.shape[0], triton.cdiv(hidden, block))](
+        None, out, tokens, weight, live, None, hidden, vocab, weight.stride(0), scale, 0.0,
+        HAS_SCALE=scale != 1.0, HAS_NORM=False, BLOCK=block, num_warps=4, **early_start_options(out.device),
+    )  # fmt: skip
 
 
 @operator(triton_version=embedding_triton, is_compiled=lambda weight: weight.stride(1) == 1)
@@ -85,74 +92,17 @@ def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, sc
     out.copy_(rows if scale == 1.0 else rows.float().mul_(scale))
 
 
-# One program gathers one row of the table and normalizes it: it reads hidden * itemsize bytes, a token id, the live
-# count and the gain, and writes the row twice. Of dead tokens and unknown ids it reads row 0, as `embedding` does.
-@triton.jit
-def _embedding_norm_kernel(
-    out,
-    residual,
-    tokens,
-    table,
-    live,
-    weight,
-    hidden,
-    vocab,
-    table_stride,
-    scale,
-    eps,
-    HAS_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL:  # the gain is constant
-        wait_and_trigger()
-    token = tl.program_id(0)
-    alive = token < tl.load(live)
-    row = tl.load(tokens + token, mask=alive, other=0).to(tl.int64)
-    row = tl.where((row >= 0) & (row < vocab), row, 0)
-    values = tl.load(table + row * table_stride + columns, mask=inside, other=0.0)
-    if HAS_SCALE:
-        values = (values.to(tl.float32) * scale).to(residual.dtype.element_ty)
-    place = token.to(tl.int64) * hidden + columns
-    tl.store(residual + place, values, mask=inside)
-    values = values.to(tl.float32)
-    values = values * (1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)) * gain
-    tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
-
-
 def embedding_norm_triton(
-    out: Tensor,
-    residual: Tensor,
-    tokens: Tensor,
-    table: Tensor,
-    live: Tensor,
-    weight: Tensor,
-    scale: float,
-    eps: float,
+    out: Tensor, residual: Tensor, tokens: Tensor, table: Tensor, live: Tensor, weight: Tensor, scale: float, eps: float
 ) -> None:
     """Launch the kernel; see `embedding_norm`."""
     vocab, hidden = table.shape
     block = triton.next_power_of_2(hidden)
-    _embedding_norm_kernel[(tokens.shape[0],)](
-        out,
-        residual,
-        tokens,
-        table,
-        live,
-        weight,
-        hidden,
-        vocab,
-        table.stride(0),
-        scale,
-        eps,
-        HAS_SCALE=scale != 1.0,
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+    _embedding_kernel[(tokens.shape[0],)](
+        out, residual, tokens, table, live, weight, hidden, vocab, table.stride(0), scale, eps,
+        HAS_SCALE=scale != 1.0, HAS_NORM=True, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
         **early_start_options(table.device),
-    )
+    )  # fmt: skip
 
 
 @operator(
@@ -231,8 +181,20 @@ def _six_bits(words, field, inside):
     return tl.where(field == 15, last, own >> 6 * (field % 5) & 63).to(tl.float32)
 
 
-# One program undoes some columns of one row: it reads their codes and scales, a token id and the live count. Dead
-# tokens, and ids that no row has, read row 0: an id out of range must never become an address.
+class _TiledForm(NamedTuple):
+    """What a table in tiles is compiled for: see `WeightTiles` and `code_words`."""
+
+    BITS: int
+    ZERO: int | None
+    PER_WORD: int
+    PER_HIGH: int
+    SPAN: int
+    GROUP: int
+    UNIT: int
+    SECONDS: str
+
+
+# One program dequantizes some columns of one row: it reads their codes and scales, a token id and the live count.
 @triton.jit
 def _tiled_embedding_kernel(
     out,
@@ -245,36 +207,33 @@ def _tiled_embedding_kernel(
     hidden,
     weight_rows,
     scale,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PER_HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
-    SECONDS: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    PER_WORD: tl.constexpr = FORM.PER_WORD
+    PER_HIGH: tl.constexpr = FORM.PER_HIGH
+    SPAN: tl.constexpr = FORM.SPAN
+    GROUP: tl.constexpr = FORM.GROUP
+    UNIT: tl.constexpr = FORM.UNIT
+    SECONDS: tl.constexpr = FORM.SECONDS
     if PDL:
         wait_and_trigger()
-    token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
-    row = tl.load(tokens + token, mask=token < tl.load(live), other=0).to(tl.int64)
-    row = tl.where((row >= 0) & (row < weight_rows), row, 0)
+    row = _table_row(tokens, live, weight_rows)
     span, place = columns // SPAN, columns % SPAN
     code = tl.load(words + (span // PER_WORD * weight_rows + row) * SPAN + place, mask=inside, other=0).to(tl.int32)
     code = code >> span % PER_WORD * (16 // PER_WORD) & ((1 << 16 // PER_WORD) - 1)
     if PER_HIGH > 0:
         h = tl.load(high + (span // PER_HIGH * weight_rows + row) * SPAN + place, mask=inside, other=0).to(tl.int32)
         code |= (h >> span % PER_HIGH * (16 // PER_HIGH) & ((1 << 16 // PER_HIGH) - 1)) << 4
-    if ZERO is None:
-        value = _small_float(code, BITS)
-    elif BITS == 8:
+    if FORM.ZERO is None:
+        value = _small_float(code, FORM.BITS)
+    elif FORM.BITS == 8:
         value = ((code ^ 128) - 128).to(tl.float32)
     else:
-        value = (code - ZERO).to(tl.float32)
+        value = (code - FORM.ZERO).to(tl.float32)
     group = columns * 0
     unit = row + group
     if GROUP > 0:
@@ -301,7 +260,7 @@ def _tiled_embedding_kernel(
             second = tl.load(seconds + at, mask=inside, other=0).to(tl.float32)
             value = factor * value + second if SECONDS == "least" else factor * (value - second)
     value = value.to(out.dtype.element_ty).to(tl.float32) * scale
-    tl.store(out + token.to(tl.int64) * hidden + columns, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + tl.program_id(0).to(tl.int64) * hidden + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
 def tiled_embedding_triton(out: Tensor, tokens: Tensor, tiles: WeightTiles, live: Tensor, scale: float = 1.0) -> None:
@@ -309,19 +268,11 @@ def tiled_embedding_triton(out: Tensor, tokens: Tensor, tiles: WeightTiles, live
     words, high, scales, seconds, code, second_kind, group, step = tiles
     kind, hidden = CODES[code], out.shape[1]
     block = min(triton.next_power_of_2(hidden), _TILED_BLOCK)
+    sizes = (words.shape[2], group, max(step, group))
+    form = _TiledForm(kind.bits, kind.zero, kind.per_word, kind.spans_of_high, *sizes, second_kind)
     _tiled_embedding_kernel[(tokens.shape[0], triton.cdiv(hidden, block))](
         out, tokens, live, words, high, scales, seconds, hidden, words.shape[1], scale,
-        BITS=kind.bits,
-        ZERO=kind.zero,
-        PER_WORD=kind.per_word,
-        PER_HIGH=kind.spans_of_high,
-        SPAN=words.shape[2],
-        GROUP=group,
-        UNIT=max(step, group),
-        SECONDS=second_kind,
-        BLOCK=block,
-        num_warps=4,
-        **early_start_options(out.device),
+        FORM=form, BLOCK=block, num_warps=4, **early_start_options(out.device),
     )  # fmt: skip
 
 

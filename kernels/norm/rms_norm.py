@@ -57,7 +57,7 @@ def _rms_norm_kernel(
     tl.store(out + row * hidden + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(
+def add_rms_norm_triton(
     out: Tensor,
     residual: Tensor | None,
     x: Tensor,
@@ -67,45 +67,20 @@ def _launch(
     post_eps: float = 0.0,
     scale: float = 1.0,
 ) -> None:
+    """Launch the kernel; see `add_rms_norm`. None for `residual`: see `rms_norm`."""
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
+    x_stride = x.stride(-2) if x.dim() > 1 else hidden
     _rms_norm_kernel[(x.numel() // hidden,)](
-        out,
-        residual,
-        x,
-        weight,
-        post_weight,
-        hidden,
-        eps,
-        post_eps,
-        scale,
-        x.stride(-2) if x.dim() > 1 else hidden,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_POST=post_weight is not None,
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
-        **early_start_options(x.device),
-    )
+        out, residual, x, weight, post_weight, hidden, eps, post_eps, scale, x_stride,
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_POST=post_weight is not None,
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **early_start_options(x.device),
+    )  # fmt: skip
 
 
 def rms_norm_triton(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """Launch the kernel without a residual; see `rms_norm`."""
-    _launch(out, None, x, weight, eps)
-
-
-def add_rms_norm_triton(
-    out: Tensor,
-    residual: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    post_weight: Tensor | None,
-    post_eps: float,
-    scale: float,
-) -> None:
-    """Launch the kernel with a residual; see `add_rms_norm`."""
-    _launch(out, residual, x, weight, eps, post_weight, post_eps, scale)
+    add_rms_norm_triton(out, None, x, weight, eps)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

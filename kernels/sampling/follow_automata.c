@@ -1,4 +1,4 @@
-/* Each row's automaton goes on by the token that the row sampled; see follow_automata.py. */
+/* Follow each row's automaton by the token that the row sampled; see follow_automata.py. */
 #include "native.h"
 
 #ifdef ELEMENT_F32
@@ -16,7 +16,7 @@ KERNEL(follow_automata) {
             --*a->running.data;
             continue;
         }
-        uint32_t *mask = (uint32_t *)a->token_mask.data + row * words;
+        uint32_t *mask = (uint32_t *)a->next_mask.data + row * words;
         a->automaton_state.data[row] = line;
         memcpy(mask, a->automaton_masks.data + line * words, (size_t)words * sizeof *mask);
         if (!(a->automaton_ends.data[line] & ACCEPTS)) continue;

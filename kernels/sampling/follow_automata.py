@@ -1,9 +1,8 @@
 """Follow each row's automaton over tokens by the token that it sampled, and write the mask of its next one.
 
-An automaton says of each of its states which tokens may come, and to which state each of them leads: what a form allows
-is found in tables, and the host is not asked. Tokens that lead to the same states from everywhere are one class, so
-that a table is small whatever the vocabulary. Many automata lie behind one another in the same tables; a state is a
-line of these.
+An automaton says for each of its states which tokens may come, and to which state each of them leads: structured
+output is followed in tables, without the host. Tokens that lead to the same states from everywhere are one class, so
+that a table is small whatever the vocabulary. Many automata share the tables; a state is a line of these.
 """
 
 from typing import NamedTuple
@@ -15,63 +14,17 @@ from .sampling_slots import ACCEPTS, COMPLETES, CONSTANTS, MASK_BITS
 NO_AUTOMATON = -1  # the state of a row that follows none
 
 
-class AutomatonRows(NamedTuple):
-    """What `follow_automata` changes, of rows that follow an automaton alone.
-
-    Attributes:
-        automaton_state: int32 [b], the line of the row's state; NO_AUTOMATON: it follows none.
-        token_mask: int32 [b, words], see `SamplingSlots`.
-        finished: int32 [b], see `AdvanceState`; rows that have ended are left alone.
-        running: int32 [1], see `AdvanceState`.
-    """
-
-    automaton_state: Int32
-    token_mask: Int32
-    finished: Int32
-    running: Int32
-
-
-class AutomatonTables(NamedTuple):
-    """The automata that rows may follow.
-
-    Attributes:
-        automaton_classes: int32 [automata, vocab], the class of each token.
-        automaton_next: int32 [lines, classes], the line that a class leads to; -1: to none, so that it ends the row.
-        automaton_masks: int32 [lines, words], the tokens that may come, those that end a text among them.
-        automaton_ends: int32 [lines], ACCEPTS and COMPLETES.
-    """
-
-    automaton_classes: Int32
-    automaton_next: Int32
-    automaton_masks: Int32
-    automaton_ends: Int32
-
-
 class Guides(NamedTuple):
-    """The automata of rows that an advance takes along; the names are those of `AutomatonRows` and `AutomatonTables`.
+    """The automata of a batch's rows."""
 
-    Attributes:
-        automaton_state: int32 [b].
-        next_mask: int32 [b, words], the rows' `token_mask`, which the step after reads.
-        automaton: int32 [b], which of the automata the row follows.
-        automaton_classes: int32 [automata, vocab].
-        automaton_next: int32 [lines, classes].
-        automaton_masks: int32 [lines, words].
-        automaton_ends: int32 [lines].
-    """
-
-    automaton_state: Written[Int32]
-    next_mask: Written[Int32]
-    automaton: Int32
-    automaton_classes: Int32
+    automaton_state: Written[Int32]  # int32 [b], the line of the row's state; NO_AUTOMATON: it follows none
+    next_mask: Written[Int32]  # int32 [b, words], the rows' `token_mask` of the step after, see `SamplingSlots`
+    automaton: Int32  # int32 [b], which of the automata the row follows
+    automaton_classes: Int32  # int32 [automata, vocab], the class of each token
+    # int32 [lines, classes], the line that a class leads to; -1: to none, so that it ends the row
     automaton_next: Int32
-    automaton_masks: Int32
-    automaton_ends: Int32
-
-    @property
-    def tables(self) -> AutomatonTables:
-        """The automata themselves."""
-        return AutomatonTables(*self[3:])
+    automaton_masks: Int32  # int32 [lines, words], the tokens that may come, those that end a text among them
+    automaton_ends: Int32  # int32 [lines], ACCEPTS and COMPLETES
 
 
 @triton.jit
@@ -104,46 +57,38 @@ def follow_row(row, token, state, automaton, stops, guides, finished, vocab, FOR
     return goes_on
 
 
-@operator(
-    is_compiled=True,
-    constants=CONSTANTS._asdict(),
-)
+@operator(is_compiled=True, constants=CONSTANTS._asdict())
 def follow_automata(
-    rows: Written[AutomatonRows],
-    sampled: Int64,
-    live_rows: Int32,
-    automaton: Int32,
-    stop_ids: Int32,
-    tables: AutomatonTables,
+    guides: Guides, finished: Written[Int32], running: Written[Int32], sampled: Int64, live_rows: Int32, stop_ids: Int32
 ) -> None:
     """Take the sampled tokens into the automata of the rows that follow one and have not ended, behind `advance`.
 
-    A row whose token leads to no state, or to one that nothing can follow, ends with this token.
-    The others get their new state, and its mask, with their stop ids where the answer may end.
+    A row whose token leads to no state, or to one that nothing can follow, ends with this token. The others get their
+    new state and its mask, with their stop ids where the text may end. Rows that are dead, finished, without a choice
+    or without an automaton are left alone.
 
     Args:
-        rows: what is changed; rows that are dead, finished, without a choice or without an automaton are left alone.
+        guides: of the rows.
+        finished: int32 [b], see `AdvanceState`.
+        running: int32 [1], see `AdvanceState`.
         sampled: int64 [b], from `sample`.
         live_rows: int32 [1].
-        automaton: int32 [b], which of the automata the row follows.
         stop_ids: int32 [b, stop ids], see `SamplingSlots`.
-        tables: of the automata.
     """
-    states, masks, tokens = rows.automaton_state.numpy(), rows.token_mask.numpy(), sampled.numpy()
-    ended, which = rows.finished.numpy(), automaton.numpy()
-    classes, following = tables.automaton_classes.numpy(), tables.automaton_next.numpy()
+    states, masks, which, classes, following, of_lines, of_ends = (tensor.numpy() for tensor in guides)
+    ended, tokens = finished.numpy(), sampled.numpy()
     for row in range(int(live_rows.item())):
         state, token = int(states[row]), int(tokens[row])
         if state < 0 or ended[row] or not 0 <= token < classes.shape[1]:
             continue
         line = int(following[state, classes[which[row], token]])
-        ends = 0 if line < 0 else int(tables.automaton_ends[line])
+        ends = 0 if line < 0 else int(of_ends[line])
         if line < 0 or ends & COMPLETES:
             ended[row] = 1
-            rows.running.sub_(1)
+            running.sub_(1)
             continue
         states[row] = line
-        masks[row] = tables.automaton_masks.numpy()[line]
+        masks[row] = of_lines[line]
         if ends & ACCEPTS:
             for stop_id in stop_ids.numpy()[row].tolist():
                 if stop_id < 0:

@@ -9,24 +9,26 @@ are always forbidden.
 """
 
 import numpy as np
+from torch import Tensor
 
 from ..native.optional_triton import tl, triton
-from .sampling_slots import BAD_WORD_LENGTH, CONSTANTS, MASK_BITS, held_back
+from .sampling_slots import (
+    BAD_WORD_LENGTH,
+    CONSTANTS,
+    FLAG_BAD_WORDS,
+    FLAG_BIAS,
+    FLAG_PENALTIES,
+    FLAG_STOP_MASK,
+    FLAG_TOKEN_MASK,
+    MASK_BITS,
+    SamplingSlots,
+    held_back,
+)
 
 
 @triton.jit
 def processed_logits(
-    values,
-    columns,
-    inside,
-    row,
-    flags,
-    position,
-    slots,
-    state,
-    counts_stride,
-    FORM: tl.constexpr,
-    K: tl.constexpr,
+    values, columns, inside, row, flags, position, slots, state, counts_stride, FORM: tl.constexpr, K: tl.constexpr
 ):
     """The logits `values` of the vocabulary ids `columns` of a row, after what its flags ask for.
 
@@ -89,72 +91,48 @@ def processed_logits(
     return values
 
 
-def add_bias(logits: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
-    """Add `values` to the logits of `ids` in place; ids < 0 are unused.
-
-    Args:
-        logits: float32 [vocab].
-        ids: int32 [n], distinct where >= 0.
-        values: float32 [n].
-    """
-    used = ids >= 0
-    logits[ids[used]] += values[used]
-
-
-def apply_penalties(
-    logits: np.ndarray, counts: np.ndarray, repetition: float, presence: float, frequency: float
+def process_row(
+    line: np.ndarray,
+    row: int,
+    flags: int,
+    position: int,
+    slots: SamplingSlots,
+    token_counts: Tensor | None,
+    recent_tokens: Tensor | None,
 ) -> None:
-    """Apply the three penalties in place.
+    """Do the same to a row's logits in place.
 
     Args:
-        logits: float32 [vocab].
-        counts: int32 [vocab], see `sampling_slots.PROMPT_BIT`.
-        repetition: 1 is off.
-        presence: 0 is off.
-        frequency: 0 is off.
-    """
-    seen = np.flatnonzero(counts)
-    values = logits[seen]
-    generated = (counts[seen] & CONSTANTS.COUNT_MASK).astype(np.float32)
-    values = np.where(values > 0, values / np.float32(repetition), values * np.float32(repetition))
-    values -= np.float32(presence) * (generated > 0) + np.float32(frequency) * generated
-    logits[seen] = values
-
-
-def mask_stops(logits: np.ndarray, stop_ids: np.ndarray) -> None:
-    """Forbid the stop ids in place, and what is held back with them; -1 is unused.
-
-    Args:
-        logits: float32 [vocab].
-        stop_ids: int32 [n].
-    """
-    used = stop_ids[stop_ids != -1]
-    logits[np.where(used >= 0, used, held_back(used))] = -np.inf
-
-
-def mask_tokens(logits: np.ndarray, token_mask: np.ndarray) -> None:
-    """Forbid in place what has no bit set.
-
-    Args:
-        logits: float32 [vocab].
-        token_mask: int32 [ceil(vocab / 32)], bit i of word w for token 32 w + i.
-    """
-    bits = (token_mask[:, None] >> np.arange(MASK_BITS, dtype=np.int32)) & 1
-    logits[bits.reshape(-1)[: len(logits)] == 0] = -np.inf
-
-
-def mask_bad_words(logits: np.ndarray, bad_words: np.ndarray, recent_tokens: np.ndarray, position: int) -> None:
-    """Forbid in place the tokens that would complete a bad word.
-
-    Args:
-        logits: float32 [vocab].
-        bad_words: int32 [words, BAD_WORD_LENGTH], right-aligned, -1 in front; the first that ends in -1 ends the list.
-        recent_tokens: int32 [BAD_WORD_LENGTH], each at the remainder of its position.
+        line: float32 [vocab].
+        row: of the slots.
+        flags: of the row.
         position: of the token to be sampled.
+        slots: what rows ask for.
+        token_counts: int32 [b, vocab]; None: no row has penalties.
+        recent_tokens: int32 [b, BAD_WORD_LENGTH], each at the remainder of its position; None: no row has bad words.
     """
-    past = recent_tokens[(position + 1 + np.arange(BAD_WORD_LENGTH - 1)) % BAD_WORD_LENGTH]
-    for word in bad_words:
-        if word[-1] < 0:
-            break
-        if ((word[:-1] < 0) | (word[:-1] == past)).all():
-            logits[word[-1]] = -np.inf
+    if flags & FLAG_BIAS:
+        ids = slots.bias_ids.numpy()[row]
+        line[ids[ids >= 0]] += slots.bias_values.numpy()[row][ids >= 0]
+    if flags & FLAG_PENALTIES and token_counts is not None:
+        penalties = (slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty)
+        repetition, presence, frequency = (penalty.numpy()[row] for penalty in penalties)
+        counts = token_counts.numpy()[row]
+        seen = np.flatnonzero(counts)
+        values, generated = line[seen], (counts[seen] & CONSTANTS.COUNT_MASK).astype(np.float32)
+        values = np.where(values > 0, values / repetition, values * repetition)
+        line[seen] = values - (presence * (generated > 0) + frequency * generated)
+    if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:
+        stop_ids = slots.stop_ids.numpy()[row]
+        stop_ids = stop_ids[stop_ids != -1]
+        line[np.where(stop_ids >= 0, stop_ids, held_back(stop_ids))] = -np.inf
+    if flags & FLAG_TOKEN_MASK:
+        bits = (slots.token_mask.numpy()[row][:, None] >> np.arange(MASK_BITS, dtype=np.int32)) & 1
+        line[bits.reshape(-1)[: len(line)] == 0] = -np.inf
+    if flags & FLAG_BAD_WORDS and recent_tokens is not None:
+        past = recent_tokens.numpy()[row][(position + 1 + np.arange(BAD_WORD_LENGTH - 1)) % BAD_WORD_LENGTH]
+        for word in slots.bad_words.numpy()[row]:
+            if word[-1] < 0:
+                break
+            if ((word[:-1] < 0) | (word[:-1] == past)).all():
+                line[word[-1]] = -np.inf

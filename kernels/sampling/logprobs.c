@@ -13,19 +13,7 @@ static int32_t NAME(count_before)(const element *logits, int64_t vocab, int64_t 
     return (int32_t)before;
 }
 
-static float NAME(largest_of)(const element *logits, int64_t vocab) {
-    float largest = -INFINITY;
-    vec lanes = splat(-INFINITY);
-    int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES) {
-        vec v = load(logits + i);
-        ivec larger = v > lanes;
-        lanes = (vec)((larger & (ivec)v) | (~larger & (ivec)lanes));
-    }
-    for (; i < vocab; i++) largest = fmaxf(largest, widen(logits[i]));
-    for (int lane = 0; lane < LANES; lane++) largest = fmaxf(largest, lanes[lane]);
-    return largest;
-}
+static int64_t NAME(argmax)(const element *x, int64_t count); /* of sample.c */
 
 static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
     const token_logprobs_args *a = job;
@@ -34,7 +22,7 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
         if (!(a->sampling_flags.data[row] & FLAG_LOGPROBS)) continue;
         const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
         int64_t wanted = a->num_logprobs.data[row], tops = wanted > 0 ? least_of(wanted, width) : 0;
-        float *values = a->top_logprobs.data + row * width, largest = tops ? -INFINITY : NAME(largest_of)(logits, vocab);
+        float *values = a->top_logprobs.data + row * width;
         int32_t *ids = a->top_ids.data + row * width;
         int64_t sampled = a->sampled.data[row];
         for (int64_t i = 0; i < tops; i++) values[i] = -INFINITY, ids[i] = -1;
@@ -59,7 +47,7 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
             }
             i--;
         }
-        if (tops) largest = values[0];
+        float largest = tops ? values[0] : widen(logits[NAME(argmax)(logits, vocab)]);
         vec sums = splat(0.0f);
         float rest = 0.0f;
         int64_t i = 0;

@@ -19,28 +19,15 @@ import torch
 from torch import Tensor
 
 from ..native.registration import Int32, Int64, Written, operator
-from .logit_processing import (
-    add_bias,
-    apply_penalties,
-    mask_bad_words,
-    mask_stops,
-    mask_tokens,
-)
-from .logprobs import token_logprobs
+from .logit_processing import process_row
 from .philox import uniform_bits
 from .sampling_slots import (
     CONSTANTS,
     DEAD_TOKEN,
-    FLAG_BAD_WORDS,
-    FLAG_BIAS,
     FLAG_LOGPROBS,
-    FLAG_PENALTIES,
     FLAG_SAMPLE,
-    FLAG_STOP_MASK,
-    FLAG_TOKEN_MASK,
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
-    LogprobOutputs,
     SamplingSlots,
 )
 from .token_filters import sample_row
@@ -54,67 +41,16 @@ def most_likely(logits: np.ndarray) -> int:
 
 
 @operator(is_compiled=lambda logits: logits.stride(1) == 1, constants=CONSTANTS._asdict())
-def _sample(
+def sample(
     sampled: Written[Int64],
     logits: Tensor,
     positions: Int32,
     live_rows: Int32,
     slots: SamplingSlots,
-    token_counts: Int32 | None,
-    recent_tokens: Int32 | None,
+    token_counts: Int32 | None = None,
+    recent_tokens: Int32 | None = None,
 ) -> None:
-    """Write the next token of each live row; see `sample`."""
-    live = int(live_rows.item())
-    tokens = sampled.numpy()
-    tokens[live:] = DEAD_TOKEN
-    for row, flags in enumerate(slots.sampling_flags.numpy()[:live].tolist()):
-        line = logits[row].float().numpy()  # numpy's argmax is several times faster than torch's
-        if not flags & ~FLAG_LOGPROBS:
-            tokens[row] = most_likely(line)
-            continue
-        if logits.dtype == torch.float32:
-            line = line.copy()
-        position = int(positions[row]) + 1
-        if flags & FLAG_BIAS:
-            add_bias(line, slots.bias_ids.numpy()[row], slots.bias_values.numpy()[row])
-        if flags & FLAG_PENALTIES and token_counts is not None:
-            apply_penalties(
-                line,
-                token_counts.numpy()[row],
-                slots.repetition_penalty.numpy()[row],
-                slots.presence_penalty.numpy()[row],
-                slots.frequency_penalty.numpy()[row],
-            )
-        if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:
-            mask_stops(line, slots.stop_ids.numpy()[row])
-        if flags & FLAG_TOKEN_MASK:
-            mask_tokens(line, slots.token_mask.numpy()[row])
-        if flags & FLAG_BAD_WORDS and recent_tokens is not None:
-            mask_bad_words(line, slots.bad_words.numpy()[row], recent_tokens.numpy()[row], position)
-        tokens[row] = most_likely(line)
-        if not flags & FLAG_SAMPLE or tokens[row] < 0:
-            continue
-        tokens[row] = sample_row(
-            line,
-            uniform_bits(int(slots.seed.numpy()[row]), position),
-            slots.temperature.numpy()[row],
-            int(slots.top_k.numpy()[row]),
-            slots.top_p.numpy()[row],
-            slots.min_p.numpy()[row],
-        )
-
-
-def sample(
-    sampled: Tensor,
-    logits: Tensor,
-    positions: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    token_counts: Tensor | None = None,
-    recent_tokens: Tensor | None = None,
-    logprobs: LogprobOutputs | None = None,
-) -> None:
-    """Write the next token of each live row into `sampled`, and log-probabilities where a row wants them.
+    """Write the next token of each live row into `sampled`.
 
     Args:
         sampled: int64 [b]; dead rows get token 1, rows without a choice a code below -1.
@@ -124,8 +60,20 @@ def sample(
         slots: what each row asks for.
         token_counts: int32 [b, vocab] of the penalties; None: no row has penalties, whatever the flags say.
         recent_tokens: int32 [b, BAD_WORD_LENGTH], see `advance`; None: no row has bad words, whatever the flags say.
-        logprobs: written for live rows with FLAG_LOGPROBS, see `token_logprobs`; None: for no row.
     """
-    _sample(sampled, logits, positions, live_rows, slots, token_counts, recent_tokens)
-    if logprobs is not None:
-        token_logprobs(logprobs, logits, sampled, live_rows, slots.sampling_flags, slots.num_logprobs)
+    live = int(live_rows.item())
+    tokens = sampled.numpy()
+    tokens[live:] = DEAD_TOKEN
+    filters = [slot.numpy() for slot in (slots.temperature, slots.top_k, slots.top_p, slots.min_p)]
+    for row, flags in enumerate(slots.sampling_flags.numpy()[:live].tolist()):
+        line = logits[row].float().numpy()  # numpy's argmax is several times faster than torch's
+        if not flags & ~FLAG_LOGPROBS:
+            tokens[row] = most_likely(line)
+            continue
+        if logits.dtype == torch.float32:
+            line = line.copy()
+        position = int(positions[row]) + 1
+        process_row(line, row, flags, position, slots, token_counts, recent_tokens)
+        tokens[row] = most_likely(line)
+        if flags & FLAG_SAMPLE and tokens[row] >= 0:
+            tokens[row] = sample_row(line, uniform_bits(int(slots.seed[row]), position), *(x[row] for x in filters))

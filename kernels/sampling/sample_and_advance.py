@@ -13,9 +13,9 @@ from ..model.advance import AdvanceState, advance, advance_row, end_step, row_be
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Int32, Int64, Written, operator
 from .candidates import candidate_window, sketch_bin, take_blocks
-from .follow_automata import AutomatonRows, Guides, follow_automata, follow_row
+from .follow_automata import Guides, follow_automata, follow_row
 from .logit_processing import processed_logits
-from .logprobs import row_logprobs, store_block_sums
+from .logprobs import row_logprobs, store_block_sums, token_logprobs
 from .philox import uniform_bits_of
 from .sample import sample
 from .sampler_memory import SamplerForm, SamplerMemory, SamplerSizes
@@ -30,15 +30,7 @@ from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_
 # at 0, which nobody else uses while it runs.
 @triton.jit
 def _block_max_kernel(
-    memory,
-    logits,
-    live_rows,
-    slots,
-    state,
-    sizes,
-    FORM: tl.constexpr,
-    K: tl.constexpr,
-    PDL: tl.constexpr,
+    memory, logits, live_rows, slots, state, sizes, FORM: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr
 ):
     if PDL:
         wait_and_trigger()
@@ -84,19 +76,7 @@ def _block_max_kernel(
 
 @triton.jit
 def draw_token(
-    sums,
-    scaled,
-    candidate_ids,
-    count,
-    vocab,
-    largest,
-    least,
-    most,
-    k,
-    share,
-    lowest_weight,
-    bits,
-    FORM: tl.constexpr,
+    sums, scaled, candidate_ids, count, vocab, largest, least, most, k, share, lowest_weight, bits, FORM: tl.constexpr
 ):
     """The token of one row, whose blocks are all added up and whose `count` candidates are listed.
 
@@ -203,51 +183,23 @@ def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
     most = tl.full([], float("-inf"), dtype=tl.float32)
     if is_filtered:
         least, most = candidate_window(
-            memory.sketch + wide_row * (FORM.BLOCKS * FORM.BINS),
-            memory.block_max + row * FORM.BLOCKS,
-            memory.block_sum + row * FORM.BLOCKS,
-            wish.temperature,
-            top,
-            wish.k,
-            wish.share,
-            by_count,
-            FORM,
-        )
+            memory.sketch + wide_row * (FORM.BLOCKS * FORM.BINS), memory.block_max + row * FORM.BLOCKS,
+            memory.block_sum + row * FORM.BLOCKS, wish.temperature, top, wish.k, wish.share, by_count, FORM,
+        )  # fmt: skip
         if by_count & (wish.share < 1.0):
             most = top  # top-p weighs all that top-k keeps
     take_blocks(
-        row_sums,
-        line + FORM.BLOCKS * FORM.BLOCK,
-        ids,
-        memory.counters + 2 * row + 1,
-        line,
-        sizes.vocab,
-        top,
-        least,
-        most,
-        lowest_weight,
-        is_filtered,
-        by_count,
-        FORM,
-    )
+        row_sums, line + FORM.BLOCKS * FORM.BLOCK, ids, memory.counters + 2 * row + 1, line, sizes.vocab,
+        top, least, most, lowest_weight, is_filtered, by_count, FORM,
+    )  # fmt: skip
     tl.debug_barrier()  # all threads have written before one of them says so
     is_last = tl.atomic_add(memory.counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
     token = tl.full([], 0, dtype=tl.int32)
     if is_last:
+        count = tl.load(memory.counters + 2 * row + 1, cache_modifier=".cg")
+        bits = uniform_bits_of(wish.seed, wish.position)
         token = draw_token(
-            row_sums,
-            line,
-            ids,
-            tl.load(memory.counters + 2 * row + 1, cache_modifier=".cg"),
-            sizes.vocab,
-            top,
-            least,
-            most,
-            wish.k,
-            wish.share,
-            lowest_weight,
-            uniform_bits_of(wish.seed, wish.position),
-            FORM,
+            row_sums, line, ids, count, sizes.vocab, top, least, most, wish.k, wish.share, lowest_weight, bits, FORM
         )
         token = tl.minimum(token, sizes.vocab - 1)
     return is_last, token
@@ -364,19 +316,20 @@ def _parts(
     slots: SamplingSlots,
     guides: Guides | None,
 ) -> list[tuple[str, tuple[Any, ...]]]:
-    books = (state.token_counts, state.recent_tokens)
-    asked = (slots.sampling_flags, slots.num_logprobs)
-    followed = []
-    if guides is not None:
-        rows = (guides.automaton_state, slots.token_mask, state.finished, state.running)
-        given = (*rows, sampled, live_rows, guides.automaton, slots.stop_ids, *guides.tables)
-        followed = [("follow_automata", given)]
-    return [
-        ("sample", (sampled, logits, state.pre_step_seqlens, live_rows, *slots, *books)),
-        ("token_logprobs", (*outputs, logits, sampled, live_rows, *asked)),
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        (
+            "sample",
+            (sampled, logits, state.pre_step_seqlens, live_rows, *slots, state.token_counts, state.recent_tokens),
+        ),
+        ("token_logprobs", (*outputs, logits, sampled, live_rows, slots.sampling_flags, slots.num_logprobs)),
         ("advance", (*state, sampled, live_rows, *slots, *outputs)),
-        *followed,
     ]
+    if guides is not None:
+        followed = guides._replace(next_mask=slots.token_mask)
+        calls.append(
+            ("follow_automata", (*followed, state.finished, state.running, sampled, live_rows, slots.stop_ids))
+        )
+    return calls
 
 
 @operator(triton_version=sample_and_advance_triton, parts=_parts)
@@ -402,9 +355,9 @@ def sample_and_advance(
         guides: what the rows that follow an automaton are taken into, see `follow_automata`; `next_mask` is the slots'
             `token_mask`. None: no row follows one.
     """
-    books = (state.token_counts, state.recent_tokens)
-    sample(sampled, logits, state.pre_step_seqlens, live_rows, slots, *books, outputs)
+    sample(sampled, logits, state.pre_step_seqlens, live_rows, slots, state.token_counts, state.recent_tokens)
+    token_logprobs(outputs, logits, sampled, live_rows, slots.sampling_flags, slots.num_logprobs)
     advance(state, sampled, live_rows, slots, outputs)
     if guides is not None:
-        rows = AutomatonRows(guides.automaton_state, slots.token_mask, state.finished, state.running)
-        follow_automata(rows, sampled, live_rows, guides.automaton, slots.stop_ids, guides.tables)
+        followed = guides._replace(next_mask=slots.token_mask)
+        follow_automata(followed, state.finished, state.running, sampled, live_rows, slots.stop_ids)

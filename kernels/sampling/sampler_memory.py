@@ -17,53 +17,29 @@ _MASK_BLOCK = 8192  # words of a mask that are copied at once: those of 262,144 
 
 
 class SamplerForm(NamedTuple):
-    """What the sampler's kernels are compiled for; sizes that are loaded at once are padded to powers of two.
+    """What the sampler's kernels are compiled for; sizes that are loaded at once are padded to powers of two."""
 
-    Attributes:
-        BLOCK: ids of the vocabulary that a program takes at once.
-        BLOCKS: of a row.
-        BLOCKS_PADDED: the same, padded.
-        CAPACITY: candidates of a row that are listed.
-        LIST_BLOCK: of these, how many are looked at together.
-        PARTS: of a block.
-        BINS: of a sketch.
-        PENALTIES: whether rows may have them.
-        BAD_WORDS: whether rows may have them.
-        LOGPROBS: whether the rings keep log-probabilities.
-        FOLLOW: whether rows may follow an automaton.
-        BIASES: entries of a row's bias.
-        STOPS: stop ids of a row.
-        STOPS_PADDED: the same, padded.
-        WORDS: bad words of a row.
-        MASK_WORDS: words of a row's token mask.
-        MASK_BLOCK: of these, how many are copied at once.
-        TOPS: likeliest tokens of a row.
-        TOPS_PADDED: the same, padded.
-        RING_ROWS: rows of the rings, padded.
-        CLASSES: of tokens in an automaton.
-    """
-
-    BLOCK: int
-    BLOCKS: int
-    BLOCKS_PADDED: int
-    CAPACITY: int
-    LIST_BLOCK: int
-    PARTS: int
-    BINS: int
-    PENALTIES: bool
-    BAD_WORDS: bool
-    LOGPROBS: bool
-    FOLLOW: bool
-    BIASES: int
-    STOPS: int
-    STOPS_PADDED: int
-    WORDS: int
-    MASK_WORDS: int
-    MASK_BLOCK: int
-    TOPS: int
-    TOPS_PADDED: int
-    RING_ROWS: int
-    CLASSES: int
+    BLOCK: int  # ids of the vocabulary that a program takes at once
+    BLOCKS: int  # of a row
+    BLOCKS_PADDED: int  # the same, padded
+    CAPACITY: int  # candidates of a row that are listed
+    LIST_BLOCK: int  # of these, how many are looked at together
+    PARTS: int  # of a block
+    BINS: int  # of a sketch
+    PENALTIES: bool  # whether rows may have them
+    BAD_WORDS: bool  # whether rows may have them
+    LOGPROBS: bool  # whether the rings keep log-probabilities
+    FOLLOW: bool  # whether rows may follow an automaton
+    BIASES: int  # entries of a row's bias
+    STOPS: int  # stop ids of a row
+    STOPS_PADDED: int  # the same, padded
+    WORDS: int  # bad words of a row
+    MASK_WORDS: int  # words of a row's token mask
+    MASK_BLOCK: int  # of these, how many are copied at once
+    TOPS: int  # likeliest tokens of a row
+    TOPS_PADDED: int  # the same, padded
+    RING_ROWS: int  # rows of the rings, padded
+    CLASSES: int  # of tokens in an automaton
 
     @classmethod
     def of(
@@ -105,23 +81,14 @@ class SamplerForm(NamedTuple):
 
 
 class SamplerSizes(NamedTuple):
-    """Numbers of a step that the sampler's kernels are given.
+    """Numbers of a step that the sampler's kernels are given."""
 
-    Attributes:
-        vocab: ids.
-        logits_stride: elements from one row's logits to those of the next.
-        scaled_stride: of `SamplerMemory.scaled`.
-        counts_stride: of the counts of tokens.
-        ring_length: steps that the rings keep.
-        ring_rows: of the rings.
-    """
-
-    vocab: int
-    logits_stride: int
-    scaled_stride: int
-    counts_stride: int
-    ring_length: int
-    ring_rows: int
+    vocab: int  # ids
+    logits_stride: int  # elements from one row's logits to those of the next
+    scaled_stride: int  # of `SamplerMemory.scaled`
+    counts_stride: int  # of the counts of tokens
+    ring_length: int  # steps that the rings keep
+    ring_rows: int  # of the rings
 
     @classmethod
     def of(cls, logits: Tensor, scaled: Tensor, state: AdvanceState) -> Self:
@@ -131,31 +98,20 @@ class SamplerSizes(NamedTuple):
 
 
 class SamplerMemory(NamedTuple):
-    """Memory of one step's sampling; nothing in it outlives the step, and nothing need be in it before.
+    """Memory of one step's sampling; nothing in it outlives the step, and nothing need be in it before."""
 
-    Attributes:
-        block_max: float32 [b, blocks], the largest logits after all processing.
-        block_id: int32 [b, blocks], their ids.
-        block_sum: float32 [b, blocks], see `candidate_window`.
-        own_max: float32 [b, blocks], the largest of the model's own logits.
-        own_sum: float32 [b, blocks], see `store_block_sums`.
-        sketch: int32 [b, blocks, bins], see `candidates`.
-        scaled: float32 [b, blocks * block + capacity], a row's logits over the temperature, and then its candidates.
-        candidate_ids: int32 [b, capacity].
-        sums: int64 [b, 4, blocks], see `take_blocks`.
-        counters: int32 [2 b + 2]: programs of each row that are done, and its candidates; rows that are done, and those
-            of them that go on.
-    """
-
-    block_max: Tensor
-    block_id: Tensor
-    block_sum: Tensor
-    own_max: Tensor
-    own_sum: Tensor
-    sketch: Tensor
+    block_max: Tensor  # float32 [b, blocks], the largest logits after all processing
+    block_id: Tensor  # int32 [b, blocks], their ids
+    block_sum: Tensor  # float32 [b, blocks], see `candidate_window`
+    own_max: Tensor  # float32 [b, blocks], the largest of the model's own logits
+    own_sum: Tensor  # float32 [b, blocks], see `store_block_sums`
+    sketch: Tensor  # int32 [b, blocks, bins], see `candidates`
+    # float32 [b, blocks * block + capacity], a row's logits over the temperature, and then its candidates
     scaled: Tensor
-    candidate_ids: Tensor
-    sums: Tensor
+    candidate_ids: Tensor  # int32 [b, capacity]
+    sums: Tensor  # int64 [b, 4, blocks], see `take_blocks`
+    # int32 [2 b + 2]: programs of each row that are done, and its candidates; rows that are done, and those of them
+    # that go on
     counters: Tensor
 
     @classmethod

@@ -1,7 +1,6 @@
 """What a row may ask of sampling: the per-row slots in device memory, named once.
 
-The host fills a row's slots when it joins the batch; the kernels read them at every step, so what a row
-asks for is data and not part of a captured graph.
+The host fills a row's slots when it joins the batch, and kernels read them at every step.
 """
 
 from typing import NamedTuple
@@ -40,7 +39,7 @@ COMPLETES = 2  # nothing can follow
 
 
 class SamplingConstants(NamedTuple):
-    """The numbers above, by the names that they have in kernels, of Triton and in C."""
+    """The numbers above, by their names in kernels, of Triton and in C."""
 
     ACCEPTS: int = ACCEPTS
     BAD_WORD_LENGTH: int = BAD_WORD_LENGTH
@@ -64,36 +63,22 @@ CONSTANTS = SamplingConstants()
 
 
 class SamplingCapacity(NamedTuple):
-    """How much one row may ask for; the memory for it is there from the beginning.
+    """How much one row may ask for; the memory for it is there from the beginning."""
 
-    Attributes:
-        max_logprobs: most likely tokens that are reported.
-        max_stop_token_ids: tokens that end it.
-        max_logit_biases: entries of a logit bias.
-        max_bad_words: sequences of tokens that it may not generate.
-    """
-
-    max_logprobs: int = 20
-    max_stop_token_ids: int = 128
-    max_logit_biases: int = 1024
-    max_bad_words: int = 128
+    max_logprobs: int = 20  # most likely tokens that are reported
+    max_stop_token_ids: int = 128  # tokens that end it
+    max_logit_biases: int = 1024  # entries of a logit bias
+    max_bad_words: int = 128  # sequences of tokens that it may not generate
 
 
 class SlotSpec(NamedTuple):
-    """One per-row slot.
+    """One per-row slot."""
 
-    Attributes:
-        name: of the slot.
-        dtype: of its elements.
-        sizes: of one row; a number where it is empty.
-        neutral: what asks for nothing.
-        flag: the bit of a row's `sampling_flags` without which nobody reads the row of this slot; 0: it is always read.
-    """
-
-    name: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...] = ()
-    neutral: float = 0
+    name: str  # of the slot
+    dtype: torch.dtype  # of its elements
+    sizes: tuple[int, ...] = ()  # of one row; a number where it is empty
+    neutral: float = 0  # what asks for nothing
+    # the bit of a row's `sampling_flags` without which nobody reads the row of this slot; 0: it is always read
     flag: int = 0
 
 
@@ -122,63 +107,38 @@ def sampling_slots(capacity: SamplingCapacity, vocab_size: int) -> tuple[SlotSpe
 
 
 class SamplingSlots(NamedTuple):
-    """The slots of one bucket, by the names of `sampling_slots`; lists begin with what is used.
+    """The slots of one bucket, by the names of `sampling_slots`; lists begin with what is used."""
 
-    Attributes:
-        sampling_flags: int32 [b], what the row asks for; see `sampling_flags`.
-        temperature: float32 [b], > 0 where FLAG_SAMPLE is set.
-        top_k: int32 [b], <= 0 is off.
-        top_p: float32 [b], >= 1 is off.
-        min_p: float32 [b], <= 0 is off.
-        seed: int64 [b], the Philox key.
-        repetition_penalty: float32 [b], 1 is off; counts the prompt too.
-        presence_penalty: float32 [b], 0 is off; counts the output alone.
-        frequency_penalty: float32 [b], 0 is off; counts the output alone.
-        bias_ids: int32 [b, biases], distinct token ids, -1 where unused.
-        bias_values: float32 [b, biases], added to the logits of those ids.
-        stop_ids: int32 [b, stop ids], -1 where unused; what `held_back` gives, behind all others, for a token that is
-            not sampled below `min_position` either, and ends nothing.
-        min_position: int32 [b], below it the stop ids are neither sampled nor obeyed.
-        last_position: int32 [b], the row is finished by the token at this position.
-        num_logprobs: int32 [b], likeliest tokens to report, with FLAG_LOGPROBS.
-        token_mask: int32 [b, ceil(vocab / 32)], bit i of word w is set where token 32 w + i is allowed.
-        bad_words: int32 [b, words, BAD_WORD_LENGTH], sequences of tokens whose last one is forbidden behind the others;
-            right-aligned, -1 in front, and -1 at the end where unused.
-    """
-
-    sampling_flags: Int32
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    seed: Int64
-    repetition_penalty: Float32
-    presence_penalty: Float32
-    frequency_penalty: Float32
-    bias_ids: Int32
-    bias_values: Float32
+    sampling_flags: Int32  # int32 [b], what the row asks for; see `sampling_flags`
+    temperature: Float32  # float32 [b], > 0 where FLAG_SAMPLE is set
+    top_k: Int32  # int32 [b], <= 0 is off
+    top_p: Float32  # float32 [b], >= 1 is off
+    min_p: Float32  # float32 [b], <= 0 is off
+    seed: Int64  # int64 [b], the Philox key
+    repetition_penalty: Float32  # float32 [b], 1 is off; counts the prompt too
+    presence_penalty: Float32  # float32 [b], 0 is off; counts the output alone
+    frequency_penalty: Float32  # float32 [b], 0 is off; counts the output alone
+    bias_ids: Int32  # int32 [b, biases], distinct token ids, -1 where unused
+    bias_values: Float32  # float32 [b, biases], added to the logits of those ids
+    # int32 [b, stop ids], -1 where unused; what `held_back` gives, behind all others, for a token that is not sampled
+    # below `min_position` either, and ends nothing
     stop_ids: Int32
-    min_position: Int32
-    last_position: Int32
-    num_logprobs: Int32
-    token_mask: Int32
+    min_position: Int32  # int32 [b], below it the stop ids are neither sampled nor obeyed
+    last_position: Int32  # int32 [b], the row is finished by the token at this position
+    num_logprobs: Int32  # int32 [b], likeliest tokens to report, with FLAG_LOGPROBS
+    token_mask: Int32  # int32 [b, ceil(vocab / 32)], bit i of word w is set where token 32 w + i is allowed
+    # int32 [b, words, BAD_WORD_LENGTH], sequences of tokens whose last one is forbidden behind the others; right-
+    # aligned, -1 in front, and -1 at the end where unused
     bad_words: Int32
 
 
 class LogprobOutputs(NamedTuple):
-    """Where log-probabilities go.
+    """Where log-probabilities go."""
 
-    Attributes:
-        sampled_logprob: float32 [b], of the sampled token.
-        sampled_rank: int32 [b], its place among all tokens, from 1.
-        top_logprobs: float32 [b, logprobs], of the likeliest.
-        top_ids: int32 [b, logprobs].
-    """
-
-    sampled_logprob: Float32
-    sampled_rank: Int32
-    top_logprobs: Float32
-    top_ids: Int32
+    sampled_logprob: Float32  # float32 [b], of the sampled token
+    sampled_rank: Int32  # int32 [b], its place among all tokens, from 1
+    top_logprobs: Float32  # float32 [b, logprobs], of the likeliest
+    top_ids: Int32  # int32 [b, logprobs]
 
 
 def held_back(token: int) -> int:
@@ -198,23 +158,23 @@ def sampling_flags(
     is_masked: bool = False,
     num_bad_words: int = 0,
 ) -> int:
-    """Return the value of the slot `sampling_flags` for a row that asks for these.
+    """Return the value of the slot `sampling_flags` for a row that asks for these; each default is off.
 
     Args:
         temperature: 0 is greedy.
-        repetition_penalty: 1 is off.
-        presence_penalty: 0 is off.
-        frequency_penalty: 0 is off.
+        repetition_penalty: of the prompt's and the output's tokens.
+        presence_penalty: of the output's.
+        frequency_penalty: of the output's.
         num_biases: how many entries of bias_ids are used.
         masks_stops: the row has stop ids, and a min_position beyond its first generated position.
-        num_logprobs: -1 is off.
+        num_logprobs: likeliest tokens to report.
         is_masked: the row has a token mask.
         num_bad_words: how many entries of bad_words are used.
     """
-    penalised = repetition_penalty != 1.0 or presence_penalty != 0.0 or frequency_penalty != 0.0
+    is_penalized = repetition_penalty != 1.0 or presence_penalty != 0.0 or frequency_penalty != 0.0
     return (
         FLAG_SAMPLE * (temperature > 0)
-        | FLAG_PENALTIES * penalised
+        | FLAG_PENALTIES * is_penalized
         | FLAG_BIAS * (num_biases > 0)
         | FLAG_STOP_MASK * masks_stops
         | FLAG_LOGPROBS * (num_logprobs >= 0)

@@ -15,9 +15,7 @@ from ..native.optional_triton import tl, triton
 from .philox import UNIFORM_BITS
 from .sampling_slots import TOO_COLD
 
-WEIGHT_BITS = 36
-_WEIGHT_SCALE = float(2**WEIGHT_BITS)
-_FRACTION_SCALE = float(2**UNIFORM_BITS)
+_WEIGHT_SCALE = float(2**36)
 _FEW = 1024  # so many candidates are looked at before the whole vocabulary is sorted
 
 
@@ -100,38 +98,13 @@ def threshold_key(line, count, largest, low, high, needed, by_count, BLOCK: tl.c
     return low.to(tl.int32)
 
 
-def fraction_of(total: int, bits: int) -> int:
-    """Return floor(total * bits / 2^24)."""
-    return (total * bits) >> UNIFORM_BITS
-
-
-def weights(logits: np.ndarray) -> np.ndarray:
-    """Return the int64 weights of float32 [vocab] logits, whose maximum is finite."""
-    scaled = np.exp(logits - logits.max())
-    scaled *= np.float32(_WEIGHT_SCALE)
-    return scaled.astype(np.int64)
-
-
-def top_k_threshold(logits: np.ndarray, k: int) -> float:
-    """Return the k-th largest of float32 [vocab] logits, 1 <= k <= vocab."""
-    if k <= _FEW:
-        return torch.topk(torch.from_numpy(logits), k, sorted=True).values[-1].item()
-    return np.partition(logits, len(logits) - k)[len(logits) - k].item()
-
-
-def top_p_threshold(logits: np.ndarray, row_weights: np.ndarray, top_p: float) -> float:
-    """Return the largest logit such that what is at least as large holds `top_p` of the weight.
-
-    Args:
-        logits: float32 [vocab].
-        row_weights: int64 [vocab], 0 for what was dropped before.
-        top_p: in [0, 1).
-    """
-    share = int(np.float32(top_p) * np.float32(_FRACTION_SCALE))
-    needed = max(fraction_of(int(row_weights.sum()), share), 1)
+def _top_p_threshold(logits: np.ndarray, weights: np.ndarray, top_p: float) -> float:
+    """Return the largest logit such that what is at least as large holds `top_p` of the int64 weights."""
+    share = int(np.float32(top_p) * np.float32(1 << UNIFORM_BITS))
+    needed = max((int(weights.sum()) * share) >> UNIFORM_BITS, 1)
     for count in (min(_FEW, len(logits)), len(logits)):
         order = torch.topk(torch.from_numpy(logits), count, sorted=True).indices.numpy()
-        mass = np.cumsum(row_weights[order])
+        mass = np.cumsum(weights[order])
         if mass[-1] >= needed:
             break
     return logits[order[np.searchsorted(mass, needed)]].item()
@@ -152,13 +125,15 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
         logits /= np.float32(temperature)
         if not np.isfinite(logits.max()):
             return TOO_COLD
-        kept = weights(logits)
+        scaled = np.exp(logits - logits.max())
+        scaled *= np.float32(_WEIGHT_SCALE)
+        weights = scaled.astype(np.int64)
     if 0 < top_k < len(logits):
-        kept[logits < top_k_threshold(logits, top_k)] = 0
+        weights[logits < np.partition(logits, -top_k)[-top_k]] = 0
     if top_p < 1.0:
-        kept[logits < top_p_threshold(logits, kept, top_p)] = 0
+        weights[logits < _top_p_threshold(logits, weights, top_p)] = 0
     if min_p > 0.0:
-        kept[kept < int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))] = 0  # the least: min_p of the largest
-    cumulative = np.cumsum(kept)
-    target = fraction_of(int(cumulative[-1]), uniform)
+        weights[weights < int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))] = 0  # the least: min_p of the largest
+    cumulative = np.cumsum(weights)
+    target = (int(cumulative[-1]) * uniform) >> UNIFORM_BITS
     return int(np.searchsorted(cumulative, target, side="right"))

@@ -70,20 +70,9 @@ def ngram_draft_triton(
     """Launch the kernel; see `ngram_draft`."""
     rows, most = drafts.shape
     _ngram_draft_kernel[(rows,)](
-        drafts,
-        num_drafts,
-        match_lengths,
-        history,
-        positions,
-        live_rows,
-        history.shape[1],
-        most,
-        ngram_min,
-        ngram_max,
-        MOST=triton.next_power_of_2(most),
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+        drafts, num_drafts, match_lengths, history, positions, live_rows, history.shape[1], most, ngram_min, ngram_max,
+        MOST=triton.next_power_of_2(most), BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 @operator(triton_version=ngram_draft_triton, is_compiled=True)

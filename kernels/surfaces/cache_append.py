@@ -1,8 +1,9 @@
-"""Append new keys and values to a cache behind what each row has: contiguous rows or pages, padded or packed tokens.
+"""Append new keys and values to a cache, as TransformerEngine (`cache_append`) and FlashInfer (`paged_append`) do it.
 
-Token i of row r goes to position `kv_len[r] - q_len[r] + i`, where both lengths are differences of neighbours in the
-cumulative sums. A token past its row's step length, or past the packed total, goes nowhere.
+They differ in how a token's place is found. A token that has none is skipped; nothing is read on the host.
 """
+
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,15 +14,68 @@ from ..native.registration import Int32, Written, operator
 _MAX_TILE = 4096
 
 
+class Entries(NamedTuple):
+    """Keys and values [rows, tokens, heads, channels], the last dimension dense; strides are in elements."""
+
+    keys: Tensor
+    values: Tensor
+    k_row: int
+    k_token: int
+    k_head: int
+    v_row: int
+    v_token: int
+    v_head: int
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> Self:
+        """Return the record of a cache or of new tokens; packed tokens [tokens, heads, channels] are in one row."""
+        if keys.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        if keys.stride(-1) != 1 or values.stride(-1) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        is_packed = keys.dim() == 3
+        strides = [(0, *x.stride()[:2]) if is_packed else x.stride()[:3] for x in (keys, values)]
+        return cls(keys, values, *strides[0], *strides[1])
+
+
+class AppendForm(NamedTuple):
+    """Channels of keys and of values, the same padded to powers of two, and the heads that one program copies."""
+
+    DIM_K: int
+    DIM_V: int
+    BLOCK_K: int
+    BLOCK_V: int
+    HEADS: int
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> Self:
+        """Return the form for a cache."""
+        block_k, block_v = triton.next_power_of_2(keys.shape[-1]), triton.next_power_of_2(values.shape[-1])
+        heads = min(triton.next_power_of_2(keys.shape[-2]), _MAX_TILE // max(block_k, block_v))
+        return cls(keys.shape[-1], values.shape[-1], block_k, block_v, max(heads, 1))
+
+
+@triton.jit
+def _copy_token(cache, slot, place, new, row, token, heads, FORM: tl.constexpr):
+    """Copy the keys and values of some heads of a token; `heads` is 0 where there is nothing to copy."""
+    head = tl.program_id(1) * FORM.HEADS + tl.arange(0, FORM.HEADS)[:, None]
+    d = tl.arange(0, FORM.BLOCK_K)[None, :]
+    mask = (head < heads) & (d < FORM.DIM_K)
+    target = cache.keys + slot * cache.k_row + place * cache.k_token + head * cache.k_head + d
+    tl.store(target, tl.load(new.keys + row * new.k_row + token * new.k_token + head * new.k_head + d, mask), mask)
+    d = tl.arange(0, FORM.BLOCK_V)[None, :]
+    mask = (head < heads) & (d < FORM.DIM_V)
+    target = cache.values + slot * cache.v_row + place * cache.v_token + head * cache.v_head + d
+    tl.store(target, tl.load(new.values + row * new.v_row + token * new.v_token + head * new.v_head + d, mask), mask)
+
+
 # One program copies one token's keys and values of a group of heads: it reads and writes
 # heads * (d_k + d_v) * itemsize bytes, and three or four int32 of metadata (packed: all of cu_seqlens_q, which stays
 # in L2). A position or page that cannot be is skipped, never an address.
 @triton.jit
 def _cache_append_kernel(
-    k_cache,
-    v_cache,
-    new_k,
-    new_v,
+    cache,
+    new,
     cu_seqlens_q,
     cu_seqlens_kv,
     page_table,
@@ -31,20 +85,10 @@ def _cache_append_kernel(
     slot_size,
     table_width,
     heads,
-    dim_k,
-    dim_v,
-    k_row_stride,
-    k_token_stride,
-    k_head_stride,
-    v_row_stride,
-    v_token_stride,
-    v_head_stride,
+    FORM: tl.constexpr,
     PACKED: tl.constexpr,
     PAGED: tl.constexpr,
     ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM_K: tl.constexpr,
-    DIM_V: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if PACKED:
@@ -59,8 +103,7 @@ def _cache_append_kernel(
     first = tl.load(cu_seqlens_q + row)
     step = tl.load(cu_seqlens_q + row + 1) - first
     token = pid - first if PACKED else pid % width
-    before = tl.load(cu_seqlens_kv + row + 1) - tl.load(cu_seqlens_kv + row) - step
-    position = before + token
+    position = tl.load(cu_seqlens_kv + row + 1) - tl.load(cu_seqlens_kv + row) - step + token
     alive = alive & (token >= 0) & (token < step) & (position >= 0)
     if PAGED:
         entry = position // slot_size
@@ -72,20 +115,25 @@ def _cache_append_kernel(
         slot = row
         alive = alive & (position < slot_size)
         place = position
+    source = (pid if PACKED else token).to(tl.int64)
+    _copy_token(cache, slot.to(tl.int64), place, new, row.to(tl.int64), source, tl.where(alive, heads, 0), FORM)
 
-    live_heads = tl.where(alive, heads, 0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    target = (slot.to(tl.int64) * slot_size + place) * heads + head
-    source_row = 0 if PACKED else row.to(tl.int64)
-    source_token = (pid if PACKED else token).to(tl.int64)
-    d = tl.arange(0, DIM_K)[None, :]
-    mask = (head < live_heads) & (d < dim_k)
-    source = source_row * k_row_stride + source_token * k_token_stride + head * k_head_stride
-    tl.store(k_cache + target * dim_k + d, tl.load(new_k + source + d, mask=mask), mask=mask)
-    d = tl.arange(0, DIM_V)[None, :]
-    mask = (head < live_heads) & (d < dim_v)
-    source = source_row * v_row_stride + source_token * v_token_stride + head * v_head_stride
-    tl.store(v_cache + target * dim_v + d, tl.load(new_v + source + d, mask=mask), mask=mask)
+
+# One program copies one token's keys and values of a group of heads, with five int32 of metadata.
+@triton.jit
+def _paged_append_kernel(
+    cache, new, batch_indices, positions, indices, indptr, rows, page_size, heads, FORM: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(batch_indices + token)
+    position = tl.load(positions + token)
+    if (row < 0) | (row >= rows) | (position < 0):
+        return
+    entry = tl.load(indptr + row) + position // page_size
+    if entry >= tl.load(indptr + row + 1):
+        return
+    page = tl.load(indices + entry).to(tl.int64)
+    _copy_token(cache, page, position % page_size, new, 0, token, heads, FORM)
 
 
 def cache_append_triton(
@@ -100,60 +148,48 @@ def cache_append_triton(
     """Launch the kernel; see `cache_append`."""
     if new_k.numel() == 0:
         return
-    if k_cache.element_size() == 1:
-        k_cache, v_cache, new_k, new_v = (t.view(torch.uint8) for t in (k_cache, v_cache, new_k, new_v))
-    new_k = new_k if new_k.stride(-1) == 1 else new_k.contiguous()
-    new_v = new_v if new_v.stride(-1) == 1 else new_v.contiguous()
     packed = new_k.dim() == 3
-    num_slots, slot_size, heads, dim_k = k_cache.shape
-    dim_v = v_cache.shape[3]
+    num_slots, slot_size, heads, _ = k_cache.shape
     rows = cu_seqlens_q.shape[0] - 1
     if not packed:
         rows = min(rows, new_k.shape[0])
-    width = 1 if packed else new_k.shape[1]
-    block_k, block_v = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
-    block_heads = max(min(triton.next_power_of_2(heads), _MAX_TILE // max(block_k, block_v)), 1)
-    k_strides = (0, *new_k.stride()[:2]) if packed else new_k.stride()[:3]
-    v_strides = (0, *new_v.stride()[:2]) if packed else new_v.stride()[:3]
-    grid = (new_k.shape[0] * width, triton.cdiv(heads, block_heads))
-    _cache_append_kernel[grid](
-        k_cache,
-        v_cache,
-        new_k,
-        new_v,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        page_table,
-        rows,
-        width,
-        num_slots,
-        slot_size,
-        0 if page_table is None else page_table.shape[1],
-        heads,
-        dim_k,
-        dim_v,
-        *k_strides,
-        *v_strides,
-        PACKED=packed,
-        PAGED=page_table is not None,
-        ROWS=triton.next_power_of_2(rows),
-        HEADS=block_heads,
-        DIM_K=block_k,
-        DIM_V=block_v,
-        num_warps=4,
-    )
+    width, table_width = 1 if packed else new_k.shape[1], 0 if page_table is None else page_table.shape[1]
+    form = AppendForm.of(k_cache, v_cache)
+    _cache_append_kernel[(new_k.shape[0] * width, triton.cdiv(heads, form.HEADS))](
+        Entries.of(k_cache, v_cache), Entries.of(new_k, new_v), cu_seqlens_q, cu_seqlens_kv, page_table,
+        rows, width, num_slots, slot_size, table_width, heads,
+        FORM=form, PACKED=packed, PAGED=page_table is not None, ROWS=triton.next_power_of_2(rows), num_warps=4,
+    )  # fmt: skip
 
 
-def _write(cache: Tensor, new: Tensor, target: Tensor, alive: Tensor) -> None:
-    flat = cache.view(-1, *cache.shape[2:])
-    if cache.is_cpu:
-        flat.index_copy_(0, target[alive], new[alive])
+def paged_append_triton(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    indices: Tensor,
+    indptr: Tensor,
+) -> None:
+    """Launch the kernel; see `paged_append`. It has run in Triton's interpreter."""
+    tokens, heads, _ = key.shape
+    if not tokens:
         return
-    target, alive = target.reshape(-1), alive.reshape(-1)
-    new = new.reshape(-1, *new.shape[-2:])
-    at_zero = alive & (target == 0)
-    first = torch.where(at_zero.any(), new[at_zero.long().argmax()], flat[0])
-    flat.index_copy_(0, torch.where(alive, target, 0), torch.where(alive[:, None, None], new, first))
+    new = Entries.of(key.to(k_cache.dtype), value.to(v_cache.dtype))  # torch rounds, the same on every architecture
+    form = AppendForm.of(k_cache, v_cache)
+    _paged_append_kernel[(tokens, triton.cdiv(heads, form.HEADS))](
+        Entries.of(k_cache, v_cache), new, batch_indices, positions, indices, indptr,
+        indptr.shape[0] - 1, k_cache.shape[1], heads, FORM=form, num_warps=2,
+    )  # fmt: skip
+
+
+def _write(cache: Tensor, new: Tensor, slots: Tensor, places: Tensor) -> None:
+    """Write `new` [n, heads, channels] to places of a cache."""
+    new = new.to(cache.dtype)
+    if cache.element_size() == 1:
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+    cache[slots, places] = new
 
 
 @operator(triton_version=cache_append_triton)
@@ -168,6 +204,9 @@ def cache_append(
 ) -> None:
     """Write each row's new keys and values at the end of what it has.
 
+    Token i of row r goes to position `kv_len[r] - q_len[r] + i`; both lengths are differences of neighbours in the
+    cumulative sums. A token past its row's step length, or past the packed total, is skipped.
+
     Args:
         k_cache: [rows, max_seq, h, d_k], or with a page table [pages, page_size, h, d_k]; contiguous.
         v_cache: the same with d_v.
@@ -177,36 +216,67 @@ def cache_append(
         cu_seqlens_kv: int32 [rows + 1], sums of the lengths after the step.
         page_table: int32 [rows, pages a row], or None for contiguous rows.
     """
-    if k_cache.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
-        k_cache, v_cache, new_k, new_v = (t.view(torch.uint8) for t in (k_cache, v_cache, new_k, new_v))
-    packed = new_k.dim() == 3
     rows = cu_seqlens_q.shape[0] - 1
-    if not packed:
-        rows = min(rows, new_k.shape[0])
-    device = k_cache.device
-    if packed:
-        row = torch.searchsorted(cu_seqlens_q[1:].contiguous(), torch.arange(new_k.shape[0], device=device), right=True)
+    steps, lengths = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
+    if new_k.dim() == 3:
+        index = torch.arange(new_k.shape[0], device=k_cache.device)
+        row = torch.searchsorted(cu_seqlens_q[1:].contiguous(), index, right=True)
         alive = row < rows
         row = row.clamp_(max=rows - 1)
-        token = torch.arange(new_k.shape[0], device=device) - cu_seqlens_q[row]
+        token = index - cu_seqlens_q[row]
     else:
-        row = torch.arange(rows, device=device)[:, None]
-        token = torch.arange(new_k.shape[1], device=device)
-        alive = torch.ones((), dtype=torch.bool, device=device)
+        rows = min(rows, new_k.shape[0])
         new_k, new_v = new_k[:rows], new_v[:rows]
-    step = cu_seqlens_q.diff()[row]
-    position = cu_seqlens_kv.diff()[row] - step + token
-    alive = alive & (token >= 0) & (token < step) & (position >= 0)
-    num_slots, slot_size = k_cache.shape[:2]
+        row, token = torch.meshgrid(
+            *(torch.arange(count, device=k_cache.device) for count in new_k.shape[:2]), indexing="ij"
+        )
+        alive = torch.ones_like(row, dtype=torch.bool)
+    position = lengths[row] - steps[row] + token
+    alive = alive & (token >= 0) & (token < steps[row]) & (position >= 0)
     if page_table is None:
-        alive = alive & (position < slot_size)
-        target = row * slot_size + position
+        slot, place = row, position
+        alive = alive & (position < k_cache.shape[1])
     else:
-        entry = position // slot_size
+        entry, place = position // k_cache.shape[1], position % k_cache.shape[1]
         alive = alive & (entry < page_table.shape[1])
-        page = page_table[row, entry.clamp(0, page_table.shape[1] - 1)]
-        alive = alive & (page >= 0) & (page < num_slots)
-        target = page.long() * slot_size + position % slot_size
-    # what goes nowhere is written over place 0 with what place 0 holds in the end
-    _write(k_cache, new_k, target, alive)
-    _write(v_cache, new_v, target, alive)
+        slot = page_table[row, entry.clamp(0, page_table.shape[1] - 1)].long()
+        alive = alive & (slot >= 0) & (slot < k_cache.shape[0])
+    for cache, new in ((k_cache, new_k), (v_cache, new_v)):
+        chosen = (new.view(torch.uint8) if new.element_size() == 1 else new)[alive]
+        _write(cache, chosen.view(new.dtype), slot[alive], place[alive])
+
+
+@operator(triton_version=paged_append_triton)
+def paged_append(
+    k_cache: Written[Tensor],
+    v_cache: Written[Tensor],
+    key: Tensor,
+    value: Tensor,
+    batch_indices: Int32,
+    positions: Int32,
+    indices: Int32,
+    indptr: Int32,
+) -> None:
+    """Write new keys and values to their places in pages that are listed one row after another.
+
+    Args:
+        k_cache: [pages, page_size, heads, d], strided but for the last dimension; any float dtype, fp8 too.
+        v_cache: [pages, page_size, heads, dv].
+        key: [tokens, heads, d].
+        value: [tokens, heads, dv].
+        batch_indices: int32 [tokens], the row of each token; -1: it is skipped.
+        positions: int32 [tokens], its position in its row; past the row's pages it is skipped.
+        indices: int32, pages of all rows, one row after another.
+        indptr: int32 [rows + 1], where each row's pages begin.
+    """
+    page_size = k_cache.shape[1]
+    named = (batch_indices >= 0) & (batch_indices < indptr.shape[0] - 1) & (positions >= 0)
+    row, position = torch.where(named, batch_indices, 0).long(), torch.where(named, positions, 0)
+    entry = indptr[row] + position // page_size
+    listed = (entry >= 0) & (entry < indptr[row + 1].clamp(max=indices.shape[0]))
+    kept = (named & listed).nonzero().squeeze(1)
+    pages = indices[entry[kept].long()].long()
+    there = (pages >= 0) & (pages < k_cache.shape[0])
+    kept, pages = kept[there], pages[there]
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        _write(cache, new[kept], pages, (position[kept] % page_size).long())

@@ -55,39 +55,27 @@ def _merge_states_kernel(
 
 # One program merges one head of one row into its first state, or leaves it alone where the mask says so.
 @triton.jit
-def _merge_state_kernel(
-    v_out,
-    s_out,
-    v_a,
-    s_a,
-    v_b,
-    s_b,
-    mask,
-    heads,
-    dim,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _merge_state_kernel(v, s, v_other, s_other, mask, heads, dim, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if HAS_MASK:  # noqa: SIM102 (the mask may only be read where there is one)
         if tl.load(mask + row) == 0:
             return
     place = row * heads + tl.program_id(1)
     dims = tl.arange(0, BLOCK)
-    sum_a = tl.load(s_a + place).to(tl.float32)
-    sum_b = tl.load(s_b + place).to(tl.float32)
+    sum_a = tl.load(s + place).to(tl.float32)
+    sum_b = tl.load(s_other + place).to(tl.float32)
     top = tl.maximum(sum_a, sum_b)
     base = tl.where(top == -float("inf"), 0.0, top)
     weight_a = tl.exp2(sum_a - base)
     weight_b = tl.exp2(sum_b - base)
     total = weight_a + weight_b
     norm = tl.where(total == 0.0, 1.0, total)
-    part_a = tl.load(v_a + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
-    part_b = tl.load(v_b + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
+    part_a = tl.load(v + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
+    part_b = tl.load(v_other + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
     merged = tl.where(weight_a == 0.0, 0.0, part_a * weight_a)
     merged += tl.where(weight_b == 0.0, 0.0, part_b * weight_b)
-    tl.store(v_out + place * dim + dims, (merged / norm).to(v_out.dtype.element_ty), mask=dims < dim)
-    tl.store(s_out + place, top + tl.log2(norm))
+    tl.store(v + place * dim + dims, (merged / norm).to(v.dtype.element_ty), mask=dims < dim)
+    tl.store(s + place, top + tl.log2(norm))
 
 
 def merge_states_triton(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
@@ -95,47 +83,31 @@ def merge_states_triton(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> N
     rows, states, heads, dim = v.shape
     if v.stride(-1) != 1:
         v = v.contiguous()
+    block = triton.next_power_of_2(dim)
     _merge_states_kernel[(rows, heads)](
-        v_out,
-        s_out,
-        v,
-        s,
-        states,
-        heads,
-        dim,
-        *v.stride()[:3],
-        *s.stride(),
-        BLOCK=triton.next_power_of_2(dim),
-        num_warps=1,
+        v_out, s_out, v, s, states, heads, dim, *v.stride()[:3], *s.stride(), BLOCK=block, num_warps=1
     )
 
 
-def merge_state_triton(
-    v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None
-) -> None:
-    """Launch the kernel; see `merge_state`. It has run in Triton's interpreter."""
-    rows, heads, dim = v_a.shape
+def merge_state_in_place_triton(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None) -> None:
+    """Launch the kernel; see `merge_state_in_place`. It has run in Triton's interpreter."""
+    rows, heads, dim = v.shape
+    block = triton.next_power_of_2(dim)
     _merge_state_kernel[(rows, heads)](
-        v_out,
-        s_out,
-        v_a,
-        s_a,
-        v_b,
-        s_b,
-        mask,
-        heads,
-        dim,
-        HAS_MASK=mask is not None,
-        BLOCK=triton.next_power_of_2(dim),
-        num_warps=1,
+        v, s, v_other, s_other, mask, heads, dim, HAS_MASK=mask is not None, BLOCK=block, num_warps=1
     )
 
 
-def _merge_in_place_triton(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None) -> None:
-    merge_state_triton(v, s, v, s, v_other, s_other, mask)
+@operator(triton_version=merge_states_triton)
+def merge_states(v_out: Written[Tensor], s_out: Written[Tensor], v: Tensor, s: Tensor) -> None:
+    """Merge any number of states into one.
 
-
-def _merge_many(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
+    Args:
+        v_out: [rows, heads, dim], contiguous.
+        s_out: fp32 [rows, heads], contiguous, base 2.
+        v: [rows, states, heads, dim].
+        s: fp32 [rows, states, heads].
+    """
     if v.shape[1] == 0:
         v_out.zero_()
         s_out.fill_(-float("inf"))
@@ -149,53 +121,7 @@ def _merge_many(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
     s_out.copy_(top.squeeze(1) + torch.log2(norm.squeeze(-1)))
 
 
-def _merge_two(
-    v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None
-) -> None:
-    v, s = torch.empty_like(v_out), torch.empty_like(s_out)
-    _merge_many(v, s, torch.stack([v_a, v_b], dim=1), torch.stack([s_a, s_b], dim=1))
-    v_out.copy_(v if mask is None else torch.where(mask.bool().view(-1, 1, 1), v, v_out))
-    s_out.copy_(s if mask is None else torch.where(mask.bool().view(-1, 1), s, s_out))
-
-
-@operator(triton_version=merge_states_triton)
-def merge_states(v_out: Written[Tensor], s_out: Written[Tensor], v: Tensor, s: Tensor) -> None:
-    """Merge any number of states into one.
-
-    Args:
-        v_out: [rows, heads, dim], contiguous.
-        s_out: fp32 [rows, heads], contiguous, base 2.
-        v: [rows, states, heads, dim].
-        s: fp32 [rows, states, heads].
-    """
-    _merge_many(v_out, s_out, v, s)
-
-
-@operator(triton_version=merge_state_triton)
-def merge_state(
-    v_out: Written[Tensor],
-    s_out: Written[Tensor],
-    v_a: Tensor,
-    s_a: Tensor,
-    v_b: Tensor,
-    s_b: Tensor,
-    mask: Tensor | None = None,
-) -> None:
-    """Merge two states into another.
-
-    Args:
-        v_out: [rows, heads, dim], contiguous, as all the others.
-        s_out: fp32 [rows, heads], base 2.
-        v_a: [rows, heads, dim].
-        s_a: fp32 [rows, heads].
-        v_b: [rows, heads, dim].
-        s_b: fp32 [rows, heads].
-        mask: bool or int [rows]; rows where it is 0 keep what v_out and s_out hold. None: all are merged.
-    """
-    _merge_two(v_out, s_out, v_a, s_a, v_b, s_b, mask)
-
-
-@operator(triton_version=_merge_in_place_triton)
+@operator(triton_version=merge_state_in_place_triton)
 def merge_state_in_place(
     v: Written[Tensor], s: Written[Tensor], v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
 ) -> None:
@@ -208,4 +134,9 @@ def merge_state_in_place(
         s_other: fp32 [rows, heads], contiguous.
         mask: bool or int [rows]; rows where it is 0 are left alone. None: all are merged.
     """
-    _merge_two(v, s, v, s, v_other, s_other, mask)
+    merged, log_sum = torch.empty_like(v), torch.empty_like(s)
+    merge_states.__wrapped__(  # type: ignore[attr-defined]
+        merged, log_sum, torch.stack([v, v_other], dim=1), torch.stack([s, s_other], dim=1)
+    )
+    v.copy_(merged if mask is None else torch.where(mask.bool().view(-1, 1, 1), merged, v))
+    s.copy_(log_sum if mask is None else torch.where(mask.bool().view(-1, 1), log_sum, s))

@@ -3,13 +3,24 @@
 Slots, positions and owners are read on the device. A slot or position that the cache does not have is skipped.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Written, operator
 
-_SHIFT_BLOCK = 64
+
+class Strides(NamedTuple):
+    """Strides of the cache (slot, head, place) and of the new tokens (row, head, token), in elements."""
+
+    slot: int
+    head: int
+    place: int
+    new_row: int
+    new_head: int
+    new_token: int
 
 
 # One program copies one token of one row and head: it reads and writes d * itemsize bytes.
@@ -22,17 +33,11 @@ def _slot_scatter_kernel(
     owned,
     num_slots,
     length,
-    heads,
     tokens,
     dim,
     shards,
     offset,
-    slot_stride,
-    head_stride,
-    place_stride,
-    new_row_stride,
-    new_head_stride,
-    new_token_stride,
+    strides,
     HAS_SLOTS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     HAS_OWNED: tl.constexpr,
@@ -51,54 +56,10 @@ def _slot_scatter_kernel(
         alive = alive & ((place < length - 1) | (is_owned == 0))
     alive = alive & (place < length)
     d = tl.arange(0, DIM)
-    source = row * new_row_stride + head * new_head_stride + token * new_token_stride
-    target = slot * slot_stride + head * head_stride + place * place_stride
+    source = row * strides.new_row + head * strides.new_head + token * strides.new_token
+    target = slot * strides.slot + head * strides.head + place * strides.place
     inside = d < tl.where(alive, dim, 0)
     tl.store(cache + target + d, tl.load(new + source + d, mask=inside), mask=inside)
-
-
-# One program moves one slot and head to the left by the new tokens, block by block, and writes those behind: it reads
-# and writes length * d * itemsize bytes. A block is read whole before it is written; the barriers are what says so.
-@triton.jit
-def _slot_shift_kernel(
-    cache,
-    new,
-    slots,
-    num_slots,
-    length,
-    heads,
-    tokens,
-    dim,
-    slot_stride,
-    head_stride,
-    place_stride,
-    new_row_stride,
-    new_head_stride,
-    new_token_stride,
-    HAS_SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64) if HAS_SLOTS else row
-    if (slot >= 0) & (slot < num_slots):
-        base = cache + slot * slot_stride + head * head_stride
-        source = new + row * new_row_stride + head * new_head_stride
-        d = tl.arange(0, DIM)[None, :]
-        kept = length - tokens
-        for first in range(0, length, BLOCK):
-            place = first + tl.arange(0, BLOCK)[:, None]
-            old = (place < kept) & (d < dim)
-            fresh = (place >= kept) & (place < length) & (d < dim)
-            values = tl.load(base + (place + tokens) * place_stride + d, mask=old, other=0)
-            values += tl.load(source + (place - kept) * new_token_stride + d, mask=fresh, other=0)
-            tl.debug_barrier()
-            tl.store(base + place * place_stride + d, values, mask=old | fresh)
-            tl.debug_barrier()
-
-
-_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def slot_scatter_triton(
@@ -115,52 +76,14 @@ def slot_scatter_triton(
         return
     new = new if new.stride(-1) == 1 else new.contiguous()
     rows, heads, tokens, dim = new.shape
+    positions = positions if positions is None else positions.contiguous()
+    owned = owned if owned is None else owned.to(torch.int32).contiguous()
     _slot_scatter_kernel[(rows * tokens, heads)](
-        cache,
-        new,
-        slots,
-        positions if positions is None else positions.contiguous(),
-        owned if owned is None else owned.to(torch.int32).contiguous(),
-        cache.shape[0],
-        cache.shape[2],
-        heads,
-        tokens,
-        dim,
-        shards,
-        offset,
-        *cache.stride()[:3],
-        *new.stride()[:3],
-        HAS_SLOTS=slots is not None,
-        HAS_POSITIONS=positions is not None,
-        HAS_OWNED=owned is not None,
-        DIM=triton.next_power_of_2(dim),
-        num_warps=1,
-    )
-
-
-def slot_shift_triton(cache: Tensor, new: Tensor, slots: Tensor | None) -> None:
-    """Launch the kernel; see `slot_shift`."""
-    if not new.numel():
-        return
-    new = new if new.stride(-1) == 1 else new.contiguous()
-    as_int = _INT_OF_SIZE[cache.element_size()]
-    rows, heads, tokens, dim = new.shape
-    _slot_shift_kernel[(rows, heads)](
-        cache.view(as_int),
-        new.view(as_int),
-        slots,
-        cache.shape[0],
-        cache.shape[2],
-        heads,
-        tokens,
-        dim,
-        *cache.stride()[:3],
-        *new.stride()[:3],
-        HAS_SLOTS=slots is not None,
-        BLOCK=_SHIFT_BLOCK,
-        DIM=triton.next_power_of_2(dim),
-        num_warps=4,
-    )
+        cache, new, slots, positions, owned, cache.shape[0], cache.shape[2], tokens, dim, shards, offset,
+        Strides(*cache.stride()[:3], *new.stride()[:3]),
+        HAS_SLOTS=slots is not None, HAS_POSITIONS=positions is not None, HAS_OWNED=owned is not None,
+        DIM=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
 
 
 @operator(triton_version=slot_scatter_triton)
@@ -200,18 +123,24 @@ def slot_scatter(
     cache[slot[alive], :, place[alive]] = new.transpose(1, 2)[alive]
 
 
-@operator(triton_version=slot_shift_triton)
+@operator()
 def slot_shift(cache: Written[Tensor], new: Tensor, slots: Tensor | None = None) -> None:
     """Drop the oldest tokens of each named slot at the left, and append the new ones at the right.
 
     Args:
-        cache: [slots, h, length, d], the last dimension dense.
+        cache: [slots, h, length, d].
         new: [rows, h, n, d] with n <= length, any strides.
         slots: int [rows], unique; None means row i is slot i.
     """
-    kept = cache.shape[2] - new.shape[2]
-    named = range(new.shape[0]) if slots is None else slots.tolist()
-    for row, slot in enumerate(named):
-        if 0 <= slot < cache.shape[0]:
-            cache[slot, :, :kept] = cache[slot, :, new.shape[2] :].clone()
-            cache[slot, :, kept:] = new[row]
+    count, rows, tokens = cache.shape[0], new.shape[0], new.shape[2]
+    if not new.numel():
+        return
+    index = torch.arange(rows, device=cache.device)
+    slot = index if slots is None else slots.long()
+    row_of = torch.full((count + 1,), -1, device=cache.device)  # of each slot; what is no slot is behind them
+    row_of[torch.where((slot >= 0) & (slot < count), slot, count)] = index
+    row_of = row_of[:count]
+    if cache.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+    shifted = torch.cat([cache[:, :, tokens:], new[row_of.clamp(min=0)]], dim=2)
+    cache.copy_(torch.where((row_of >= 0).view(-1, 1, 1, 1), shifted, cache))

@@ -5,7 +5,7 @@ import torch
 
 from graphdecode import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.surfaces.paged_append import paged_append_triton
+from graphdecode.kernels.surfaces.cache_append import paged_append_triton
 
 paged_append_torch = versions("paged_append").torch
 

@@ -9,12 +9,13 @@ from covering import pairwise
 from key_mixing import mixing
 from paged_rows import int8_codes, tolerance
 
-from graphdecode.attention import HeadTurn, PagedDecodeAttention
+from graphdecode.attention import PagedDecodeAttention, QKNormRope
 from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
+from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
 from graphdecode.kernels.native import library as native
@@ -197,7 +198,10 @@ class Problem:
         options = (self.options.sm_scale, self.options.window_left, self.options.soft_cap, sinks)
         options = (AttentionOptions(*options),) if takes_whole(version) else options
         of_pages = (PageScales(*scales) if scales[0] is not None else None,) if takes_whole(version) else scales
-        version(*given, kv_lens, plan, *workspace, *constants, EPS, items, *options, *self.units, *of_pages)
+        work, rope = (kv_lens, plan, *workspace), (*constants, EPS)
+        if takes_whole(version):
+            work, rope = (SplitPlan(*work),), (QKNormRope(*rope),)
+        version(*given, *work, *rope, items, *options, *self.units, *of_pages)
         assert not workspace[-1].any(), "the next launch counts from 0"
         return given[0].cpu(), self.widened(
             *([x.cpu() for x in some if x is not None] for some in (given[1:3], scales))
@@ -229,18 +233,13 @@ def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
     Problem(case, device, number).check(two_launches if is_int8 else append_attention_triton, **split)
 
 
-def two_launches(out, k_cache, v_cache, qkv, table, kv_lens, plan, partial, sums, counters, cos_sin, *given):
+def two_launches(out, k_cache, v_cache, qkv, table, work, rope, items, options, *others):
     """What one launch of `append_attention` does, by an append and an attention."""
-    q_norm, k_norm, eps, items, options, *_, scales = given
+    kv_lens, scales = work.kv_lens, others[-1]
     q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
     live = (kv_lens[: len(out)] > 0).sum().to(torch.int32).view(1)
-    rope_append_triton(
-        q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, cos_sin, q_norm, k_norm, eps, scales=scales
-    )
-    decode_attention_triton(
-        out, None, q, k_cache, v_cache, table, None, kv_lens, plan, partial, sums, counters, 1, items, options, 1.0,
-        "NONE", 1.0, 1e4, scales,
-    )  # fmt: skip
+    rope_append_triton(q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, rope, scales=scales)
+    decode_attention_triton(out, None, q, k_cache, v_cache, table, None, work, 1, items, options, scales=scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -252,7 +251,7 @@ def test_two_launches_over_an_int8_cache_are_what_one_is(dtype, monkeypatch):
     lens, live = torch.tensor([0, 7, 19], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     table = torch.randperm(15, generator=draw).view(rows, 5).to(torch.int32)
     angles = torch.rand(20, dim // 2, generator=draw)
-    turn = HeadTurn(torch.stack([angles.cos(), angles.sin()], dim=1))
+    turn = QKNormRope(torch.stack([angles.cos(), angles.sin()], dim=1))
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=draw).to(dtype)
     codes = torch.randint(-127, 128, (2, 16, page, kv_heads, dim), generator=draw).to(torch.int8)
     found = []

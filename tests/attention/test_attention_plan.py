@@ -14,8 +14,8 @@ from graphdecode.kernels.attention.attention_plan import (
     plan_size,
     work_items,
 )
-from graphdecode.kernels.attention.attention_tile import PLAN_TILE
-from graphdecode.kernels.attention.work_item import ITEM_SIZE, PLAN_HEADER
+from graphdecode.kernels.attention.attention_tile import PLAN_HEADER, PLAN_TILE
+from graphdecode.kernels.attention.work_item import ITEM_SIZE
 from graphdecode.kernels.native.registration import versions
 
 attention_plan_torch = versions("attention_plan").torch

@@ -12,8 +12,9 @@ from paged_rows import PagedRows, tolerance
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
 from graphdecode.kernels.attention.attention_plan import plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
-from graphdecode.kernels.attention.attention_torch import widen
+from graphdecode.kernels.attention.attention_torch import Positions, widen
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
+from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
@@ -98,6 +99,14 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     sums = torch.full(q.shape[:2], math.nan, device=device) if lse else None
     sinks = None if options.sinks is None else options.sinks.to(device)
     given = (options.sm_scale, options.window_left, options.soft_cap, sinks)
+    partial = torch.full((items, q_len, heads, value_dim), math.nan, device=device)
+    partial_lse = torch.full((items, q_len, heads), math.nan, device=device)
+    work, positions = (
+        (kv_lens, plan, partial, partial_lse, counters),
+        (options.mode, options.rope_scale, options.rope_theta),
+    )
+    if version is decode_attention_triton:
+        work, given, positions = (SplitPlan(*work),), (AttentionOptions(*given),), (Positions(*positions),)
     version(
         out,
         sums,
@@ -106,18 +115,12 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         rows.v_cache,
         rows.table if dense else rows.indices,
         None if dense else rows.indptr,
-        kv_lens,
-        plan,
-        torch.full((items, q_len, heads, value_dim), math.nan, device=device),
-        torch.full((items, q_len, heads), math.nan, device=device),
-        counters,
+        *work,
         q_len,
         items,
-        *((AttentionOptions(*given),) if version is decode_attention_triton else given),
+        *given,
         options.v_scale,
-        options.mode,
-        options.rope_scale,
-        options.rope_theta,
+        *positions,
         *scales_of(version, rows),
     )
     assert not counters.any(), "the next launch counts from 0"

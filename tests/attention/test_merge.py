@@ -7,9 +7,9 @@ import torch
 
 from graphdecode import merge_state, merge_state_in_place, merge_states
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.surfaces.merge_states import merge_state_triton, merge_states_triton
+from graphdecode.kernels.surfaces.merge_states import merge_state_in_place_triton, merge_states_triton
 
-merge_state_torch = versions("merge_state").torch
+merge_state_in_place_torch = versions("merge_state_in_place").torch
 merge_states_torch = versions("merge_states").torch
 
 ROWS, HEADS, DIM = 5, 3, 40
@@ -56,9 +56,9 @@ def test_a_state_that_is_no_number_leaves_none(version, device):
     version(merged, total, v, s)
     torch.testing.assert_close(merged.double().cpu(), wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
     torch.testing.assert_close(total.double().cpu(), wanted_total, atol=1e-5, rtol=1e-5, equal_nan=True)
-    version = merge_state_torch if version is merge_states_torch else merge_state_triton
-    two, both = torch.empty_like(merged), torch.empty_like(total)
-    version(two, both, v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous(), None)
+    version = merge_state_in_place_torch if version is merge_states_torch else merge_state_in_place_triton
+    two, both = v[:, 0].clone(), s[:, 0].clone()
+    version(two, both, v[:, 1].contiguous(), s[:, 1].contiguous(), None)
     assert two[2].isnan().all(-1).tolist() == both[2].isnan().tolist() == [True, False, False]
 
 
@@ -93,10 +93,11 @@ def test_kernels_agree_with_the_torch_versions(device):
     torch.testing.assert_close(outs[0], outs[1])
     pair = [part.contiguous() for part in (v[:, 0], s[:, 0], v[:, 1], s[:, 1])]
     mask = torch.tensor([1, 1, 0, 1, 0], dtype=torch.uint8, device=device)
-    for version, (out, total) in zip((merge_state_triton, merge_state_torch), outs[2:], strict=True):
-        out.fill_(7.0)
-        total.fill_(7.0)
-        version(out, total, *pair, mask)
+    for version, (out, total) in zip((merge_state_in_place_triton, merge_state_in_place_torch), outs[2:], strict=True):
+        out.copy_(pair[0])
+        total.copy_(pair[1])
+        out[~mask.bool()], total[~mask.bool()] = 7.0, 7.0
+        version(out, total, pair[2], pair[3], mask)
     torch.testing.assert_close(outs[2], outs[3])
     assert (outs[2][0][2] == 7.0).all()
 

@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import graphdecode.attention
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention
-from graphdecode.attention.paged_decode import decode_workspace
+from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.kernels.attention.attention_plan import plan_size
 
 OPERATORS = torch.ops.graphdecode
@@ -36,7 +36,7 @@ def test_operators_pass_opcheck(rows, device):
     opcheck(OPERATORS.paged_attention_plan.default, arguments, test_utils=CHECKS)
     q = torch.randn(3, HEADS, DIM, device=device)
     lse = torch.zeros(3, HEADS, device=device)
-    workspace = decode_workspace(torch.device(device), 3, 8, HEADS, DIM)
+    workspace = new_split_plan(torch.device(device), 3, 8, HEADS, DIM)[2:]
     caches = (rows.k_cache.nan_to_num(), rows.v_cache.nan_to_num())
     arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, *workspace, 1, 8)
     arguments = (*arguments, 0.2, -1, 0.0, torch.randn(HEADS, device=device), 1.0, "NONE", 1.0, 1e4, None, None)
@@ -52,7 +52,6 @@ def test_operators_pass_opcheck(rows, device):
     v, s = torch.randn(3, 2, HEADS, DIM, device=device), torch.randn(3, 2, HEADS, device=device)
     opcheck(OPERATORS.merge_states.default, (torch.empty_like(q), lse, v, s), test_utils=CHECKS)
     pair = [part.contiguous() for part in (v[:, 0], s[:, 0], v[:, 1], s[:, 1])]
-    opcheck(OPERATORS.merge_state.default, (torch.empty_like(q), lse, *pair, None), test_utils=CHECKS)
     opcheck(OPERATORS.merge_state_in_place.default, (*pair, None), test_utils=CHECKS)
     cos_sin = torch.randn(64, 2, DIM // 2, device=device)
     qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * DIM, device=device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from key_mixing import mixing
 
+from graphdecode.kernels.attention.attention_records import QKNormRope
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append, rope_append_triton
 from graphdecode.kernels.native.registration import versions
@@ -16,7 +17,14 @@ def rope_append_torch(*given, k_scale=1.0, v_scale=1.0, scales=None):
 
 
 HEADS, KV_HEADS, PAGE, PAGES, POSITIONS = 6, 2, 4, 12, 40
-VERSIONS = {"triton": rope_append_triton, "torch": rope_append_torch}
+
+
+def with_record(version):
+    """Return a version of one record for norm and rotation as one that takes its fields."""
+    return lambda *given, **others: version(*given[:8], QKNormRope(*given[8:]), **others)
+
+
+VERSIONS = {"triton": with_record(rope_append_triton), "torch": rope_append_torch}
 
 
 def inputs(dim, rotated, dtype, norm, device, tokens=5, live=4, seed=0):
@@ -118,7 +126,7 @@ def test_mixed_queries_stay_what_fp16_can_hold(version, device):
     given["qkv"].fill_(60000.0)
     given |= {name: torch.zeros_like(given[name], dtype=torch.int8) for name in ("k_cache", "v_cache")}
     scales = torch.zeros(2, PAGES, KV_HEADS, PAGE, dtype=torch.bfloat16, device=given["live"].device)
-    VERSIONS.get(version, rope_append)(*given.values(), scales=PageScales(*scales))
+    VERSIONS.get(version, with_record(rope_append))(*given.values(), scales=PageScales(*scales))
     first, others = given["q_out"][: given["live"].item()].cpu().split((1, 63), dim=-1)
     assert (first == 65504).all()
     assert (others == 0).all()

@@ -13,7 +13,7 @@ from graphdecode.kernels.surfaces.cache_moves import (
     plan_row_moves_triton,
     plan_words,
 )
-from graphdecode.kernels.surfaces.page_gather import page_gather, page_gather_triton
+from graphdecode.kernels.surfaces.page_gather import page_gather
 
 cache_append_torch = versions("cache_append").torch
 move_rows_torch = versions("move_rows").torch
@@ -183,7 +183,7 @@ def test_moves_of_bf16_are_bit_exact(device):
     assert torch.equal(keys.cpu(), expected[0])
 
 
-@pytest.mark.parametrize("version", [page_gather_torch, page_gather_triton, page_gather])
+@pytest.mark.parametrize("version", [page_gather_torch, page_gather])
 def test_gather_gives_each_rows_tokens_and_zeros_behind_them(version, device):
     generator = torch.Generator().manual_seed(3)
     cache = torch.randn(6, 4, 2, 3, generator=generator)

@@ -27,7 +27,7 @@ def test_pages_come_in_ascending_runs_and_are_counted():
         ("give_back", [9]),
         ("share", [0, 3]),
         ("share", [-1]),
-        ("reclaim", 1),
+        ("evict", 1),
     ],
 )
 def test_what_the_pool_cannot_do_is_an_error_that_changes_nothing(verb, argument):

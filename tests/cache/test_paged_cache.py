@@ -43,9 +43,9 @@ def test_a_prefix_is_found_after_its_sequence_has_left():
     cache = make()
     compute(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     cache.free("a")
-    assert (cache.pool.used, cache.pool.parked, cache.available_pages) == (0, 2, 8)
+    assert (cache.pool.used, cache.pool.evictable, cache.available_pages) == (0, 2, 8)
     assert cache.add("b", [1, 2, 3, 4, 5, 6, 7, 8, 0]) == 8
-    assert cache.pool.parked == 0
+    assert cache.pool.evictable == 0
 
 
 def test_at_least_one_token_is_left_to_compute():
@@ -66,7 +66,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_head_last():
         compute(cache, name, list(range(start, start + 12)))
     cache.free("old")
     cache.free("new")
-    assert (cache.pool.free, cache.pool.parked) == (0, 6)
+    assert (cache.pool.free, cache.pool.evictable) == (0, 6)
     cache.add("taker", [])
     cache.reserve("taker", 8)  # two pages: the tail of the older one
     assert cache.add("again", [*range(100, 112), 0]) == 4
@@ -120,7 +120,7 @@ def test_without_prefix_caching_nothing_is_found():
     compute(cache, "a", list(range(9)))
     assert cache.add("b", list(range(9))) == 0
     cache.free("a")
-    assert (cache.pool.free, cache.pool.parked) == (8, 0)
+    assert (cache.pool.free, cache.pool.evictable) == (8, 0)
 
 
 def test_publishing_hashes_only_pages_that_have_become_full():

@@ -45,7 +45,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return (
             {i: cache.pages_of(i) for i in cache.ledger.pages},
             [pool.count(page) for page in range(pool.total)],
-            (pool.free, pool.used, pool.shared, pool.parked),
+            (pool.free, pool.used, pool.shared, pool.evictable),
         )
 
     def refuses(self, call, *arguments):
@@ -185,8 +185,8 @@ class PrefixMachine(RuleBasedStateMachine):
         assert all(pool.count(page) == owners[page] for page in range(pool.total))
         assert pool.used == len(owners)
         assert pool.shared == sum(n > 1 for n in owners.values())
-        assert pool.free + pool.parked + pool.used == pool.total
-        assert self.cache.available_pages == pool.free + pool.parked
+        assert pool.free + pool.evictable + pool.used == pool.total
+        assert self.cache.available_pages == pool.free + pool.evictable
 
 
 TestPrefixes = PrefixMachine.TestCase

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # a toy: a number is added to the logits of keys, but to no sink; file -> what stands there once, and what it becomes
 TOY = {
     "graphdecode/models/config.py": [
-        ("    attention_soft_cap: float = 0.0\n", "    attention_soft_cap: float = 0.0\n    lift: float = 0.0\n"),
+        ("    attention_soft_cap: float = 0.0  #", "    lift: float = 0.0\n    attention_soft_cap: float = 0.0  #"),
         ("self.attention_soft_cap)\n", "self.attention_soft_cap, lift=self.lift)\n"),
     ],
     "graphdecode/models/families/llama.py": [
@@ -20,7 +20,7 @@ TOY = {
     ],
     "kernels/attention/attention_records.py": [
         ("    sinks: Float32 | None = None\n", "    sinks: Float32 | None = None\n    lift: float = 0.0\n"),
-        ("    HAS_CAP: bool\n", "    HAS_CAP: bool\n    HAS_LIFT: bool\n"),
+        ("    HAS_CAP: bool  # whether", "    HAS_LIFT: bool\n    HAS_CAP: bool  # whether"),
         ("        HAS_CAP=", "        HAS_LIFT=options.lift != 0.0,\n        HAS_CAP="),
     ],
     "kernels/attention/attention_tile.py": [
@@ -28,7 +28,10 @@ TOY = {
     ],
     "kernels/attention/attention_torch.py": [
         ("options.logits_soft_cap <= 0.0 and ", "options.logits_soft_cap <= 0.0 and options.lift == 0.0 and "),
-        ('    if positions.mode == "ALIBI":\n', '    logits += options.lift\n    if positions.mode == "ALIBI":\n'),
+        (
+            '    if positions.position_mode == "ALIBI":\n',
+            '    logits += options.lift\n    if positions.position_mode == "ALIBI":\n',
+        ),
     ],
     "kernels/attention/attention_pairs.h": [
         (

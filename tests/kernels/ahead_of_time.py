@@ -44,6 +44,7 @@ from graphdecode.kernels.attention import (
     attention_tile,
     decode_attention,
     extend_attention,
+    work_item,
 )
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.kv_format import PageScales
@@ -72,7 +73,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     sampling_slots,
 )
 from graphdecode.kernels.speculation import ngram_draft, verify_drafts
-from graphdecode.kernels.speculation.verify_drafts import DRAFT_COLUMNS, DraftSlots
+from graphdecode.kernels.speculation.verify_drafts import DRAFT_COLUMNS
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 
@@ -149,15 +150,15 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     lens = torch.empty(ROWS, dtype=torch.int32)
     cumulative = torch.empty(ROWS + 1, dtype=torch.int32)
     plan = torch.empty(1024, dtype=torch.int32)
-    partial = torch.empty(ROWS, 1, heads, head_dim)
-    partial_lse = torch.empty(ROWS, 1, heads)
+    workspace = (torch.empty(ROWS, 1, heads, head_dim), torch.empty(ROWS, 1, heads))
+    work = work_item.SplitPlan(lens, plan, *workspace, lens)
 
     sinks = torch.empty(heads) if head_dim < 256 else None  # no model has both
 
     def decode(*options: Any) -> None:
         decode_attention.decode_attention_triton(
-            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33,
-            attention_records.AttentionOptions(None, *options), 1.0, "NONE", 1.0, 1e4, scales,
+            q, None, q, cache, cache, table, None, work, 1, 33,
+            attention_records.AttentionOptions(None, *options), scales=scales,
         )  # fmt: skip
 
     qkv = torch.empty(ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -166,8 +167,8 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     def step(norms: tuple[int, int] | None, *options: Any) -> None:
         gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
         append_attention.append_attention_triton(
-            q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains,
-            1e-6, 33, attention_records.AttentionOptions(None, *options), scales=scales,
+            q, cache, cache, qkv, table, work, attention_records.QKNormRope(cos_sin, *gains, 1e-6),
+            33, attention_records.AttentionOptions(None, *options), scales=scales,
         )  # fmt: skip
 
     def extend(*options: Any) -> None:
@@ -206,9 +207,7 @@ def append_case(
         lens,
         lens,
         torch.empty(ROWS, WIDTH, dtype=torch.int32),
-        torch.empty(4096, 2, head_dim // 2),
-        *weights,
-        1e-6,
+        attention_records.QKNormRope(torch.empty(4096, 2, head_dim // 2), *weights, 1e-6),
         scales=scales_of(cache),
     )
 
@@ -286,28 +285,25 @@ def step_cases() -> dict[str, Callable[[], None]]:
 def speculation_cases() -> dict[str, Callable[[], None]]:
     """The launches that a step with drafts adds: the first query is judged by other code than those behind it."""
     tensors, ints = step_arguments(), partial(torch.empty, dtype=torch.int32)
-    table, finished, live = ints(ROWS, WIDTH), tensors["finished"], tensors["live_rows"]
-    position, step_index = tensors["pre_step_seqlens"], tensors["step_index"]
-    history, ring = ints(ROWS, HISTORY), ints(4 * (DRAFTS + 1), DRAFT_COLUMNS, ROWS)
-    slots = DraftSlots(ints(ROWS, DRAFTS), ints(ROWS), ints(ROWS), ints(ROWS))
-    count = ROWS * (DRAFTS + 1)
+    table, count = ints(ROWS, WIDTH), ROWS * (DRAFTS + 1)
+    sizes = {"active_rows": (1,), "step_entries": (1,), "last_position": (ROWS,), "history": (ROWS, HISTORY)}
+    sizes |= {"ring_drafts": (4, DRAFT_COLUMNS, ROWS), "drafts": (ROWS, DRAFTS)}
+    sizes |= dict.fromkeys(("num_drafts", "match_lengths", "draft_limit"), (ROWS,))
+    tensors |= {name: ints(size) for name, size in sizes.items()}
+    given = verify_drafts.DraftRows(*(tensors[name] for name in verify_drafts.DraftRows._fields))
     spread = verify_drafts.Queries(torch.empty(count, dtype=torch.int64), ints(count), ints(count, WIDTH), ints(1))
-    drafts = (slots.drafts, slots.num_drafts)
 
     def judge(index: int) -> Callable[[], None]:
-        state = (finished, ints(1), history, ring, tensors["ring_tokens"], step_index, position, *drafts, live)
-        return partial(verify_drafts.judge_drafts_triton, *state, index=index, queries=DRAFTS + 1)
+        return partial(verify_drafts.judge_drafts_triton, given, index=index, queries=DRAFTS + 1)
 
     def settle(adapts: bool) -> Callable[[], None]:
-        state = (finished, ints(1), ints(1), ring, slots, position, ints(ROWS), step_index, live)
-        return partial(verify_drafts.settle_drafts_triton, *state, queries=DRAFTS + 1, adapts=adapts)
+        return partial(verify_drafts.settle_drafts_triton, given, queries=DRAFTS + 1, adapts=adapts)
 
-    looked = (*drafts, slots.match_lengths, history, position, live)
-    rows = (tensors["tokens"], position, finished, *drafts, table, live)
+    looked = (given.drafts, given.num_drafts, given.match_lengths, given.history, given.pre_step_seqlens)
     return {
-        "ngram-draft": partial(ngram_draft.ngram_draft_triton, *looked, ngram_min=2, ngram_max=5),
+        "ngram-draft": partial(ngram_draft.ngram_draft_triton, *looked, given.live_rows, ngram_min=2, ngram_max=5),
         "spread-queries": partial(
-            verify_drafts.spread_queries_triton, spread, *rows, queries=DRAFTS + 1, trash_page=PAGES - 1
+            verify_drafts.spread_queries_triton, spread, given, table, queries=DRAFTS + 1, trash_page=PAGES - 1
         ),
         "judge-drafts": judge(0),
         "judge-drafts-behind": judge(DRAFTS),

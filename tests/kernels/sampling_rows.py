@@ -6,7 +6,7 @@ from torch import Tensor
 
 from graphdecode.engine.steps.step import token_mask
 from graphdecode.kernels.model.advance import AdvanceState
-from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, AutomatonTables
+from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES
 from graphdecode.kernels.sampling.sample_and_advance import BLOCK, sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -113,14 +113,16 @@ def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Sampl
     return logits, positions, slots, counts, recent
 
 
-def random_automata(rng: np.random.Generator, automata: int, vocab: int, lines: int, classes: int) -> AutomatonTables:
+def random_automata(
+    rng: np.random.Generator, automata: int, vocab: int, lines: int, classes: int
+) -> tuple[Tensor, ...]:
     """Tables of automata; half of their states accept, some of these let nothing follow."""
 
     def int32(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int32))
 
     ends = rng.choice([0, ACCEPTS, ACCEPTS | COMPLETES], lines, p=[0.5, 0.3, 0.2])
-    return AutomatonTables(
+    return (
         int32(rng.integers(0, classes, (automata, vocab))),
         int32(rng.integers(-1, lines, (lines, classes))),
         int32(rng.integers(-(2**31), 2**31, (lines, -(-vocab // MASK_BITS)))),

@@ -1,5 +1,7 @@
 """Rows follow automata by the tokens that they sampled: against automata walked by hand, in every version."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -12,13 +14,21 @@ from graphdecode.kernels.sampling.follow_automata import (
     ACCEPTS,
     COMPLETES,
     NO_AUTOMATON,
-    AutomatonRows,
-    AutomatonTables,
     Guides,
     follow_automata,
 )
 from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
+
+
+class AutomatonRows(NamedTuple):
+    """What following changes."""
+
+    automaton_state: torch.Tensor
+    token_mask: torch.Tensor
+    finished: torch.Tensor
+    running: torch.Tensor
+
 
 ROWS, VOCAB, WORDS, LINES, CLASSES, AUTOMATA, STOPS = 9, 70, 3, 12, 5, 2, 4
 EOS = 69
@@ -47,7 +57,7 @@ def expected(rows, sampled, live, automaton, stop_ids, tables):
     return states, masks, finished, running
 
 
-def ended(rows: AutomatonRows, sampled, live_rows, automaton, stop_ids, tables: AutomatonTables, device: str) -> None:
+def ended(rows: AutomatonRows, sampled, live_rows, automaton, stop_ids, tables, device: str) -> None:
     """End a step on a GPU with logits of which these tokens are sampled, and which no stop id ends, in place."""
     logits = torch.zeros(ROWS, VOCAB)
     for row, token in enumerate(sampled.tolist()):
@@ -74,16 +84,16 @@ def follow(request, device):
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     chosen = versions("follow_automata")
 
-    def run(rows, *others):
-        flat = [part for given in others for part in (given if isinstance(given, tuple) else (given,))]
+    def run(rows, sampled, live, automaton, stop_ids, tables):
+        flat = (*rows[:2], automaton, *tables, rows.finished, rows.running, sampled, live, stop_ids)
         if request.param == "torch":
-            chosen.torch(*rows, *flat)
+            chosen.torch(*flat)
         elif request.param == "native":
-            call = chosen.native(*rows, *flat)
+            call = chosen.native(*flat)
             assert call is not None
             call()
         else:
-            ended(rows, *others, device)
+            ended(rows, sampled, live, automaton, stop_ids, tables, device)
 
     return run
 
@@ -119,13 +129,13 @@ def test_the_operator_passes_opcheck():
         torch.zeros(2, dtype=torch.int32),
         torch.zeros(2, WORDS, dtype=torch.int32),
         torch.zeros(2, dtype=torch.int32),
+        *random_automata(rng, AUTOMATA, VOCAB, LINES, CLASSES),
+        torch.zeros(2, dtype=torch.int32),
         torch.tensor([2], dtype=torch.int32),
         torch.tensor([3, 4]),
         torch.tensor([2], dtype=torch.int32),
-        torch.zeros(2, dtype=torch.int32),
         torch.full((2, STOPS), -1, dtype=torch.int32),
-        *random_automata(rng, AUTOMATA, VOCAB, LINES, CLASSES),
     )
     torch.library.opcheck(torch.ops.graphdecode.follow_automata.default, there)
-    follow_automata(AutomatonRows(*there[:4]), *there[4:8], AutomatonTables(*there[8:]))
-    assert there[0].tolist() != [0, 0] or there[2].tolist() != [0, 0]
+    follow_automata(Guides(*there[:7]), *there[7:])
+    assert there[0].tolist() != [0, 0] or there[7].tolist() != [0, 0]

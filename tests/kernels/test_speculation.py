@@ -15,6 +15,7 @@ from graphdecode.kernels.speculation.verify_drafts import (
     FOUND,
     HELD,
     VERIFIED,
+    DraftRows,
     judge_drafts,
     settle_drafts,
     spread_queries,
@@ -94,7 +95,9 @@ def test_queries_stand_behind_their_rows_and_others_in_the_trash(run, queries) -
     finished, drafts = torch.tensor([0, 0, 1, 0, 0], dtype=torch.int32), ints(rng, 200, 300, ROWS, MOST)
     count, table = torch.tensor([0, 2, 5, 7, 3], dtype=torch.int32), ints(rng, 0, 90, ROWS, PAGES)
     live = torch.tensor([4], dtype=torch.int32)
-    run("spread_queries", *spread, tokens, before, finished, drafts, count, table, live, queries, TRASH)
+    given = state(0) | {"tokens": tokens, "pre_step_seqlens": before, "finished": finished, "drafts": drafts}
+    given |= {"num_drafts": count, "live_rows": live}
+    run("spread_queries", *spread, *rows_of(given), table, queries, TRASH)
     assert int(spread[3]) == 4 * queries
     for row in range(ROWS):
         used = 0 if row == 4 else 1 if row == 2 else 1 + min(int(count[row]), queries - 1)
@@ -112,6 +115,7 @@ def state(seed: int) -> dict[str, torch.Tensor]:
     """A batch in the middle of a step."""
     rng = torch.Generator().manual_seed(seed)
     return {
+        "tokens": torch.arange(ROWS),
         "finished": ints(rng, 0, 2, ROWS),
         "active_rows": ints(rng, 0, 9, 1),
         "running": ints(rng, 0, 9, 1),
@@ -130,31 +134,22 @@ def state(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-JUDGED = (
-    *("finished", "active_rows", "history", "ring_drafts", "ring_tokens", "step_index"),
-    *("pre_step_seqlens", "drafts", "num_drafts", "live_rows"),
-)
-SETTLED = (
-    *("finished", "running", "step_entries", "ring_drafts", "drafts", "num_drafts", "match_lengths", "draft_limit"),
-    *("pre_step_seqlens", "last_position", "step_index", "live_rows"),
-)
+def rows_of(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [given[name] for name in DraftRows._fields]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_all_versions_judge_and_settle_alike(run, seed) -> None:
     queries = [1, 2, 4, 8][seed % 4]
     index = seed % queries
-    for name, names, numbers in (
-        ("judge_drafts", JUDGED, (index, queries)),
-        ("settle_drafts", SETTLED, (queries, seed % 2 == 0)),
-    ):
+    for name, numbers in (("judge_drafts", (index, queries)), ("settle_drafts", (queries, seed % 2 == 0))):
         ours, theirs = state(seed), state(seed)
         if name == "settle_drafts":
             for each in (ours, theirs):
                 each["finished"][::2] = HELD
-        run(name, *(ours[each] for each in names), *numbers)
-        versions(name).torch(*(theirs[each] for each in names), *numbers)
-        for each in names:
+        run(name, *rows_of(ours), *numbers)
+        versions(name).torch(*rows_of(theirs), *numbers)
+        for each in ours:
             assert torch.equal(ours[each], theirs[each]), (name, each)
 
 
@@ -170,12 +165,12 @@ def test_a_row_is_held_at_its_first_wrong_draft_and_let_go_at_the_end(run) -> No
     given["ring_tokens"][1] = torch.tensor([10, 9, 10, -1, 7, 7])
     given["ring_tokens"][2] = torch.tensor([12, -1, -1, -1, 7, 7])
     given["step_index"].fill_(2)
-    run("judge_drafts", *(given[name] for name in JUDGED), 0, 4)
+    run("judge_drafts", *rows_of(given), 0, 4)
     assert given["finished"].tolist() == [0, HELD, 1, 1, 0]
     assert int(given["active_rows"]) == 1
     assert given["history"][:2, 5].tolist() == [10, 9]
     given["step_index"].fill_(3)
-    run("judge_drafts", *(given[name] for name in JUDGED), 1, 4)
+    run("judge_drafts", *rows_of(given), 1, 4)
     assert given["finished"].tolist() == [HELD, HELD, 1, 1, 0]
     assert int(given["active_rows"]) == 0
     assert given["ring_drafts"][1, VERIFIED, :4].tolist() == [2, 0, 2, 0]
@@ -184,7 +179,7 @@ def test_a_row_is_held_at_its_first_wrong_draft_and_let_go_at_the_end(run) -> No
     given["draft_limit"].fill_(4)
     given["last_position"].fill_(8)
     given["num_drafts"].fill_(7)
-    run("settle_drafts", *(given[name] for name in SETTLED), 4, True)
+    run("settle_drafts", *rows_of(given), 4, True)
     assert given["finished"].tolist() == [0, 0, 1, 1, 0]
     assert int(given["running"]) == 2
     assert given["draft_limit"][:4].tolist() == [3, 4, 4, 4]
@@ -194,6 +189,6 @@ def test_a_row_is_held_at_its_first_wrong_draft_and_let_go_at_the_end(run) -> No
 @pytest.mark.parametrize("name", ["judge_drafts", "settle_drafts"])
 def test_the_operators_say_what_they_write(name) -> None:
     given = state(1)
-    names, numbers = (JUDGED, (0, 2)) if name == "judge_drafts" else (SETTLED, (2, True))
+    numbers = (0, 2) if name == "judge_drafts" else (2, True)
     overload = getattr(torch.ops.graphdecode, name).default
-    torch.library.opcheck(overload, (*(given[each] for each in names), *numbers), test_utils=("test_schema",))
+    torch.library.opcheck(overload, (*rows_of(given), *numbers), test_utils=("test_schema",))

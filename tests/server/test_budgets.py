@@ -16,7 +16,7 @@ import httpx2 as httpx
 import pytest
 from served import Served, children_of, health_beside, serving
 
-from graphdecode.server.http import AT_A_TIME
+from graphdecode.server.http import MAX_LARGE_BODIES
 
 SHORT = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
@@ -180,7 +180,7 @@ def test_bodies_that_are_not_finished_take_no_more_memory_than_some(served: Serv
     host, port = served.address.removeprefix("http://").split(":")
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     refused, connections = 0, []
-    for _ in range(AT_A_TIME + 3):
+    for _ in range(MAX_LARGE_BODIES + 3):
         connection = socket.create_connection((host, int(port)), timeout=0.3)
         connections.append(connection)
         connection.sendall(f"{head}Content-Length: {BODY_BYTES}\r\n\r\n".encode() + b" " * (BODY_BYTES - 1))

@@ -23,19 +23,18 @@ from graphdecode.errors import AnswerError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.server import engine_client
-from graphdecode.server.engine_client import EngineClient, Silence
+from graphdecode.server.engine_client import KEPT_BYTES, EngineClient, HeartbeatTimeouts
 from graphdecode.server.engine_process import EngineProcess
-from graphdecode.server.structured_outputs import KEPT_BYTES, ReadGrammar
-from graphdecode.server.wire import (
+from graphdecode.server.messages import (
     Abort,
     Add,
-    Alive,
+    AddGrammar,
+    DropGrammar,
     EngineReady,
     EngineSetup,
-    Forget,
-    Teach,
-    Vitals,
-    Wire,
+    EngineStatus,
+    Heartbeat,
+    MessageSocket,
     framed,
     pack_event,
 )
@@ -104,18 +103,18 @@ class Slow:
 def process() -> Iterator[tuple[Idle, Slow, Callable[[Any], None], Callable[[], list[Any]]]]:
     engine, grammars = Idle(), Slow()
     here, there = socket.socketpair()
-    served = EngineProcess(engine, Wire(there), grammars)  # type: ignore[arg-type]
+    served = EngineProcess(engine, MessageSocket(there), grammars)  # type: ignore[arg-type]
     thread = threading.Thread(target=served.serve)
     thread.start()
-    wire = Wire(here)
+    connection = MessageSocket(here)
 
     def events() -> list[Any]:
         while True:
-            for message in wire.receive(wait=True):
-                if not isinstance(message, Vitals):
+            for message in connection.receive(wait=True):
+                if not isinstance(message, EngineStatus):
                     return list(message)
 
-    yield engine, grammars, wire.send, events
+    yield engine, grammars, connection.send, events
     grammars.may_end.set()
     here.close()
     thread.join(10)
@@ -136,13 +135,13 @@ def until(done: Callable[[], bool]) -> None:
 def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: Any) -> None:
     engine, grammars, send, _ = process
     for number in range(40):
-        send(Teach(f"form {number}", None))
+        send(AddGrammar(f"form {number}", None, 0))
     for number in range(40):
         send(asks(number, f"form {number}"))
     until(lambda: len(grammars.begun) == 2)
     for number in range(39):
         send(Abort(number))
-    send(Forget("form 5"))
+    send(DropGrammar("form 5"))
     send(asks(100, "form 7"))  # was left, and is wanted again
     time.sleep(0.05)
     grammars.may_end.set()
@@ -155,12 +154,12 @@ def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: A
 def test_whatever_reading_a_form_raises_is_told_to_its_owner(process: Any, grammar: str) -> None:
     engine, grammars, send, events = process
     grammars.may_end.set()
-    send(Teach(grammar, None))
+    send(AddGrammar(grammar, None, 0))
     send(asks(3, grammar))
     (event,) = events()
     assert (event[0], event[3]) == (3, "error")
     assert "no form" in event[6] or "the form could not be read" in event[6]
-    send(Teach("good", None))
+    send(AddGrammar("good", None, 0))
     send(asks(4, "good"))
     until(lambda: engine.added == [("good", "held GOOD")])
 
@@ -185,7 +184,7 @@ class Scripted:
         self._sockets[-1].sendall(framed(message))
 
     def heard(self) -> list[Any]:
-        return Wire(self._sockets[-1]).receive(wait=True)
+        return MessageSocket(self._sockets[-1]).receive(wait=True)
 
     def close(self) -> None:
         for each in self._sockets:
@@ -194,12 +193,12 @@ class Scripted:
         self.process.wait()
 
 
-@pytest.mark.parametrize(("said", "silent"), [((), "0.4"), ((Alive(), Alive()), "0.2")])
+@pytest.mark.parametrize(("said", "silent"), [((), "0.4"), ((Heartbeat(), Heartbeat()), "0.2")])
 def test_an_engine_that_stands_still_while_it_loads_is_ended(
     monkeypatch: pytest.MonkeyPatch, said: tuple[Any, ...], silent: str
 ) -> None:
     scripted = Scripted(monkeypatch, *said)
-    client = client_of(Silence(0.4, 0.2, 0.2))
+    client = client_of(HeartbeatTimeouts(0.4, 0.2, 0.2))
     with pytest.raises(
         AnswerError, match=f"stood still while it was loading the model: nothing came .* for {silent} s"
     ):
@@ -209,11 +208,11 @@ def test_an_engine_that_stands_still_while_it_loads_is_ended(
 
 
 def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Silence().serving_seconds * 5 / 4 + 1 < 10
+    assert HeartbeatTimeouts().serving_seconds * 5 / 4 + 1 < 10
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, Alive(), EngineReady(RULES, 0, (1,), 0.0, 0.0))
-        client = client_of(Silence(5, 5, 0.4))
+        scripted = Scripted(monkeypatch, Heartbeat(), EngineReady(RULES, 0, (1,), 0.0))
+        client = client_of(HeartbeatTimeouts(5, 5, 0.4))
         await client.start()
         assert client.serves
         began = time.monotonic()
@@ -229,9 +228,9 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
 
 def test_others_have_their_turn_between_the_events_of_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0, 0.0))
+        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0))
         taken, turns = list[int](), list[int]()
-        client = client_of(Silence(), lambda events: taken.extend(event.request_id for event in events))
+        client = client_of(HeartbeatTimeouts(), lambda events: taken.extend(event.request_id for event in events))
         await client.start()
         numbers = [client.add(Request([1])) for _ in range(100)]
         events = [Event(each, [5], None, None, None, RequestMetrics(0.0)) for each in numbers]
@@ -252,22 +251,22 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", lambda loop, _, call, *given: loop.call_soon(call, *given))
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0, 0.0))
-        client = client_of(Silence())
+        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0))
+        client = client_of(HeartbeatTimeouts())
         await client.start()
         for nbytes in (KEPT_BYTES, KEPT_BYTES + 1):
-            client.teach(ReadGrammar(f"form of {nbytes}", None, nbytes))
-            assert client.knows(f"form of {nbytes}")
+            client.add_grammar(AddGrammar(f"form of {nbytes}", None, nbytes))
+            assert client.has_grammar(f"form of {nbytes}")
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        assert not client.knows(f"form of {KEPT_BYTES + 1}")
-        assert [type(message) for message in scripted.heard()][-3:] == [Teach, Forget, Forget]
+        assert not client.has_grammar(f"form of {KEPT_BYTES + 1}")
+        assert [type(message) for message in scripted.heard()][-3:] == [AddGrammar, DropGrammar, DropGrammar]
         client.close(at_once=True)
         scripted.close()
 
     asyncio.run(main())
 
 
-def client_of(silence: Silence, on_events: Callable[[Any], object] = lambda _: None) -> EngineClient:
+def client_of(silence: HeartbeatTimeouts, on_events: Callable[[Any], object] = lambda _: None) -> EngineClient:
     setup = EngineSetup(resolve_model_path("demo"), EngineConfig(), False)
-    return EngineClient(setup, on_events=on_events, on_vitals=lambda _: None, silence=silence)  # type: ignore[arg-type]
+    return EngineClient(setup, on_events=on_events, on_status=lambda _: None, timeouts=silence)  # type: ignore[arg-type]

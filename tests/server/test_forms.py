@@ -11,9 +11,11 @@ from starlette.types import Receive, Scope, Send
 from graphdecode.engine import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.server.app import KeyGuard, caller_of
-from graphdecode.server.forked_work import CALLERS_KEPT, FairQueue, WorkError
+from graphdecode.server.engine_client import KeptGrammars
+from graphdecode.server.fork_pool import CALLERS_KEPT, FairQueue, JobError
 from graphdecode.server.http import HttpError
-from graphdecode.server.structured_outputs import GrammarReader, KeptGrammars, ReadGrammar
+from graphdecode.server.messages import AddGrammar
+from graphdecode.server.structured_outputs import GrammarReader
 
 
 class Reader:
@@ -26,7 +28,7 @@ class Reader:
         self._becomes = becomes
         self.goes_on = asyncio.Event()
 
-    async def run(self, function: Any, params: StructuredOutputsParams, *, caller: str, **_: Any) -> ReadGrammar:
+    async def run(self, function: Any, params: StructuredOutputsParams, *, caller: str, **_: Any) -> AddGrammar:
         text = str(params.regex)
         self.reads.append(text)
         try:
@@ -36,12 +38,12 @@ class Reader:
             raise
         if (error := self._becomes(text)) is not None:
             raise error
-        return ReadGrammar(f"grammar of {text}", None, 1 << 20)
+        return AddGrammar(f"grammar of {text}", None, 1 << 20)
 
-    def knows(self, grammar: str) -> bool:
+    def has_grammar(self, grammar: str) -> bool:
         return grammar in self.taught
 
-    def teach(self, form: ReadGrammar) -> None:
+    def add_grammar(self, form: AddGrammar) -> None:
         assert form.grammar not in self.taught
         self.taught.add(form)
 
@@ -53,7 +55,7 @@ def asked(forms: GrammarReader, text: str, caller: str = "a") -> asyncio.Task[st
 def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
     errors = {
         "wrong": ArgumentError("structured_outputs: wrong"),
-        "endless": WorkError("takes more than 4 s of a processor"),
+        "endless": JobError("takes more than 4 s of a processor"),
         "unlucky": HttpError(503, "the machine is under load", headers={"Retry-After": "1"}),
     }
 
@@ -111,7 +113,7 @@ def test_an_engine_keeps_no_more_forms_than_fit_in_some_memory_and_those_that_we
     for number in range(300):
         nbytes = rng.choice([1 << 10, 1 << 20, 5 << 20, 40 << 20])
         name = f"form {number}"
-        gone = taught.add(ReadGrammar(name, None, nbytes))
+        gone = taught.add(AddGrammar(name, None, nbytes))
         kept.append((name, nbytes))
         expected = []
         while len(kept) > 1 and (len(kept) > 64 or sum(size for _, size in kept) > 32 << 20):

@@ -14,9 +14,10 @@ from graphdecode.engine.request import ContextLengthError, RequestRules
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
-from graphdecode.server.desk import Desk, Serves
-from graphdecode.server.endpoint import GENERATING
+from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError, as_http_error
+from graphdecode.server.messages import EngineReady
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.text.intake import Intake
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -40,41 +41,47 @@ class Counting:
 
 
 @pytest.fixture(scope="module")
-def desk() -> Desk:
+def preprocessor() -> Preprocessor:
     tokenizer = Counting(load_tokenizer(resolve_model_path("demo")))
-    return Desk("demo", tokenizer, ServerConfig(), SamplingParams(), Serves(RULES, 0), max_open=300)
+    return Preprocessor(
+        "demo", tokenizer, ServerConfig(), SamplingParams(), EngineReady(RULES, 0, (), None), max_open=300
+    )
 
 
-def prepared(desk: Desk, *, in_child: bool = True, **fields: Any) -> Any:
-    return COMPLETIONS.prepared(desk, json.dumps({"prompt": "1+1="} | fields).encode(), in_child=in_child)
+def prepared(preprocessor: Preprocessor, *, in_child: bool = True, **fields: Any) -> Any:
+    return COMPLETIONS.prepared(preprocessor, json.dumps({"prompt": "1+1="} | fields).encode(), in_child=in_child)
 
 
-def texts_of(desk: Desk, **fields: Any) -> int:
-    before = desk.tokenizer.texts
-    assert prepared(desk, **fields) is not None
-    return int(desk.tokenizer.texts - before)
+def texts_of(preprocessor: Preprocessor, **fields: Any) -> int:
+    before = preprocessor.tokenizer.texts
+    assert prepared(preprocessor, **fields) is not None
+    return int(preprocessor.tokenizer.texts - before)
 
 
-def test_words_are_spelled_once_for_all_prompts_of_a_request(desk: Desk) -> None:
+def test_words_are_spelled_once_for_all_prompts_of_a_request(preprocessor: Preprocessor) -> None:
     words = [f"w{number}" for number in range(50)]
-    assert texts_of(desk, prompt=["a"] * 200, bad_words=words) == 200 + 2 * len(words)
+    assert texts_of(preprocessor, prompt=["a"] * 200, bad_words=words) == 200 + 2 * len(words)
 
 
-def test_too_many_words_are_refused_before_one_of_them_is_spelled(desk: Desk) -> None:
-    before = desk.tokenizer.texts
+def test_too_many_words_are_refused_before_one_of_them_is_spelled(preprocessor: Preprocessor) -> None:
+    before = preprocessor.tokenizer.texts
     with pytest.raises(HttpError, match=r"bad_words: at most max_bad_words=128 .*, got 4500") as refused:
-        prepared(desk, bad_words=[f"w{number}" for number in range(4500)])
-    assert (refused.value.status, refused.value.param, desk.tokenizer.texts) == (400, "bad_words", before)
+        prepared(preprocessor, bad_words=[f"w{number}" for number in range(4500)])
+    assert (refused.value.status, refused.value.param, preprocessor.tokenizer.texts) == (400, "bad_words", before)
 
 
-def test_parameters_are_checked_once_for_all_prompts_and_answers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_checked_once_for_all_prompts_and_answers(
+    preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked = []
     check = SamplingParams.__post_init__
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (checked.append(1), check(self))[1])
-    (completion, _) = prepared(desk, prompt=["a"] * 100, n=3, seed=7, prompt_logprobs=1, allowed_token_ids=[48, 49])
+    (completion, _) = prepared(
+        preprocessor, prompt=["a"] * 100, n=3, seed=7, prompt_logprobs=1, allowed_token_ids=[48, 49]
+    )
     assert len(checked) <= 3
     assert len({id(prompt.asked) for prompt in pickle.loads(pickle.dumps(completion)).prompts}) == 1
-    orders = [desk.intake.opened(prompt, None, turn=2.5) for prompt in completion.prompts]
+    orders = [preprocessor.intake.opened(prompt, None, turn=2.5) for prompt in completion.prompts]
     assert len(checked) <= 3
     requests = [request for request, _ in orders[1].requests]
     assert [request.sampling_params.seed for request in requests] == [7, 8, 9]
@@ -84,9 +91,11 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(desk: Desk, mon
 
 
 @pytest.mark.parametrize(("prompts", "answers"), [(301, 1), (100, 4), (3, 101)])
-def test_more_answers_than_can_ever_be_open_are_refused_for_good(desk: Desk, prompts: int, answers: int) -> None:
+def test_more_answers_than_can_ever_be_open_are_refused_for_good(
+    preprocessor: Preprocessor, prompts: int, answers: int
+) -> None:
     with pytest.raises(HttpError, match="300 answers at most run and wait at a time") as refused:
-        prepared(desk, prompt=["a"] * prompts, n=answers)
+        prepared(preprocessor, prompt=["a"] * prompts, n=answers)
     assert (refused.value.status, refused.value.headers) == (400, {})
 
 
@@ -100,15 +109,15 @@ def test_more_answers_than_can_ever_be_open_are_refused_for_good(desk: Desk, pro
         {"logit_bias": dict.fromkeys(map(str, range(5000)), 1)},
     ],
 )
-def test_a_small_body_of_many_parts_is_prepared_in_a_child(desk: Desk, fields: dict[str, Any]) -> None:
-    before = desk.tokenizer.texts
-    assert prepared(desk, in_child=False, **fields) is None
-    assert desk.tokenizer.texts == before
+def test_a_small_body_of_many_parts_is_prepared_in_a_child(preprocessor: Preprocessor, fields: dict[str, Any]) -> None:
+    before = preprocessor.tokenizer.texts
+    assert prepared(preprocessor, in_child=False, **fields) is None
+    assert preprocessor.tokenizer.texts == before
 
 
-def test_a_body_of_few_parts_is_prepared_at_once(desk: Desk) -> None:
-    assert prepared(desk, in_child=False, prompt=[50] * 200, stop=["a"], bad_words=["b"]) is not None
-    assert prepared(desk, in_child=False, prompt=["a"] * 60) is not None
+def test_a_body_of_few_parts_is_prepared_at_once(preprocessor: Preprocessor) -> None:
+    assert prepared(preprocessor, in_child=False, prompt=[50] * 200, stop=["a"], bad_words=["b"]) is not None
+    assert prepared(preprocessor, in_child=False, prompt=["a"] * 60) is not None
 
 
 @pytest.mark.parametrize(
@@ -127,23 +136,23 @@ def test_the_kind_of_an_error_decides_the_status(error: GraphdecodeError, status
     assert (told.status, told.code, "Retry-After" in told.headers) == (status, code, status == 503)
 
 
-def test_names_of_fields_that_are_ignored_are_cut_and_escaped_for_the_log(desk: Desk) -> None:
+def test_names_of_fields_that_are_ignored_are_cut_and_escaped_for_the_log(preprocessor: Preprocessor) -> None:
     hostile = {"a\nERROR: b": 1, "\x1b[31m": 1, "\u202e": 1, "'\"": 1, "x" * 5000: 1}
     more = {f"name {number}": 1 for number in range(20)}
-    _, names = prepared(desk, **hostile, **more)
+    _, names = prepared(preprocessor, **hostile, **more)
     assert names[:5] == ("a\\nERROR: b", "\\x1b[31m", "\\u202e", "\\'\"", "x" * 40)
     assert len(names) == 10
     assert all(name.isascii() and name.isprintable() for name in names)
 
 
-def test_a_prompt_that_is_too_long_is_told_so(desk: Desk) -> None:
+def test_a_prompt_that_is_too_long_is_told_so(preprocessor: Preprocessor) -> None:
     with pytest.raises(HttpError) as refused:
-        prepared(desk, prompt="a" * 300)
+        prepared(preprocessor, prompt="a" * 300)
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
-    intake = Intake(Serves(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    intake = Intake(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
     alone = [intake.asked(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)]
@@ -153,6 +162,6 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
-    intake = Intake(Serves(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    intake = Intake(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bad_words"):
         intake.asked(SamplingParams(bad_words=["\ud800"]))

@@ -5,8 +5,8 @@ import json
 
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
 from graphdecode.models import resolve_model_path
+from graphdecode.server.messages import in_parts
 from graphdecode.server.reply import in_pieces
-from graphdecode.server.wire import in_parts
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 from graphdecode.text.tokenizer import load_tokenizer

@@ -16,10 +16,12 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.models.source import installable
-from graphdecode.server.completions import PreparedChat, prepared_chat
-from graphdecode.server.desk import Desk, Serves
+from graphdecode.server.completions import prepared_chat
+from graphdecode.server.messages import EngineReady
+from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion
-from graphdecode.server.tool_calls import BARE_JSON, format_of, told_messages
+from graphdecode.server.reply import Prepared
+from graphdecode.server.tool_calls import BARE_JSON, format_of, messages_with_tools
 from graphdecode.text.tokenizer import load_tokenizer
 
 # as SmolLM2's: no tools, and a system's message of its own where there is none
@@ -128,18 +130,20 @@ def test_earlier_calls_are_in_words_where_no_tools_are_offered(served: Served) -
 def test_of_several_templates_the_one_for_tools_says_how_calls_are_written() -> None:
     tokenizer = load_tokenizer(resolve_model_path("demo"))
     rules = RequestRules(512, (0,), Capacity(2048, 128, 512, 1, 16, 2048), 16, SamplingCapacity())
-    desk = Desk("demo", tokenizer, ServerConfig(), SamplingParams(), Serves(rules, 0), max_open=1)
+    preprocessor = Preprocessor(
+        "demo", tokenizer, ServerConfig(), SamplingParams(), EngineReady(rules, 0, (), None), max_open=1
+    )
 
-    def prepared(**fields: Any) -> PreparedChat:
-        return prepared_chat(desk, ChatCompletion(messages=ASKED, **fields))
+    def prepared(**fields: Any) -> Prepared:
+        return prepared_chat(preprocessor, ChatCompletion(messages=ASKED, **fields))
 
     taught = "{{ tools | tojson }}<tool_call>" + TEMPLATE
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": taught}
     offered, refused = prepared(tools=[SQUARE]), prepared(tools=[SQUARE], tool_choice="none")
     assert offered.tools == format_of(taught)
-    assert str(offered.prompt.prompt).startswith('[{"type"')
-    assert "You can call" not in str(offered.prompt.prompt)
-    assert str(refused.prompt.prompt).startswith("system: none")
+    assert str(offered.prompts[0].prompt).startswith('[{"type"')
+    assert "You can call" not in str(offered.prompts[0].prompt)
+    assert str(refused.prompts[0].prompt).startswith("system: none")
     tokenizer.chat_template = {"default": TEMPLATE}
     assert prepared(tools=[SQUARE]).tools is BARE_JSON
     for none in (None, {"other": TEMPLATE}):
@@ -152,18 +156,18 @@ def test_what_is_said_follows_the_choice_and_the_messages() -> None:
     tools, system = [WEATHER], {"role": "system", "content": "Be short."}
 
     def content(choice: Any, messages: list[Any]) -> str:
-        return str(told_messages(messages, tools, choice)[0]["content"])
+        return str(messages_with_tools(messages, tools, choice)[0]["content"])
 
     assert content("required", ASKED).endswith("Call one of them.")
     assert content({"type": "function", "function": {"name": "weather"}}, ASKED).endswith("Call weather.")
     assert content("auto", ASKED).endswith("Where none of them helps, answer in words.")
     assert content("auto", [system, *ASKED]).endswith("answer in words.\nBe short.")
     results = [{"role": "tool", "name": name, "content": f"of {name}"} for name in ("one", "two")]
-    told = told_messages([*ASKED, *results], tools, "auto")
+    told = messages_with_tools([*ASKED, *results], tools, "auto")
     assert [message["role"] for message in told] == ["system", "user", "user"]
     assert told[-1]["content"] == "one returned:\nof one\ntwo returned:\nof two"
     malformed = ["words", {"role": "assistant", "tool_calls": [3]}, {"role": "tool", "content": [3]}]
-    assert told_messages(malformed, tools, "auto")[1:3] == malformed[:2]
+    assert messages_with_tools(malformed, tools, "auto")[1:3] == malformed[:2]
 
 
 SMOLLM2 = installable("smollm2")

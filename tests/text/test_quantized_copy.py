@@ -180,7 +180,7 @@ def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path: Pa
 def test_a_large_model_is_written_in_files_with_an_index(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphdecode.models.quantized.compressed_tensors._SHARD_BYTES", 40_000)
+    monkeypatch.setattr("graphdecode.convert.folders._SHARD_BYTES", 40_000)
     made = copy(model, tmp_path / "copy", "int4")
     files = sorted(path.name for path in made.glob("*.safetensors"))
     assert len(files) > 1

@@ -97,5 +97,5 @@ def _reading(engine: Engine, requests: int, aborted: int) -> Reading:
         resident,
         len(os.listdir("/proc/self/fd")),
         len(gc.get_objects()),
-        pool.used + pool.parked,
+        pool.used + pool.evictable,
     )

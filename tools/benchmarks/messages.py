@@ -18,10 +18,10 @@ from graphdecode.cli.serve import service_maker
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.distributed import collectives
 from graphdecode.distributed.link import Link, Message
-from graphdecode.server import engine_client
+from graphdecode.server import messages
 from graphdecode.server.app import make_app
+from graphdecode.server.messages import framed
 from graphdecode.server.replicas.routing import prompt_blocks
-from graphdecode.server.wire import framed
 from harness import Model, Out, record, write
 
 ROWS, TOKENS = 8, 48
@@ -75,7 +75,7 @@ def between_ranks(model: str) -> dict[str, Any]:
 def to_clients(model: str) -> dict[str, Any]:
     """Return what a streamed answer sends: from the engine's process, as an event, and as a call of Ray has it."""
     events: list[int] = []
-    receive = engine_client.receive
+    receive = messages.receive
 
     async def counted(reader: asyncio.StreamReader) -> Any:
         message = await receive(reader)
@@ -95,7 +95,7 @@ def to_clients(model: str) -> dict[str, Any]:
         service.close()
         return [piece + b"\n\n" for piece in answer.content.split(b"\n\n") if b"choices" in piece]
 
-    with mock.patch.object(engine_client, "receive", counted):
+    with mock.patch.object(messages, "receive", counted):
         pieces = asyncio.run(ask())
     message = {"type": "http.response.body", "body": pieces[0], "more_body": True}
     return {

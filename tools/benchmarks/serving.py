@@ -14,17 +14,18 @@ import random
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from tqdm import tqdm
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.profiling.latency import Percentiles
+from graphdecode.profiling.latency import percentiles
 from graphdecode.profiling.tuner import check_record, record_batch_sizes
 from graphdecode.text import Stream
 from harness import Device, Dtype, Model, OutFolder, record, show, write
@@ -184,7 +185,7 @@ def serve(
             served.stream.close()
     return _figures(done, began, last) | {
         "offered_per_second": offered_rate(arrivals),
-        "queue_depth": asdict(Percentiles.weighted(queued_seconds)),
+        "queue_depth": weighted_percentiles(queued_seconds),
         "preemptions": llm.num_preemptions - preempted_before,
         "batch_sizes": {str(size): steps for size, steps in sorted((llm.stats.batch_sizes - batches_before).items())},
     }
@@ -206,9 +207,17 @@ def _figures(done: Sequence[_Served], began: float, seconds: float) -> dict[str,
     }
 
 
+def weighted_percentiles(weights: Mapping[float, float]) -> dict[str, float]:
+    """Return p50, p90, p99 and max of values (value -> weight, one of them above 0)."""
+    values = sorted(value for value, weight in weights.items() if weight > 0)
+    shares = np.cumsum([weights[value] for value in values])
+    found = [float(values[int(np.searchsorted(shares, share * shares[-1]))]) for share in (0.5, 0.9, 0.99)]
+    return dict(zip(("p50", "p90", "p99", "max"), [*found, float(values[-1])], strict=True))
+
+
 def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
     """Return percentiles; None where there is nothing to measure, such as the time between the tokens of one."""
-    return asdict(Percentiles.of([1000 * value for value in seconds])) if seconds else None
+    return percentiles([1000 * value for value in seconds]) if seconds else None
 
 
 def rates_of(text: str) -> list[float]:
@@ -280,17 +289,17 @@ def show_loads(rows: list[dict[str, Any]]) -> None:
     """Print what users would see of each load, and how it was served."""
     columns = {"load": "{load}", "tokens/s": "{tokens_per_second:.0f}"}
     for kind in ("ttft", "tpot", "itl"):
-        columns |= percentiles(kind.upper(), f"{kind}_ms")
+        columns |= percentile_columns(kind.upper(), f"{kind}_ms")
     show(columns, rows, "open loop: latencies in ms")
     columns = {"load": "{load}", "offered/s": "{offered_per_second:.1f}", "served/s": "{served_per_second:.1f}"}
     columns |= {"rows of a step": "{mean_rows:.1f}", "preempted": "{preemptions}"}
     show(columns, (row | {"mean_rows": mean_rows(row["batch_sizes"])} for row in rows))
-    columns = {"load": "{load}"} | percentiles("queued", "queue_ms")
+    columns = {"load": "{load}"} | percentile_columns("queued", "queue_ms")
     columns |= {f"queue {key}": f"{{queue_depth[{key}]:.0f}}" for key in ("p50", "p90", "p99", "max")}
     show(columns, rows, "time in the queue (ms), length of the queue (requests)")
 
 
-def percentiles(heading: str, key: str) -> dict[str, str]:
+def percentile_columns(heading: str, key: str) -> dict[str, str]:
     return {f"{heading} {each}": f"{{{key}[{each}]:.2f}}" for each in ("p50", "p90", "p99")}
 
 

@@ -47,7 +47,7 @@ _REPLICA = re.compile(r"ray::ServeReplica:graphdecode(-batch)?:replica")
 KILL_STREAMS = 200
 CLIENTS = 16
 SMALL_CACHE = "[capacity]\ntotal_num_pages = 400\nmax_sequence_length = 512\n"  # all beginnings together need more
-AT_A_TIME = 8
+MAX_LARGE_BODIES = 8
 LINES = 5000
 RUNS = 4  # all but the last are killed
 BATCH_ANSWER_TOKENS = 6
@@ -450,8 +450,8 @@ def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
         settings = SMALL_CACHE + f'[replicas]\nrouting = "{routing}"\n'
         with served(model, replicas=2, settings=settings) as server:
             began, streams = time.monotonic(), []
-            for start in range(0, len(bodies), AT_A_TIME):
-                streams += asyncio.run(ask_all(server.address, model, bodies[start : start + AT_A_TIME]))
+            for start in range(0, len(bodies), MAX_LARGE_BODIES):
+                streams += asyncio.run(ask_all(server.address, model, bodies[start : start + MAX_LARGE_BODIES]))
             seconds = time.monotonic() - began
             hits, queries = (server.counts(f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries"))
         if set(outcomes(streams)) != {ANSWERED}:

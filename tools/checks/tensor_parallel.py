@@ -30,6 +30,7 @@ from quantized_checkpoints import FORMS, write_pair
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphdecode import Engine, EngineConfig, Request, SamplingParams
+from graphdecode.convert.gguf_model import GgufModel
 from graphdecode.distributed import Leader
 from graphdecode.distributed.started import start_ranks
 from graphdecode.engine import rank_process
@@ -37,9 +38,7 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.engine.steps import step
 from graphdecode.errors import ArgumentError
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.family import family_of
-from graphdecode.models.gguf.writing import GgufModel
-from graphdecode.models.quantized.on_load import QuantizedBlocks
+from graphdecode.models.quantized.on_load import quantized_on_load
 from harness import TOOLS, Out, Sizes, numbers, read, record, replaced, write
 
 _LIMIT_SECONDS = 300.0  # four ranks on two cores that others use too
@@ -110,7 +109,7 @@ def in_blocks(folder: Path, quantize: str) -> Path:
     """Write a checkpoint's weights into a GGUF file beside it; return the file."""
     source = Checkpoint(folder)
     config, path = source.config(), folder / "model.gguf"
-    file = GgufModel(QuantizedBlocks(source, family_of(config.architecture).weights(config), quantize), config)
+    file = GgufModel(quantized_on_load(source, config, quantize, None), config)
     file.write(path, {}, file.names)
     return path
 

@@ -18,7 +18,7 @@ from graphdecode.linear.weight_form import read_fused
 from graphdecode.models import describe_model
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
-from graphdecode.models.families import Llama
+from graphdecode.models.families.llama import Llama
 from graphdecode.models.transformers_backend import AdoptedConfig
 from peers.peer import Peer, Tokens, Workload
 

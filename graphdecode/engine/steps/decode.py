@@ -19,7 +19,7 @@ from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.steps.step import RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import Loop
 from graphdecode.kernels.model.advance import AdvanceState, skip_steps
-from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, NO_AUTOMATON, AutomatonTables, Guides
+from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, NO_AUTOMATON, Guides
 from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -221,8 +221,8 @@ class DecodeStep(Step):
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         guides = None
         if self._automata is not None:
-            tables = (getattr(batch, name) for name in AutomatonTables._fields)
-            guides = Guides(batch.automaton_state, batch.token_mask, batch.automaton, *tables)
+            others = (getattr(batch, name) for name in Guides._fields[2:])
+            guides = Guides(batch.automaton_state, batch.token_mask, *others)
         sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, guides)
 
     def _end_launch(self, batch: Batch) -> None:

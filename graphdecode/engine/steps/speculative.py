@@ -32,7 +32,7 @@ from graphdecode.kernels.speculation.verify_drafts import (
     FOUND,
     MATCHED,
     VERIFIED,
-    DraftSlots,
+    DraftRows,
     Queries,
     judge_drafts,
     settle_drafts,
@@ -235,7 +235,7 @@ class SpeculativeStep(DecodeStep):
         if self._source.is_cheap:
             self._source.draft(batch, 1)
         self._take(batch, logits, batch.live_rows)
-        self._judge(batch, 0, 1)
+        judge_drafts(_draft_rows(batch), index=0, queries=1)
         self._settle(batch, 1, adapts=False)
 
     def _verify(self, batch: Batch, queries: int) -> None:
@@ -244,7 +244,7 @@ class SpeculativeStep(DecodeStep):
         of_queries = logits.view(batch.size, queries, -1)
         for index in range(queries):
             self._take(batch, of_queries[:, index], batch.active_rows if index else batch.live_rows)
-            self._judge(batch, index, queries)
+            judge_drafts(_draft_rows(batch), index=index, queries=queries)
         self._settle(batch, queries, adapts=self._adapts)
 
     def _spread(self, batch: Batch, queries: int) -> Batch:
@@ -252,8 +252,7 @@ class SpeculativeStep(DecodeStep):
         tokens = torch.empty(count, dtype=torch.int64, device=table.device)
         sizes = ((count,), (count, table.shape[1]), (1,))
         spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
-        state = (batch.tokens, batch.pre_step_seqlens, batch.finished, batch.drafts, batch.num_drafts, table)
-        spread_queries(spread, *state, batch.live_rows, queries=queries, trash_page=self._trash_page)
+        spread_queries(spread, _draft_rows(batch), table, queries=queries, trash_page=self._trash_page)
         rows: dict[str, Tensor] = {
             "tokens": spread.query_tokens,
             "rows": batch.query_rows[:count],
@@ -263,18 +262,10 @@ class SpeculativeStep(DecodeStep):
         }
         return Batch(count, rows)
 
-    def _judge(self, batch: Batch, index: int, queries: int) -> None:
-        written = (batch.finished, batch.active_rows, batch.history, batch.ring_drafts)
-        read = (batch.ring_tokens, batch.step_index, batch.pre_step_seqlens, batch.drafts, batch.num_drafts)
-        judge_drafts(*written, *read, batch.live_rows, index=index, queries=queries)
-
     def _settle(self, batch: Batch, queries: int, *, adapts: bool) -> None:
         """Look for the next step's drafts, and let all rows go on."""
         self._source.look(batch)
-        drafts = DraftSlots(*(getattr(batch, name) for name in DraftSlots._fields))
-        written = (batch.finished, batch.running, batch.step_entries, batch.ring_drafts)
-        read = (batch.pre_step_seqlens, batch.last_position, batch.step_index, batch.live_rows)
-        settle_drafts(*written, drafts, *read, queries=queries, adapts=adapts)
+        settle_drafts(_draft_rows(batch), queries=queries, adapts=adapts)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
@@ -321,3 +312,7 @@ class SpeculativeStep(DecodeStep):
             drafts = StepDrafts(entry[VERIFIED], entry[ACCEPTED], entry[FOUND], entry[MATCHED])
             read[index] = read[index]._replace(drafts=drafts)
         return read
+
+
+def _draft_rows(batch: Batch) -> DraftRows:
+    return DraftRows(*(getattr(batch, name) for name in DraftRows._fields))

@@ -22,48 +22,8 @@ from graphdecode.models.families.qwen3_moe import Qwen3Moe
 from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
 
-__all__ = [
-    "Bamba",
-    "Gemma2",
-    "Gemma3",
-    "GptOss",
-    "Granite",
-    "GraniteHybrid",
-    "Lfm2",
-    "Llama",
-    "Mamba2Family",
-    "Mistral",
-    "Mixtral",
-    "Olmo2",
-    "Olmo3",
-    "Phi3",
-    "Qwen2",
-    "Qwen2Moe",
-    "Qwen3",
-    "Qwen3Moe",
-    "Qwen3Next",
-    "Qwen35",
-    "SmolLM3",
-]
-
-register_family(Llama())
-register_family(Mistral())
-register_family(Mixtral())
-register_family(Qwen2())
-register_family(Qwen2Moe())
-register_family(Qwen3())
-register_family(Qwen3Moe())
-register_family(GptOss())
-register_family(Gemma2())
-register_family(Gemma3())
-register_family(Phi3())
-register_family(Olmo2())
-register_family(Olmo3())
-register_family(SmolLM3())
-register_family(Granite())
-register_family(GraniteHybrid())
-register_family(Bamba())
-register_family(Mamba2Family())
-register_family(Lfm2())
-register_family(Qwen35())
-register_family(Qwen3Next())
+for _family in (
+    *(Llama, Mistral, Mixtral, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, GptOss, Gemma2, Gemma3),
+    *(Phi3, Olmo2, Olmo3, SmolLM3, Granite, GraniteHybrid, Bamba, Mamba2Family, Lfm2, Qwen35, Qwen3Next),
+):
+    register_family(_family())

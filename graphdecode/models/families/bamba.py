@@ -1,7 +1,5 @@
 """Bamba (IBM and others, 2024): Mamba2, and attention in some layers."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Mixer

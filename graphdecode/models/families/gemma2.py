@@ -1,14 +1,10 @@
 """Gemma 2 (Gemma Team, 2024): norms before and behind each block, every other layer with a window, soft caps."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Layer
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, layer_windows, number
-from graphdecode.models.families.llama import Llama, attention_biases, sandwich_layer
+from graphdecode.models.families.llama import Llama, attention_biases
 from graphdecode.models.weight_map import Part, WeightMap
-from graphdecode.models.weights import Weights
 
 
 class Gemma2(Llama):
@@ -35,17 +31,13 @@ class Gemma2(Llama):
         given = self.defaults | settings
         return super().config(given | {"hidden_act": given["hidden_activation"]})
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return that attention's products may have biases."""
-        return attention_biases(settings)
-
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: that of the first, the third and so on."""
         return layer_windows(settings, [layer % 2 == 0 for layer in range(layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return scales and caps; a cap that is null is none."""
-        return {
+        """Return biases, scales and caps; a cap that is null is none."""
+        return attention_biases(settings) | {
             "sm_scale": number(settings, "query_pre_attn_scalar") ** -0.5,
             "attention_soft_cap": number(settings, "attn_logit_softcapping", 0.0),
             "logits_soft_cap": number(settings, "final_logit_softcapping", 0.0),
@@ -53,15 +45,11 @@ class Gemma2(Llama):
         }
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
-        places = super().layer_weights(config, at, name)
-        shape = (config.hidden_size,)
-        return places | {
-            f"{at}after_attention": (Part(f"{name}post_attention_layernorm.weight", shape),),
-            f"{at}post_norm": (Part(f"{name}pre_feedforward_layernorm.weight", shape),),
-            f"{at}after_mlp": (Part(f"{name}post_feedforward_layernorm.weight", shape),),
+        """Return the places of one layer."""
+        names = {
+            "after_attention": "post_attention_layernorm",
+            "before_mlp": "pre_feedforward_layernorm",
+            "after_mlp": "post_feedforward_layernorm",
         }
-
-    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read."""
-        return sandwich_layer(self, config, weights, index)
+        norms = {f"{at}{place}": (Part(f"{name}{own}.weight", (config.hidden_size,)),) for place, own in names.items()}
+        return super().layer_weights(config, at, name) | norms

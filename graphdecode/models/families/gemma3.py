@@ -1,13 +1,11 @@
 """Gemma 3 (Gemma Team, 2025), text: five layers with a window to one without, and rotary angles for each kind."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-from graphdecode.models.config import ModelConfig, count, is_windowed, layer_windows
+from graphdecode.models.config import ModelConfig, all_but_every, count, layer_ropes, layer_windows
 from graphdecode.models.families.gemma2 import Gemma2
 from graphdecode.models.families.qwen3 import head_norms
-from graphdecode.models.rope import RopeConfig, ropes_by_layer_type
+from graphdecode.models.rope import ropes_by_layer_type
 from graphdecode.models.weight_map import WeightMap
 
 
@@ -31,17 +29,14 @@ class Gemma3(Gemma2):
         return layer_windows(settings, _pattern(settings, layers))
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return scales and caps, and which layers have which angles."""
-        windowed = is_windowed(settings, _pattern(settings, fields["num_hidden_layers"]))
-        local = RopeConfig.from_dict(settings["sliding_rope"], fields["max_position_embeddings"])
-        ropes = tuple(local if window else fields["rope"] for window in windowed)
-        return super().options(settings, fields) | {"layer_ropes": ropes}
+        """Return biases, scales and caps, and which layers have which angles."""
+        pattern = _pattern(settings, fields["num_hidden_layers"])
+        return super().options(settings, fields) | layer_ropes(settings, fields, pattern)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
+        """Return the places of one layer."""
         return super().layer_weights(config, at, name) | head_norms(config, at, name)
 
 
 def _pattern(settings: dict[str, Any], layers: int) -> list[bool]:
-    every = count(settings, "sliding_window_pattern", 6)
-    return [(layer + 1) % every != 0 for layer in range(layers)]
+    return all_but_every(count(settings, "sliding_window_pattern", 6), layers)

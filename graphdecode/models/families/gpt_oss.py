@@ -1,20 +1,18 @@
 """gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, sinks in attention, a window in every other layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.linear.experts import Gate
 from graphdecode.models.blocks import Attention, Experts
-from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, layer_windows
-from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, layer_windows
+from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
 
 class GptOss(Sparse):
-    """gpt-oss, whose experts' gates and inputs stand by turns."""
+    """gpt-oss, whose experts' gates and inputs are interleaved."""
 
     architecture = "GptOssForCausalLM"
     experts_interleaved = True
@@ -23,7 +21,6 @@ class GptOss(Sparse):
     defaults: ClassVar[dict[str, Any]] = {
         "attention_bias": True,
         "head_dim": 64,
-        "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "num_experts_per_tok": 4,
         "num_key_value_heads": 8,
@@ -43,31 +40,19 @@ class GptOss(Sparse):
         "swiglu_limit": 7.0,
     }
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return whether the products of attention have a bias; the router and the experts have one."""
-        return {name: bool(settings["attention_bias"]) for name in ("qkv_bias", "o_bias")}
-
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: every other one has one."""
         return layer_windows(settings, [layer % 2 == 0 for layer in range(layers)])
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
-        """Return what the experts look like: the intermediate size is that of each."""
+        """Return what the experts look like."""
         clamp = [settings[name] for name in ("swiglu_alpha", "swiglu_limit")]
         if not all(isinstance(value, (int, float)) and value > 0 for value in clamp):
             raise UnsupportedModelError(f"swiglu_alpha and swiglu_limit must be numbers > 0, got {clamp!r}")
-        return ExpertsConfig(
-            count=count(settings, "num_local_experts"),
-            top_k=count(settings, "num_experts_per_tok"),
-            intermediate_size=fields["intermediate_size"],
-            renormalize=True,
-            layers=(True,) * fields["num_hidden_layers"],
-            alpha=float(clamp[0]),
-            limit=float(clamp[1]),
-        )
+        return replace(experts_everywhere(settings, fields), alpha=float(clamp[0]), limit=float(clamp[1]))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
+        """Return the places of one layer."""
         sinks = Part(f"{name}self_attn.sinks", (config.num_attention_heads,), 0)
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
 
@@ -94,5 +79,5 @@ class GptOss(Sparse):
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of a layer, with their clamped gate."""
         experts = experts_of(config)
-        block = super().expert_block(config, weights, at)
-        return replace(block, gate=Gate("swiglu_clamped", experts.alpha, experts.limit))
+        gate = Gate("swiglu_clamped", experts.alpha, experts.limit)
+        return replace(super().expert_block(config, weights, at), gate=gate)

@@ -1,8 +1,6 @@
 """Granite 3 (IBM, 2024): a Llama with multipliers on embedding, attention, residual stream and logits."""
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import Any
 
 from graphdecode.models.config import number
 from graphdecode.models.families.llama import Llama
@@ -12,11 +10,10 @@ class Granite(Llama):
     """Granite 3, dense."""
 
     architecture = "GraniteForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = Llama.defaults
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the multipliers."""
-        return {
+        """Return biases and multipliers."""
+        return super().options(settings, fields) | {
             "embedding_scale": number(settings, "embedding_multiplier", 1.0),
             "sm_scale": number(settings, "attention_multiplier", 1.0),
             "residual_scale": number(settings, "residual_multiplier", 1.0),

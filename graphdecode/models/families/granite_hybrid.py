@@ -1,7 +1,5 @@
 """Granite 4 (IBM, 2025), dense: Granite 3 with one product for gate and up, and Mamba2 in place of most attention."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
@@ -38,7 +36,7 @@ class GraniteHybrid(Granite, Hybrid):
         return super().config({**settings, "intermediate_size": count(settings, "shared_intermediate_size", 1024)})
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the multipliers, and whether there are rotary embeddings."""
+        """Return biases and multipliers, and whether there are rotary embeddings."""
         kind = settings.get("position_embedding_type") or "nope"
         if kind not in ("rope", "nope"):
             raise UnsupportedModelError(f"position_embedding_type must be rope, nope or null, got {shown(kind)}")
@@ -50,7 +48,7 @@ class GraniteHybrid(Granite, Hybrid):
         return super().options(settings, fields) | ropes | {"recurrent": recurrent, "mixer": sizes}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
+        """Return the places of one layer."""
         hidden, ff, mlp = config.hidden_size, Run(config.intermediate_size), f"{name}shared_mlp."
         return super().layer_weights(config, at, name) | {
             **product(f"{at}gate_up", {f"{mlp}input_linear": (ff, ff)}, hidden, split=0),

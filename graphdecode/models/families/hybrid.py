@@ -1,7 +1,5 @@
 """Decoders of which some layers keep a recurrent state in place of keys and values; shared by their families."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """LFM2 (Liquid AI, 2025): short gated convolutions, and attention in some layers."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, NamedTuple
 
 import torch

@@ -1,10 +1,8 @@
 """Llama (Touvron et al., 2023): norms before attention and the gated MLP; biases where a config.json asks for them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, Mixer, PreNormLayer, SandwichLayer
+from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Layer, Mixer
 from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
@@ -15,34 +13,30 @@ class Llama(Family):
     """Llama 1 to 3, and all that share its shape."""
 
     architecture = "LlamaForCausalLM"
-    # what transformers takes where a config.json says nothing
+    # what transformers takes where a config.json says nothing; what a family does not name is Llama's
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "hidden_act": "silu"}
     has_partial_rotary: ClassVar[bool] = False  # whether some of a head's channels may stay as they are
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         """Take the fields of a config.json."""
-        settings = self.defaults | settings
+        settings = Llama.defaults | self.defaults | settings
         fields = common_fields(settings, may_be_partial=self.has_partial_rotary)
         fields["windows"] = self.windows(settings, fields["num_hidden_layers"])
-        fields |= self.biases(settings) | self.options(settings, fields)
+        fields |= self.options(settings, fields)
         return ModelConfig(architecture=self.architecture, **fields)
-
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return which products have a bias."""
-        return attention_biases(settings) | {"mlp_bias": flag(settings, "mlp_bias", False)}
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return for each layer how many keys before a query's own it sees: all."""
         return (-1,) * layers
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of the configuration in which the family differs from a plain Llama.
+        """Return which products have biases, and other fields of the configuration.
 
         Args:
             settings: of a config.json, with the family's defaults.
             fields: that are known by now.
         """
-        return {}
+        return attention_biases(settings) | {"mlp_bias": flag(settings, "mlp_bias", False)}
 
     def weights(self, config: ModelConfig) -> WeightMap:
         """Return all tensors that such a model has, by their place in it."""
@@ -60,27 +54,25 @@ class Llama(Family):
         qkv |= {f"{attention}k_proj": kv, f"{attention}v_proj": kv}
         gate_up = {f"{mlp}gate_proj": ff, f"{mlp}up_proj": ff}
         return {
-            f"{at}input_norm": (Part(f"{name}input_layernorm.weight", (hidden,)),),
+            f"{at}before_attention": (Part(f"{name}input_layernorm.weight", (hidden,)),),
             **product(f"{at}qkv", qkv, hidden, split=0, bias=config.qkv_bias),
             **product(f"{at}o", {f"{attention}o_proj": hidden}, q, split=1, bias=config.o_bias),
-            f"{at}post_norm": (Part(f"{name}post_attention_layernorm.weight", (hidden,)),),
+            f"{at}before_mlp": (Part(f"{name}post_attention_layernorm.weight", (hidden,)),),
             **product(f"{at}gate_up", gate_up, hidden, split=0, bias=config.mlp_bias),
             **product(f"{at}down", {f"{mlp}down_proj": hidden}, ff, split=1, bias=config.mlp_bias),
         }
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read."""
-        at, eps = f"layers.{index}.", config.rms_norm_eps
-        return PreNormLayer(
-            input_norm=weights.norm(f"{at}input_norm", eps),
-            mixer=self.mixer(config, weights, index),
-            post_norm=weights.norm(f"{at}post_norm", eps),
-            mlp=self.feed_forward(config, weights, index),
-            residual_scale=config.residual_scale,
-        )
+        """Return one layer, its weights read; it has the norms that the map has places for."""
+        norms = [
+            weights.optional_norm(f"layers.{index}.{place}", config.rms_norm_eps)
+            for place in ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        ]
+        mixer, mlp = self.mixer(config, weights, index), self.feed_forward(config, weights, index)
+        return DecoderLayer(norms[0], mixer, norms[1], norms[2], mlp, norms[3], config.residual_scale)
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
-        """Return what a layer mixes its tokens by."""
+        """Return what mixes a layer's tokens: attention."""
         return self.attention(config, weights, index)
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
@@ -106,19 +98,6 @@ def attention_biases(settings: dict[str, Any]) -> dict[str, Any]:
     """Return whether attention's products have biases, as `attention_bias` says."""
     attention = flag(settings, "attention_bias", False)
     return {"qkv_bias": attention, "o_bias": attention}
-
-
-def sandwich_layer(family: Llama, config: ModelConfig, weights: Weights, index: int) -> Layer:
-    """Return a layer with a norm behind each block, and one before it where the map has a place for that."""
-    at, eps = f"layers.{index}.", config.rms_norm_eps
-    return SandwichLayer(
-        before_attention=weights.optional_norm(f"{at}input_norm", eps),
-        attention=family.attention(config, weights, index),
-        after_attention=weights.norm(f"{at}after_attention", eps),
-        before_mlp=weights.optional_norm(f"{at}post_norm", eps),
-        mlp=family.feed_forward(config, weights, index),
-        after_mlp=weights.norm(f"{at}after_mlp", eps),
-    )
 
 
 def head_run(config: ModelConfig) -> Run:

@@ -1,7 +1,5 @@
 """Mamba2 (Dao and Gu, 2024), by itself: no attention, no MLP."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

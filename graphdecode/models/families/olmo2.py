@@ -1,12 +1,10 @@
 """OLMo 2 (Team OLMo, 2024): norms behind each block and none before; queries are normed over all heads, and keys."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, Layer
+from graphdecode.models.blocks import Attention
 from graphdecode.models.config import ModelConfig
-from graphdecode.models.families.llama import Llama, attention_biases, head_run, sandwich_layer
+from graphdecode.models.families.llama import Llama, attention_biases, head_run
 from graphdecode.models.split_blocks import jointly_normed
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -16,20 +14,16 @@ class Olmo2(Llama):
     """OLMo 2."""
 
     architecture = "Olmo2ForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-    }
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return that attention's products may have biases."""
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the biases, of attention's products alone."""
         return attention_biases(settings)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
+        """Return the places of one layer."""
         places = super().layer_weights(config, at, name)
-        del places[f"{at}input_norm"], places[f"{at}post_norm"]
+        del places[f"{at}before_attention"], places[f"{at}before_mlp"]
         q, kv = config.num_attention_heads * config.head_dim, head_run(config)
         return places | {
             f"{at}q_norm": (Part(f"{name}self_attn.q_norm.weight", (q,), 0),),
@@ -42,7 +36,3 @@ class Olmo2(Llama):
         """Return a layer's attention; ranks that share its heads norm them together."""
         attention, shared = super().attention(config, weights, index), weights.shared
         return attention if shared is None else jointly_normed(attention, shared, f"layers.{index}.q_norm")
-
-    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read."""
-        return sandwich_layer(self, config, weights, index)

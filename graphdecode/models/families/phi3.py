@@ -1,6 +1,4 @@
-"""Phi-3 (Abdin et al., 2024) and Phi-4-mini: fused products, LongRoPE, heads of which a part turns."""
-
-from __future__ import annotations
+"""Phi-3 (Abdin et al., 2024) and Phi-4-mini: fused products, LongRoPE, partial rotary embedding."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +13,6 @@ class Phi3(Llama):
     architecture = "Phi3ForCausalLM"
     has_partial_rotary = True
     defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
@@ -29,16 +26,16 @@ class Phi3(Llama):
                 settings = settings | {name: scaling | {"rope_type": "longrope"}}
         return super().config(settings)
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return that no product has a bias, whatever the fields of a config.json say."""
-        return {}
-
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of all layers."""
         return layer_windows(settings, [True] * layers)
 
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return that no product has a bias, whatever the fields of a config.json say."""
+        return {}
+
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
+        """Return the places of one layer."""
         hidden, ff = config.hidden_size, config.intermediate_size
         q, kv = Run(config.num_attention_heads * config.head_dim), head_run(config)
         return super().layer_weights(config, at, name) | {

@@ -1,10 +1,8 @@
 """Qwen 2 and 2.5 (Yang et al., 2024): a Llama whose QKV product has a bias; windows where they are switched on."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-from graphdecode.models.config import flag, layer_windows, whole
+from graphdecode.models.config import switched_windows, whole
 from graphdecode.models.families.llama import Llama
 
 
@@ -13,19 +11,16 @@ class Qwen2(Llama):
 
     architecture = "Qwen2ForCausalLM"
     defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "num_key_value_heads": 32,
         "sliding_window": 4096,
     }
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        """Return the window of each layer: those from a number on have one."""
+        first = whole(settings, "max_window_layers", 28)
+        return switched_windows(settings, [layer >= first for layer in range(layers)])
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return that the QKV product alone has a bias, whatever the fields of a config.json say."""
         return {"qkv_bias": True}
-
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: where windows are switched on, and the layer is one of those."""
-        if not flag(settings, "use_sliding_window", False):
-            return (-1,) * layers
-        first = whole(settings, "max_window_layers", 28)
-        return layer_windows(settings, [layer >= first for layer in range(layers)])

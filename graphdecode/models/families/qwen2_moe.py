@@ -1,10 +1,8 @@
 """Qwen 1.5 and 2 with experts (Yang et al., 2024): small ones, and a shared one whose share a gate decides."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-from graphdecode.models.config import flag, layer_windows, whole
+from graphdecode.models.config import flag, switched_windows, whole
 from graphdecode.models.families.qwen2 import Qwen2
 from graphdecode.models.families.sparse import Sparse
 
@@ -22,13 +20,11 @@ class Qwen2Moe(Sparse, Qwen2):
         "shared_expert_intermediate_size": 5632,
     }
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return whether the QKV product has a bias; no other has."""
-        return {"qkv_bias": flag(settings, "qkv_bias", True)}
-
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: where they are switched on, every other one of the first layers has one."""
-        if not flag(settings, "use_sliding_window", False):
-            return (-1,) * layers
+        """Return the window of each layer: every other one of the first layers has one."""
         first = whole(settings, "max_window_layers", 28)
-        return layer_windows(settings, [layer % 2 == 0 and layer < first for layer in range(layers)])
+        return switched_windows(settings, [layer % 2 == 0 and layer < first for layer in range(layers)])
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the experts, and whether the QKV product has a bias; no other has."""
+        return super().options(settings, fields) | {"qkv_bias": flag(settings, "qkv_bias", True)}

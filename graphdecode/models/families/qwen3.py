@@ -1,7 +1,5 @@
 """Qwen 3 (Yang et al., 2025): queries and keys are normed per head; biases of attention where a config.json asks."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ModelConfig
@@ -16,12 +14,12 @@ class Qwen3(Qwen2):
     architecture = "Qwen3ForCausalLM"
     defaults: ClassVar[dict[str, Any]] = Qwen2.defaults | {"head_dim": 128}
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return which products have a bias."""
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the biases, of attention's products alone."""
         return attention_biases(settings)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
+        """Return the places of one layer."""
         return super().layer_weights(config, at, name) | head_norms(config, at, name)
 
 

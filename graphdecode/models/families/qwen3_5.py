@@ -1,7 +1,5 @@
 """Qwen3.5 (text) and Qwen3-Next (Qwen Team, 2025): gated delta nets, and gated attention in every fourth layer."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, NamedTuple
 
 import torch

@@ -1,10 +1,8 @@
 """Qwen 3 with experts (Yang et al., 2025): many small ones, none of them shared."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-from graphdecode.models.config import flag, layer_windows
+from graphdecode.models.config import switched_windows
 from graphdecode.models.families.qwen3 import Qwen3
 from graphdecode.models.families.sparse import Sparse
 
@@ -15,7 +13,6 @@ class Qwen3Moe(Sparse, Qwen3):
     architecture = "Qwen3MoeForCausalLM"
     defaults: ClassVar[dict[str, Any]] = {
         "decoder_sparse_step": 1,
-        "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,
         "num_experts": 128,
@@ -25,7 +22,5 @@ class Qwen3Moe(Sparse, Qwen3):
     }
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of all layers, where windows are switched on."""
-        if not flag(settings, "use_sliding_window", False):
-            return (-1,) * layers
-        return layer_windows({"sliding_window": settings["sliding_window"]}, [True] * layers)
+        """Return the window of all layers, whatever `layer_types` says."""
+        return switched_windows({**settings, "layer_types": None}, [True] * layers)

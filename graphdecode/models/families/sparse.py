@@ -1,7 +1,5 @@
 """Mixtures of experts: fields, names of tensors, and the sparse part of a layer, shared by their families."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -31,7 +29,7 @@ class Sparse(Llama):
     stacked_mlp: ClassVar[str] = "mlp."
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of the experts."""
+        """Return biases, and what the experts look like."""
         experts = self.experts(settings, fields)
         if experts.top_k > experts.count:
             raise UnsupportedModelError(f"num_experts_per_tok {experts.top_k} is more than the {experts.count} experts")
@@ -57,7 +55,7 @@ class Sparse(Llama):
         )
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it; see `Family.weights`."""
+        """Return all tensors that such a model has, by their place in it."""
         return self._sparse_weights(config, is_stacked=False)
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
@@ -91,7 +89,7 @@ class Sparse(Llama):
         )
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts; see `layer_weights`."""
+        """Return the places of one layer's router and experts."""
         experts, hidden = experts_of(config), config.hidden_size
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
         mlp = f"{name}{self.stacked_mlp if is_stacked else self.mlp}"
@@ -124,6 +122,17 @@ class Sparse(Llama):
                     places.pop(f"{dense}.bias", None)
                 places |= self.expert_weights(config, at, f"model.layers.{index}.", is_stacked=is_stacked)
         return places
+
+
+def experts_everywhere(settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
+    """Return the experts of a model that has them in all layers, and whose intermediate size is that of each."""
+    return ExpertsConfig(
+        count=count(settings, "num_local_experts"),
+        top_k=count(settings, "num_experts_per_tok"),
+        intermediate_size=fields["intermediate_size"],
+        renormalize=True,
+        layers=(True,) * fields["num_hidden_layers"],
+    )
 
 
 def experts_of(config: ModelConfig) -> ExpertsConfig:

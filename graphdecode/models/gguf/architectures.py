@@ -1,16 +1,18 @@
-"""What GGUF calls an architecture, its fields and its tensors, in the words of a config.json and of safetensors."""
+"""What GGUF calls an architecture, its fields and its tensors, in the words of a config.json and of safetensors.
 
-from __future__ import annotations
+What a file does not say, such as which layers of Gemma see a window, is what the architecture's models all have.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.gguf import architecture_fields as more
 from graphdecode.models.gguf.container import GgufTensor, Metadata, TensorView, stop_token_ids
 from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
 
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by other than their heads' channels
 EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTATED = ("attn_q", "attn_k")
 ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
@@ -20,34 +22,17 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of GGUF.
+    """One architecture of GGUF."""
 
-    Attributes:
-        name: as the names of classes in transformers begin, such as "Llama".
-        layer: GGUF's names of a layer's tensors -> those of transformers; `{expert}` stands for each of a stack.
-        neighbours: the two halves of a rotary pair are neighbours among the rows of q and k.
-        bare: those of them that end in nothing in transformers.
-        norm_shift: what is added to the norms' stored gains.
-        more: returns what a config.json has beside what all have.
-    """
-
-    name: str
-    layer: Mapping[str, str]
-    neighbours: bool = False
-    bare: tuple[str, ...] = ()
-    norm_shift: float = 0.0
-    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})
+    name: str  # as the names of classes in transformers begin, such as "Llama"
+    layer: Mapping[str, str]  # GGUF's names of a layer's tensors -> those of transformers; {expert} is each of a stack
+    neighbours: bool = False  # the two halves of a rotary pair are neighbours among the rows of q and k
+    bare: tuple[str, ...] = ()  # tensors whose names have no ending in transformers
+    norm_shift: float = 0.0  # what is added to the norms' stored gains
+    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})  # fields beside those that all have
 
     def settings(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Settings:
-        """Return the fields of the config.json that such a model has.
-
-        Args:
-            fields: the metadata of the file.
-            stored: its tensors.
-
-        Raises:
-            UnsupportedModelError: a field is missing or is of no use.
-        """
+        """Return the fields of the config.json that a model has, given the metadata of its file and its tensors."""
         metadata = Metadata(fields)
         layers, hidden = metadata.count("block_count"), metadata.count("embedding_length")
         heads = metadata.count("attention.head_count")
@@ -84,15 +69,12 @@ class Architecture:
         for name, tensor in stored.items():
             place, _, kind = name.rpartition(".")
             layer, _, part = place.removeprefix("blk.").partition(".")
-            if not (place.startswith("blk.") and layer.isdecimal()):
-                if place in EDGES:
-                    yield f"{EDGES[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
-                elif name not in ROPE_TENSORS:
-                    yield name, TensorView(tensor, tensor.shape)
-            elif part in self.layer:
+            if place.startswith("blk.") and layer.isdecimal() and part in self.layer:
                 whole = f"model.layers.{layer}.{self.layer[part]}"
                 yield from self._of_layer(metadata, tensor, (part, kind), whole)
-            else:
+            elif place in EDGES:
+                yield f"{EDGES[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
+            elif name not in ROPE_TENSORS:
                 yield name, TensorView(tensor, tensor.shape)
 
     def _of_layer(
@@ -109,26 +91,19 @@ class Architecture:
                 own = TensorView(tensor, tensor.shape[1:], first_row=expert * rows)
                 yield f"{name}.{kind}".format(expert=expert), own
         else:
-            head_rows = _head_rows(metadata, tensor, part) if self.neighbours and part in ROTATED else 0
+            head_rows = 0
+            if self.neighbours and part in ROTATED:
+                heads = metadata.count("attention.head_count")
+                kv_heads = metadata.count("attention.head_count_kv", heads)
+                head_rows = tensor.shape[0] // (kv_heads if part == "attn_k" else heads)
             yield f"{name}.{kind}", TensorView(tensor, tensor.shape, head_dim=head_rows, shift=self._shift(part))
 
     def _shift(self, part: str) -> float:
         return self.norm_shift if part.endswith("norm") else 0.0
 
 
-def _head_rows(metadata: Metadata, tensor: GgufTensor, part: str) -> int:
-    heads = metadata.count("attention.head_count")
-    if part == "attn_k":
-        heads = metadata.count("attention.head_count_kv", heads)
-    return tensor.shape[0] // heads
-
-
 def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
-    """Refuse counts that the tensors belie, before anything is made for so many.
-
-    Raises:
-        UnsupportedModelError: they do, or there is no embedding.
-    """
+    """Refuse counts that the tensors belie, before anything is made for so many."""
     if "token_embd.weight" not in stored:
         raise UnsupportedModelError("the tensor token_embd.weight is missing")
     held = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
@@ -141,12 +116,7 @@ def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
 
 
 def _check_experts(stored: Mapping[str, GgufTensor]) -> None:
-    """Refuse stacks of experts that cannot be taken apart.
-
-    Raises:
-        UnsupportedModelError: one has not an axis of experts before those of a weight or a bias, or two that are one
-            product in transformers are not alike.
-    """
+    """Refuse stacks without an axis of experts, and those of one product in transformers that are not alike."""
     for name, tensor in stored.items():
         place, _, kind = name.rpartition(".")
         if not place.endswith("_exps"):
@@ -163,6 +133,84 @@ def _dtype(stored: Mapping[str, GgufTensor]) -> str:
     """Return what to compute in where nobody says: float32 for a file of nothing else, else what holds any range."""
     kinds = {tensor.block.name for tensor in stored.values() if len(tensor.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+def _mixtral(metadata: Metadata) -> Settings:
+    return {
+        "num_local_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _qwen3_moe(metadata: Metadata) -> Settings:
+    return {
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen2_moe(metadata: Metadata) -> Settings:
+    shared = {"shared_expert_intermediate_size": metadata.count("expert_shared_feed_forward_length")}
+    return _qwen3_moe(metadata) | {"norm_topk_prob": False} | shared
+
+
+def _gemma(metadata: Metadata, period: int, attention_cap: float | None, logits_cap: float) -> Settings:
+    heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
+    scalar = metadata.count("attention.key_length", hidden // heads)
+    if metadata.count("block_count") == _GEMMA_27B_LAYERS[metadata.architecture]:
+        scalar = hidden // heads
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        **_windows(metadata, period),
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": attention_cap and metadata.number("attn_logit_softcapping", attention_cap),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", logits_cap) or None,
+    }
+
+
+def _phi3(metadata: Metadata) -> Settings:
+    trained = metadata.count("context_length")
+    return {
+        "sliding_window": metadata.number("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length", trained),
+    }
+
+
+def _smollm3(metadata: Metadata) -> Settings:
+    layers = metadata.count("block_count")
+    return {"no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)], "use_sliding_window": False}
+
+
+def _granite(metadata: Metadata) -> Settings:
+    head_dim = metadata.count("embedding_length") / metadata.count("attention.head_count")
+    return {
+        "attention_multiplier": metadata.number("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+    }
+
+
+def _gpt_oss(metadata: Metadata) -> Settings:
+    return {**_mixtral(metadata), **_windows(metadata, period=2), "swiglu_limit": 7.0}
+
+
+def _windows(metadata: Metadata, period: int) -> Settings:
+    """Return which layers see a window: those that the file names, else all but the last of each period."""
+    layers = metadata.count("block_count")
+    stated = metadata.layers("attention.sliding_window_pattern")
+    if not stated:
+        period = metadata.count("attention.sliding_window_pattern", period)
+        stated = [(layer + 1) % period != 0 for layer in range(layers)]
+    return {
+        "sliding_window": metadata.number("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in stated],
+    }
 
 
 _ATTENTION = {
@@ -205,43 +253,46 @@ _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("Llama", _DENSE, neighbours=True),
-    "mixtral": Architecture(
-        "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=more.mixtral
-    ),
+    "mixtral": Architecture("Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=_mixtral),
     "qwen2": Architecture("Qwen2", _DENSE),
-    "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=more.qwen2_moe),
+    "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=_qwen2_moe),
     "qwen3": Architecture("Qwen3", _DENSE | _QK_NORMS),
-    "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=more.qwen3_moe),
-    "gemma2": Architecture("Gemma2", _ATTENTION | _NORMS_AROUND | _MLP, norm_shift=-1.0, more=more.gemma2),
-    "gemma3": Architecture("Gemma3", _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP, norm_shift=-1.0, more=more.gemma3),
-    "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=more.phi3),
+    "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=_qwen3_moe),
+    "gemma2": Architecture(
+        "Gemma2",
+        _ATTENTION | _NORMS_AROUND | _MLP,
+        norm_shift=-1.0,
+        more=partial(_gemma, period=2, attention_cap=50.0, logits_cap=30.0),
+    ),
+    "gemma3": Architecture(
+        "Gemma3",
+        _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP,
+        norm_shift=-1.0,
+        more=partial(_gemma, period=6, attention_cap=None, logits_cap=0.0),
+    ),
+    "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=_phi3),
     "olmo2": Architecture("Olmo2", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP),
-    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=more.olmo3),
-    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=more.smollm3),
+    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=partial(_windows, period=4)),
+    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=_smollm3),
     "gpt-oss": Architecture(
         "GptOss",
         _ATTENTION | _GPT_OSS | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
         bare=("attn_sinks",),
-        more=more.gpt_oss,
+        more=_gpt_oss,
     ),
-    "granite": Architecture("Granite", _DENSE, neighbours=True, more=more.granite),
+    "granite": Architecture("Granite", _DENSE, neighbours=True, more=_granite),
 }
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a file, whose metadata are given.
-
-    Raises:
-        UnsupportedModelError: it is not known; the message lists those that are.
-    """
+    """Return the architecture of a file, whose metadata are given."""
     metadata = Metadata(fields)
     name = metadata.architecture
     if name == "llama" and metadata.number("expert_count", 0):
         name = "mixtral"
     if name == "olmo2" and metadata.number("attention.sliding_window", 0):
         name = "olmo3"
-    found = ARCHITECTURES.get(name)
-    if found is None:
+    if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"the general.architecture {name!r:.80} is not supported; supported are {known}")
-    return found
+    return ARCHITECTURES[name]

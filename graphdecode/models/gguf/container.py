@@ -36,19 +36,12 @@ _DEFAULT_ALIGNMENT = 32
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor lies in a file.
+    """Where a tensor lies in a file."""
 
-    Attributes:
-        path: of the file.
-        shape: as torch has it, the longest stride first.
-        block: its type.
-        offset: of its first byte in the file.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    block: BlockType
-    offset: int
+    path: Path  # of the file
+    shape: tuple[int, ...]  # as torch has it, the longest stride first
+    block: BlockType  # its type
+    offset: int  # of its first byte in the file
 
     @property
     def nbytes(self) -> int:
@@ -56,11 +49,7 @@ class GgufTensor(NamedTuple):
         return self.block.size(math.prod(self.shape))
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return the bytes of some of its values, uint8; they begin and end with a block.
-
-        Raises:
-            CheckpointError: the file has become shorter since its header was read.
-        """
+        """Return the bytes of some of its values, uint8; they begin and end with a block."""
         size = self.block.size(count)
         found = np.fromfile(self.path, np.uint8, size, offset=self.offset + self.block.size(first))
         if len(found) < size:
@@ -70,9 +59,6 @@ class GgufTensor(NamedTuple):
 
 class GgufFile:
     """One file: its metadata and where its tensors are; no tensor is read.
-
-    Args:
-        path: of the file.
 
     Attributes:
         path: of the file.
@@ -101,13 +87,10 @@ class GgufFile:
         header.check_magic()
         num_tensors, num_fields = header.count("tensor_count", 32), header.count("metadata_kv_count", 13)
         self.fields: Mapping[str, Any] = header.fields(num_fields)
-        self.tensors: Mapping[str, GgufTensor] = header.tensors(num_tensors, self._alignment())
-
-    def _alignment(self) -> int:
         alignment = self.fields.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
             raise CheckpointError(f"{self.path}: general.alignment must be a power of two >= 8, got {alignment!r}")
-        return alignment
+        self.tensors: Mapping[str, GgufTensor] = header.tensors(num_tensors, alignment)
 
 
 def read_header(path: Path) -> GgufFile:
@@ -125,7 +108,7 @@ def _read_once(path: Path, *_version: int) -> GgufFile:
 
 
 class _Header:
-    """A place in the bytes of a file, which every reading moves on, and none moves past the end."""
+    """A position in the bytes of a file; each read advances it, and none reads past the end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -141,17 +124,17 @@ class _Header:
         self._at = len(MAGIC)
         version = self._number("I", "version")
         if version & 0xFFFF == 0:
-            raise CheckpointError(f"{self._path}: version {version:#x} is of a big-endian file, which is not read")
+            raise self._fault(f"version {version:#x} is of a big-endian file, which is not read")
         if version not in _VERSIONS:
             known = " and ".join(map(str, _VERSIONS))
-            raise CheckpointError(f"{self._path}: version {version} is not supported; supported are {known}")
+            raise self._fault(f"version {version} is not supported; supported are {known}")
 
     def count(self, field: str, least: int, number_format: str = "Q") -> int:
         """Read how many of something follow, each of which has at least so many bytes."""
         number = self._number(number_format, field)
         if number * least > self._size - self._at:
-            raise CheckpointError(
-                f"{self._path}: {field} is {number}, for which {number * least} bytes must follow, and there are "
+            raise self._fault(
+                f"{field} is {number}, for which {number * least} bytes must follow, and there are "
                 f"{self._size - self._at}"
             )
         return number
@@ -160,72 +143,65 @@ class _Header:
         """Read all metadata."""
         found: dict[str, Any] = {}
         for index in range(count):
-            key = self._string(f"the key of field {index}")
+            key = self._strings(1, f"the key of field {index}")[0]
             if key in found:
-                raise CheckpointError(f"{self._path}: the field {key} is there twice")
+                raise self._fault(f"the field {key} is there twice")
             found[key] = self._value(self._number("I", f"the type of {key}"), key)
         return found
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Read what the header says of the tensors, and look whether the file has their bytes."""
-        described = [self._tensor(index) for index in range(count)]
+        described: dict[str, GgufTensor] = {}
+        for index in range(count):
+            name = self._strings(1, f"the name of tensor {index}")[0]
+            if name in described:
+                raise self._fault(f"the tensor {name} is there twice")
+            described[name] = self._tensor(name)
         start = -(-self._at // alignment) * alignment
         end_before, name_before = start, ""
-        for name, tensor in sorted(described, key=lambda each: each[1].offset):
+        for name, tensor in sorted(described.items(), key=lambda each: each[1].offset):
             offset = start + tensor.offset
             if tensor.offset % alignment:
-                raise CheckpointError(
-                    f"{self._path}: the offset of {name} is {tensor.offset}, no multiple of {alignment}"
-                )
+                raise self._fault(f"the offset of {name} is {tensor.offset}, no multiple of {alignment}")
             if offset < end_before:
-                raise CheckpointError(f"{self._path}: the bytes of {name} overlap those of {name_before}")
+                raise self._fault(f"the bytes of {name} overlap those of {name_before}")
             end_before, name_before = offset + tensor.nbytes, name
             if end_before > self._size:
                 raise CheckpointError(
                     f"{self._path} is truncated: {name} ends at byte {end_before}, and the file has {self._size}"
                 )
-        return {name: tensor._replace(offset=start + tensor.offset) for name, tensor in self._once(described)}
+        return {name: tensor._replace(offset=start + tensor.offset) for name, tensor in described.items()}
 
-    def _once(self, described: list[tuple[str, GgufTensor]]) -> list[tuple[str, GgufTensor]]:
-        seen: set[str] = set()
-        for name, _ in described:
-            if name in seen:
-                raise CheckpointError(f"{self._path}: the tensor {name} is there twice")
-            seen.add(name)
-        return described
-
-    def _tensor(self, index: int) -> tuple[str, GgufTensor]:
-        name = self._string(f"the name of tensor {index}")
+    def _tensor(self, name: str) -> GgufTensor:
         dims = self._number("I", f"the number of dimensions of {name}")
         if not 1 <= dims <= _MAX_DIMS:
-            raise CheckpointError(f"{self._path}: {name} has {dims} dimensions; there may be 1 to {_MAX_DIMS}")
+            raise self._fault(f"{name} has {dims} dimensions; there may be 1 to {_MAX_DIMS}")
         shape = tuple(self._number("Q", f"the shape of {name}") for _ in range(dims))[::-1]
         if min(shape) < 1:
-            raise CheckpointError(f"{self._path}: {name} has the shape {list(shape)}")
+            raise self._fault(f"{name} has the shape {list(shape)}")
         number = self._number("I", f"the type of {name}")
         block = BLOCK_TYPES.get(number)
         if block is None:
             known = ", ".join(known.name for known in BLOCK_TYPES.values())
-            raise CheckpointError(f"{self._path}: {name} has the type number {number}; those that are read are {known}")
+            raise self._fault(f"{name} has the type number {number}; those that are read are {known}")
         if shape[-1] % block.values:
-            raise CheckpointError(
-                f"{self._path}: {name} has rows of {shape[-1]} values, which blocks of {block.values} ({block.name}) "
-                f"cannot fill"
+            raise self._fault(
+                f"{name} has rows of {shape[-1]} values, which blocks of {block.values} ({block.name}) cannot fill"
             )
-        return name, GgufTensor(self._path, shape, block, self._number("Q", f"the offset of {name}"))
+        return GgufTensor(self._path, shape, block, self._number("Q", f"the offset of {name}"))
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind], key)
         if kind == _STRING:
-            return self._string(key)
+            return self._strings(1, key)[0]
         if kind != _ARRAY:
-            raise CheckpointError(f"{self._path}: {key} has the value type {kind}, which there is not")
+            raise self._fault(f"{key} has the value type {kind}, which there is not")
         kind = self._number("I", f"the type of {key}")
         if kind == _STRING:
             return self._strings(self.count(key, 8), key)
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self._path}: {key} is an array of the value type {kind}, which is not supported")
+            raise self._fault(f"{key} is an array of the value type {kind}, which is not supported")
         dtype = np.dtype(f"<{_SCALARS[kind]}" if _SCALARS[kind] != "?" else "?")
         count = self.count(key, dtype.itemsize)
         begin, self._at = self._at, self._at + count * dtype.itemsize
@@ -238,9 +214,6 @@ class _Header:
             raise self._truncated(field) from None
         self._at += struct.calcsize(f"<{number_format}")
         return value
-
-    def _string(self, field: str) -> str:
-        return self._strings(1, field)[0]
 
     def _strings(self, count: int, field: str) -> list[str]:
         data, at, size, unpack = self._data, self._at, self._size, struct.Struct("<Q").unpack_from
@@ -255,57 +228,42 @@ class _Header:
         except struct.error:
             raise self._truncated(field) from None
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self._path}: {field} is no UTF-8: {error}") from error
+            raise self._fault(f"{field} is no UTF-8: {error}") from error
         self._at = at
         return found
+
+    def _fault(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {what}")
 
     def _truncated(self, field: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is truncated: it ends within {field}, at byte {self._size}")
 
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
-# how a turn or a text ends where a file does not say it, as llama.cpp takes it
+# what ends a message or a text where a file does not say it, as in llama.cpp
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>",
 )  # fmt: skip
-_HARMONY = {"<|return|>", "<|call|>"}  # where these end an answer, <|end|> ends a part of it
+_HARMONY = {"<|return|>", "<|call|>"}  # where these end the output, <|end|> ends a part of it
 
 
 class Metadata:
-    """The fields of one architecture.
-
-    Args:
-        fields: all of a file's.
-
-    Attributes:
-        architecture: GGUF's name of it.
-
-    Raises:
-        UnsupportedModelError: no architecture is named.
-    """
+    """The fields of a file, and of its architecture; each reader raises `UnsupportedModelError` for what is wrong."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._all = fields
         self.architecture = self.whole("general.architecture", str)
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """Return a number of the architecture, such as "embedding_length"; one for all layers where there are many.
-
-        Raises:
-            UnsupportedModelError: it is missing and has no default, is no number, or differs between layers.
-        """
+        """Return a number of the architecture, such as "embedding_length"; one for all layers where there are many."""
         return self.whole(f"{self.architecture}.{name}", (int, float), default)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a number that is an integer >= 1.
-
-        Raises:
-            UnsupportedModelError: it is none, or see `number`.
-        """
+        """Return a number that is an integer >= 1."""
         value = self.number(name, default)
         if not isinstance(value, int) or value < 1:
-            raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 1, got {_shown(value)}")
+            raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 1, got {value!r:.80}")
         return value
 
     def has(self, name: str) -> bool:
@@ -330,16 +288,12 @@ class Metadata:
             raise UnsupportedModelError(f"the field {key} is missing")
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
             kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-            raise UnsupportedModelError(f"{key} must be {kinds}, got {_shown(value)}")
+            raise UnsupportedModelError(f"{key} must be {kinds}, got {value!r:.80}")
         return value
 
 
-def _shown(value: Any) -> str:
-    return f"{value!r:.80}"
-
-
 def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end an answer: those that the file names, and those that are known to."""
+    """Return the tokens that end the output: those that the file names, and those that are known to."""
     named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
     known = {}
@@ -354,26 +308,18 @@ def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
     return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
 
 
-_VALUES_AT_ONCE = 1 << 19  # are undone together: what that needs beside the result is a few MB
+_VALUES_AT_ONCE = 1 << 19  # are dequantized together: what that needs beside the result is a few MB
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """Rows of a stored tensor.
+    """Rows of a stored tensor."""
 
-    Attributes:
-        stored: where they are.
-        shape: as transformers has it.
-        first_row: of the stored ones.
-        head_dim: 0, or the channels of each head whose rotary pairs (i, i + head_dim / 2) are stored as neighbours.
-        shift: added to each value.
-    """
-
-    stored: GgufTensor
-    shape: tuple[int, ...]
-    first_row: int = 0
-    head_dim: int = 0
-    shift: float = 0.0
+    stored: GgufTensor  # where they are
+    shape: tuple[int, ...]  # as transformers has it
+    first_row: int = 0  # of the stored ones
+    head_dim: int = 0  # or the channels of each head whose rotary pairs (i, i + head_dim / 2) are stored as neighbours
+    shift: float = 0.0  # added to each value
 
     @property
     def block_type(self) -> str:

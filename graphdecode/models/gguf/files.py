@@ -1,29 +1,23 @@
 """Which files of a folder are a model in GGUF: one file, or the shards that one name stands for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 SUFFIX = ".gguf"
 _SHARD = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_NO_MODEL = "mmproj"  # how the names begin of files that hold what turns pictures into tokens
+_NO_MODEL = "mmproj"  # prefix of files that hold an image encoder
 
 
 def models_among(names: Iterable[str]) -> list[str]:
     """Return the names of GGUF files, of those that are shards of one model the first alone."""
-    found = []
-    for name in sorted(name for name in names if name.endswith(SUFFIX) and not name.startswith(_NO_MODEL)):
-        shard = _shard(name)
-        if shard is None or int(shard["number"]) == 1:
-            found.append(name)
-    return found
+    models = sorted(name for name in names if name.endswith(SUFFIX) and not name.startswith(_NO_MODEL))
+    return [name for name in models if shards_of(name)[0] == name]
 
 
 def of_quantization(names: Iterable[str], wanted: str) -> list[str]:
-    """Return those names of models that say a quantization, such as "Q4_K_M"."""
-    return [name for name in names if wanted.lower() in re.split(r"[-.]", name.lower())]
+    """Return those names of models that say a quantization, such as "Q4_K_M"; all of them for ""."""
+    return [name for name in names if not wanted or wanted.lower() in re.split(r"[-.]", name.lower())]
 
 
 def shards_of(name: str) -> list[str]:

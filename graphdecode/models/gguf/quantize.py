@@ -1,11 +1,10 @@
-"""Blocks of GGUF and plain weights: the library undoes all types but one, and makes Q8_0; made here are Q4_K and Q6_K,
-which it does not write, and Q5_0, whose scale it takes from the largest value alone.
+"""Weights to blocks of GGUF and back: the library dequantizes all types but Q1_0, and makes Q8_0.
+
+Made here are Q4_K and Q6_K, which it does not write, and Q5_0, whose scale it takes from the largest value alone.
 
 The layouts are those of ggml's `ggml-common.h`. A block's scales are found as ggml does: several are tried, those of
 the least error are taken, and the codes are rounded with what is stored of them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -23,50 +22,32 @@ _LEAST = 1e-15
 
 
 def dequantize(stored: np.ndarray, block: BlockType) -> Tensor:
-    """Return the values that bytes stand for.
+    """Return the values of whole blocks, uint8 [rows, bytes of a row]: [rows, values of a row].
 
-    Args:
-        stored: uint8 [rows, bytes of a row], whole blocks.
-        block: their type.
-
-    Returns:
-        [rows, values of a row], float32 for what is stored in blocks, else of the stored type.
+    They are float32 for what is stored in blocks, else of the stored type.
     """
     if block.name in _FLOATS:
         return torch.from_numpy(stored).view(_FLOATS[block.name])
-    if block.name == "Q1_0":
-        return torch.from_numpy(_q1_0(stored, block))
+    if block.name == "Q1_0":  # scale or -scale by each bit; the library knows the type, and cannot dequantize it
+        blocks = stored.reshape(-1, block.nbytes)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") * np.float32(2) - np.float32(1)
+        return torch.from_numpy((scales * signs).reshape(len(stored), -1))
     import gguf.quants  # here, for models of other formats need none of it
 
     return torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[block.name]))
 
 
-def _q1_0(stored: np.ndarray, block: BlockType) -> np.ndarray:
-    """Return scale or -scale by each bit; the library knows the type, and cannot undo it."""
-    blocks = stored.reshape(-1, block.nbytes)
-    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") * np.float32(2) - np.float32(1)
-    return (scales * signs).reshape(len(stored), -1)
-
-
 def quantized_blocks(weight: Tensor, block_type: str) -> Tensor:
-    """Return a weight [rows, columns] in blocks, uint8 [rows, bytes of a row].
-
-    Args:
-        weight: any float type; its columns are a multiple of a block's values.
-        block_type: "Q8_0", "Q5_0", "Q4_K" or "Q6_K".
-    """
-    made = _KINDS.get(block_type)
+    """Return a weight [rows, columns], whole blocks, as uint8 [rows, bytes of a row]: Q8_0, Q5_0, Q4_K or Q6_K."""
     step = max(1, _VALUES_AT_ONCE // weight.shape[1])
-    return torch.cat(
-        [_by_library(some.float(), block_type) if made is None else made(some.float()) for some in weight.split(step)]
-    )
+    return torch.cat([_KINDS[block_type](some.float()) for some in weight.split(step)])
 
 
-def _by_library(weight: Tensor, block_type: str) -> Tensor:
+def _q8_0(weight: Tensor) -> Tensor:
     import gguf.quants  # here, for models of other formats need none of it
 
-    return torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[block_type]))
+    return torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0))
 
 
 def _bytes(halves: Tensor) -> Tensor:
@@ -169,4 +150,4 @@ def _signed_scales(groups: Tensor, most: int) -> Tensor:
     return best[..., 0]
 
 
-_KINDS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_K": _q4_k, "Q5_0": _q5_0, "Q6_K": _q6_k}
+_KINDS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_0": _q5_0, "Q6_K": _q6_k}

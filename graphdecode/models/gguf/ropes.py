@@ -1,7 +1,5 @@
 """The rotary embedding that the metadata and the tensors of a GGUF file describe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +19,7 @@ _LOCAL = ("gemma3", "olmo2")  # whose layers with a window have a rope of their 
 
 
 def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` as a config.json has them.
-
-    Raises:
-        UnsupportedModelError: the way of scaling is not known, or a field that it needs is missing.
-    """
+    """Return `rope_parameters` as a config.json has them."""
     theta = float(metadata.number("rope.freq_base", 10000.0))
     rotated = metadata.count("rope.dimension_count", head_dim)
     rope = {"rope_theta": theta, **_scaling(metadata, stored, theta, rotated)}
@@ -41,54 +35,43 @@ def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim
 def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float, rotated: int) -> dict[str, Any]:
     kind = metadata.text("rope.scaling.type", "none")
     if _LONG in stored and _SHORT in stored:
-        return _longrope(metadata, _values(stored[_SHORT]), _values(stored[_LONG]))
+        trained = metadata.count("context_length")
+        return {
+            "rope_type": "longrope",
+            "short_factor": _values(stored[_SHORT]).tolist(),
+            "long_factor": _values(stored[_LONG]).tolist(),
+            "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length", trained),
+            **_optional(metadata, {"attention_factor": "rope.scaling.attn_factor"}),
+        }
     if _FACTORS in stored:
         return _of_factors(metadata, _values(stored[_FACTORS]), theta, rotated)
     if kind == "none":
         return {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{metadata.architecture}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn, "
+            f"and longrope with the tensors {_LONG} and {_SHORT}"
+        )
+    found = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     if kind == "linear":
-        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
-    if kind == "yarn":
-        return _yarn(metadata)
-    raise UnsupportedModelError(
-        f"{metadata.architecture}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn, and "
-        f"longrope with the tensors {_LONG} and {_SHORT}"
-    )
-
-
-def _yarn(metadata: Metadata) -> dict[str, Any]:
-    found = {
-        "rope_type": "yarn",
-        "factor": metadata.number("rope.scaling.factor"),
-        "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length"),
-    }
+        return found
+    found["original_max_position_embeddings"] = metadata.count("rope.scaling.original_context_length")
     if metadata.architecture == "gpt-oss":
         found["truncate"] = False
-    names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attn_factor": "attention_factor"}
-    for theirs, ours in names.items():
-        if metadata.has(f"rope.scaling.yarn_{theirs}"):
-            found[ours] = metadata.number(f"rope.scaling.yarn_{theirs}")
-    return found
+    names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+    return found | _optional(metadata, {ours: f"rope.scaling.yarn_{theirs}" for ours, theirs in names.items()})
 
 
-def _longrope(metadata: Metadata, short: np.ndarray, long: np.ndarray) -> dict[str, Any]:
-    trained = metadata.count("context_length")
-    found = {
-        "rope_type": "longrope",
-        "short_factor": short.tolist(),
-        "long_factor": long.tolist(),
-        "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length", trained),
-    }
-    if metadata.has("rope.scaling.attn_factor"):
-        found["attention_factor"] = metadata.number("rope.scaling.attn_factor")
-    return found
+def _optional(metadata: Metadata, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the numbers that a file has, by config.json's names."""
+    return {ours: metadata.number(theirs) for ours, theirs in names.items() if metadata.has(theirs)}
 
 
 def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: int) -> dict[str, Any]:
     """Return the rope whose frequencies are divided by factors.
 
-    A file has them in place of the four numbers that Llama 3.1 defines them by. Where they are the factors of those
-    numbers as all its models have them, it is that rope again; else one that has factors.
+    A file has them in place of Llama 3.1's four numbers. Where they follow from the numbers that all its models have,
+    it is that rope; else one that has factors.
     """
     llama3 = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
     if 2 * len(factors) != rotated:
@@ -97,19 +80,13 @@ def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: 
     ours = inverse_frequencies(RopeConfig(theta=theta), rotated) / inverse_frequencies(rope, rotated)
     if torch.allclose(ours, torch.from_numpy(factors), rtol=1e-5):
         return llama3
-    trained = metadata.count("context_length")
+    trained = {"original_max_position_embeddings": metadata.count("context_length"), "attention_factor": 1.0}
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist()}
-    return {
-        "rope_type": "longrope", **same, "attention_factor": 1.0, "original_max_position_embeddings": trained
-    }  # fmt: skip
+    return {"rope_type": "longrope", **same, **trained}
 
 
 def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Return the factors that a file has for Llama 3.1's rope, float32 [pairs].
-
-    Raises:
-        UnsupportedModelError: its numbers are not those of Llama's models, which a reader takes them for.
-    """
+    """Return the factors that a file has for Llama 3.1's rope, float32 [pairs]; other numbers cannot be said."""
     numbers = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if numbers | {"original_max_position_embeddings": rope.original_max_positions} != _LLAMA3:
         raise UnsupportedModelError(f"a GGUF file cannot say that Llama 3.1's rope has other numbers than {_LLAMA3}")

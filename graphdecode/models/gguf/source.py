@@ -1,12 +1,10 @@
 """A model in GGUF as a source of weights: in one file, or in shards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -18,28 +16,19 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufTensor, TensorView, read_header
 from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 
 class Gguf:
-    """A `.gguf` file, by its path, the folder that holds no other, or as a repository of the hub.
+    """A `.gguf` file, by its path, the folder that holds no other, or as a repository of the hub."""
 
-    Args:
-        model: see `resolve_model_path`.
-
-    Raises:
-        ModelSourceError: there is no such file.
-        CheckpointError: it is damaged, or a shard is missing.
-    """
-
-    keeps_blocks: Literal[True] = True  # as `KeepsBlocks` of `models/load.py` asks
+    keeps_blocks = True  # what `read_quantized` returns
 
     def __init__(self, model: str | Path) -> None:
-        self._file = resolve_model_path(model)
-        self.name = str(self._file)
-        files = [read_header(self._file.with_name(name)) for name in shards_of(self._file.name)]
+        self.path = resolve_model_path(model)
+        self.name = str(self.path)
+        files = [read_header(self.path.with_name(name)) for name in shards_of(self.path.name)]
         self._metadata = files[0].fields
         self._stored: dict[str, GgufTensor] = {}
         for file in files:
@@ -54,15 +43,11 @@ class Gguf:
         return resolve_model_path(model).suffix == SUFFIX
 
     def config(self) -> ModelConfig:
-        """Return what the metadata say, which a config.json would say in other words.
-
-        Raises:
-            UnsupportedModelError: a field is missing or wrong, or describes no model that is supported.
-        """
+        """Return what the metadata say, which a config.json would say in other words."""
         try:
             config = config_of(self.settings)
-        except (UnsupportedModelError, UnsupportedRopeError) as error:
-            raise UnsupportedModelError(f"{self._file}: {error}") from error
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self.path}: {error}") from error
         kinds = {tensor.block for tensor in self._stored.values()}
         return replace(config, few_bits=any(kind.values > 1 for kind in kinds))
 
@@ -77,7 +62,7 @@ class Gguf:
         return {name: Stored(view.shape, view.block_type) for name, view in self._views.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a part of it and no more, into `out`; blocks are undone a few rows at a time."""
+        """Write one tensor, or a part of it and no more, into `out`; blocks are dequantized a few rows at a time."""
         self._views[name].read(out, shard)
 
     def read_quantized(
@@ -94,7 +79,7 @@ class Gguf:
         try:
             return architecture_of(self._metadata)
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{self._file}: {error}") from error
+            raise UnsupportedModelError(f"{self.path}: {error}") from error
 
     @cached_property
     def _views(self) -> Mapping[str, TensorView]:

@@ -1,5 +1,1 @@
-"""Quantized checkpoints of Hugging Face: how each method stores a weight, read as groups of few bits."""
-
-from graphdecode.models.quantized.methods import CONFIGURATIONS, METHODS, method_of
-
-__all__ = ["CONFIGURATIONS", "METHODS", "method_of"]
+"""Quantized checkpoints of Hugging Face: how each method stores a weight, read as groups of codes and scales."""

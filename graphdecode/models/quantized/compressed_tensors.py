@@ -1,4 +1,4 @@
-"""compressed-tensors: what llm-compressor writes, read, and written for weights in groups, as safetensors.
+"""compressed-tensors: what llm-compressor writes.
 
 Of a module NAME there are `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
 `NAME.weight_shape`: int32, low bits first, with integers that are moved into what is not negative. Zero points, where
@@ -6,28 +6,31 @@ there are some, are packed likewise along the rows, or int8. Which modules are q
 ignore list have a plain weight.
 """
 
-from __future__ import annotations
-
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from graphdecode.errors import shown
 from graphdecode.linear.groups import Code, Groups, unpacked
-from graphdecode.linear.weight_form import Stored, TensorSource
+from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError
-from graphdecode.models.quantized.on_load import QuantizedGroups, plain_weight
-from graphdecode.models.quantized.packed_tensor import PackedTensor, Read, is_one_of, reordered, require
+from graphdecode.models.quantized.method import (
+    FLOATS,
+    Method,
+    PackedTensor,
+    Read,
+    checked_block,
+    checked_group_size,
+    is_one_of,
+    reordered,
+    require,
+)
 from graphdecode.models.weight_map import CheckpointError
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")
-_FLOATS = ("F32", "F16", "BF16")
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
 
@@ -41,57 +44,11 @@ class _Scheme(NamedTuple):
     is_symmetric: bool = True  # there need be no zero points
 
 
-@dataclass(frozen=True)
-class _Weight(PackedTensor):
-    module: str
-    scheme: _Scheme
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether there are zero points that say something: those of floats are 0."""
-        return self.scheme.code == "integer" and f"{self.module}.weight_zero_point" in self.tensors
-
-    def groups(self, read: Read) -> Groups:
-        """Return it as it is stored."""
-        rows, columns = self.stored.shape
-        here = {name.removeprefix(f"{self.module}."): read(name, ()) for name in self.tensors}
-        scales = here["weight_scale"]
-        if self.scheme.code == "e2m1":
-            scales = scales.view(torch.float8_e8m0fnu)
-        scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
-        is_one = len(scales) == 1 < rows and self.scheme.rows_of_scale == 1
-        groups = Groups(
-            code=self.scheme.code,
-            bits=self.scheme.bits,
-            codes=_codes(here, self.scheme, columns),
-            scales=scales,
-            zeros=_zeros(here["weight_zero_point"], self.scheme.bits, rows) if self.has_zeros else None,
-            group_size=self.scheme.group_size,
-            rows_of_scale=rows if is_one else self.scheme.rows_of_scale,
-        )
-        return groups if "weight_g_idx" not in here else reordered(groups, here["weight_g_idx"], self.module)
-
-
-def _codes(here: Mapping[str, Tensor], scheme: _Scheme, columns: int) -> Tensor:
-    if "weight" in here:
-        weight = here["weight"]
-        return weight if scheme.code == "e4m3" else weight.view(torch.uint8) ^ 128
-    return here["weight_packed"].view(torch.uint8)[:, : columns * scheme.bits // 8]
-
-
-def _zeros(stored: Tensor, bits: int, rows: int) -> Tensor:
-    """Return zero points as codes, uint8 [rows, groups]."""
-    if stored.dtype == torch.int8:
-        return stored.reshape(len(stored), -1).view(torch.uint8) ^ 128 if bits == 8 else (stored + 8).view(torch.uint8)
-    by_group = stored.T.contiguous().view(torch.uint8)
-    return (by_group if bits == 8 else unpacked(by_group))[:, :rows].T.contiguous()
-
-
-class CompressedTensors:
+class CompressedTensors(Method):
     """compressed-tensors; see the file's docstring."""
 
-    name: ClassVar[str] = "compressed-tensors"
-    spare: ClassVar[tuple[str, ...]] = (".input_scale", ".input_zero_point", ".output_zero_point")
+    name = "compressed-tensors"
+    spare = (".input_scale", ".input_zero_point", ".output_zero_point")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._format = is_one_of(settings, "format", (*_FORMATS, "mixed-precision"), "dense")
@@ -115,10 +72,9 @@ class CompressedTensors:
             module = scale.removesuffix(".weight_scale")
             if module == scale:
                 continue
-            there = tuple(name for part in _PARTS if (name := f"{module}.{part}") in tensors)
-            yield f"{module}.weight", self._weight(module, tensors, there, read)
+            yield f"{module}.weight", self._weight(module, tensors, read)
 
-    def _weight(self, module: str, tensors: Mapping[str, Stored], there: tuple[str, ...], read: Read) -> PackedTensor:
+    def _weight(self, module: str, tensors: Mapping[str, Stored], read: Read) -> PackedTensor:
         is_packed = f"{module}.weight_packed" in tensors
         codes = tensors.get(f"{module}.weight_packed" if is_packed else f"{module}.weight")
         if codes is None or len(codes.shape) != 2:
@@ -129,33 +85,33 @@ class CompressedTensors:
             rows, columns = (int(size) for size in read(f"{module}.weight_shape", ()))
         elif is_packed and codes.dtype == "U8":
             columns *= 2
-        kind = self._kind(module, codes, (rows, columns))
-        found = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == kind]
-        if f"{module}.weight_zero_point" not in tensors:
+        found = self._schemes_of(module, codes, (rows, columns))
+        zeros = f"{module}.weight_zero_point"
+        if zeros not in tensors:
             found = [scheme for scheme in found if scheme.is_symmetric]
             if not found:
-                raise CheckpointError(f"{module}.weight_zero_point is missing: the configuration has symmetric false")
+                raise CheckpointError(f"{zeros} is missing: the configuration has symmetric false")
         scheme = _fitting(module, found, (rows, columns), tensors[f"{module}.weight_scale"])
-        _check_zeros(module, tensors, (rows, columns), scheme)
+        if zeros in tensors and scheme.code == "integer":
+            is_packed = tensors[zeros].dtype == "I32"
+            stored_rows = -(-rows * scheme.bits // 32) if is_packed else rows
+            require(tensors, zeros, (stored_rows, -(-columns // scheme.group_size)), ("I32",) if is_packed else ("I8",))
         name = {"integer": f"INT{scheme.bits}", "e4m3": "FP8", "e2m1": "MXFP4"}[scheme.code]
-        return _Weight(Stored((rows, columns), name), there, module, scheme)
+        there = {part: own for part in _PARTS if (own := f"{module}.{part}") in tensors}
+        return PackedTensor(Stored((rows, columns), name), there, partial(_groups, module, scheme, (rows, columns)))
 
-    def _kind(self, module: str, codes: Stored, shape: tuple[int, int]) -> tuple[str, int]:
-        """Return what codes are, and their bits."""
+    def _schemes_of(self, module: str, codes: Stored, shape: tuple[int, int]) -> list[_Scheme]:
+        """Return the schemes that have such codes."""
         rows, columns = shape
-        if codes.dtype in ("I8", "F8_E4M3"):
-            kind = ("integer" if codes.dtype == "I8" else "e4m3", 8)
-        elif codes.dtype == "U8":
-            kind = ("e2m1", 4)
-        else:
-            bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
-            kind = ("integer", bits)
-        known = {(scheme.code, scheme.bits) for scheme in self._schemes}
-        if kind not in known or codes.shape[0] != rows or columns * kind[1] % 8:
+        packed_bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
+        kinds = {"I8": ("integer", 8), "F8_E4M3": ("e4m3", 8), "U8": ("e2m1", 4)}
+        code, bits = kinds.get(codes.dtype, ("integer", packed_bits))
+        found = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == (code, bits)]
+        if not found or codes.shape[0] != rows or columns * bits % 8:
             raise CheckpointError(
                 f"{module}: {codes.dtype} {list(codes.shape)} is no weight {list(shape)} that the configuration names"
             )
-        return kind
+        return found
 
 
 def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
@@ -176,13 +132,9 @@ def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
     code: Code = "integer" if kind == "int" else "e2m1" if bits == 4 else "e4m3"
     is_symmetric = is_one_of(weights, "symmetric", (True, False), True) or kind == "float"
     if strategy == "block":
-        block = weights.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
-            raise UnsupportedModelError(f"quantization_config: block_structure must be two sizes, got {shown(block)}")
-        return _Scheme(code, bits, block[1], block[0], is_symmetric)
-    if not isinstance(size, int) or not (size == -1 or _is_size(size)):
-        raise UnsupportedModelError(f"quantization_config: group_size must be an integer >= 1, got {shown(size)}")
-    return _Scheme(code, bits, size, is_symmetric=is_symmetric)
+        rows, columns = checked_block(weights.get("block_structure"), "block_structure")
+        return _Scheme(code, bits, columns, rows, is_symmetric)
+    return _Scheme(code, bits, checked_group_size(size), is_symmetric=is_symmetric)
 
 
 def _check_cache(scheme: Any) -> None:
@@ -196,23 +148,15 @@ def _check_cache(scheme: Any) -> None:
         is_one_of(scheme, name, values, values[0], of="kv_cache_scheme")
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _fitting(module: str, schemes: list[_Scheme], shape: tuple[int, int], scale: Stored) -> _Scheme:
-    """Return the scheme whose scales a module has, its group size that of the weight.
-
-    Raises:
-        CheckpointError: none of those that the configuration names.
-    """
+    """Return the scheme whose scales a module has, its group size that of the weight."""
     rows, columns = shape
     dims = (*scale.shape, 1, 1)[:2]
     for scheme in schemes:
         size = columns if scheme.group_size == -1 else min(scheme.group_size, columns)
         blocks = -(-rows // scheme.rows_of_scale)
         is_whole = scheme.group_size == -1 and dims in ((1, 1), (rows, 1))
-        dtypes = ("U8",) if scheme.code == "e2m1" else _FLOATS
+        dtypes = ("U8",) if scheme.code == "e2m1" else FLOATS
         if (is_whole or dims == (blocks, -(-columns // size))) and scale.dtype in dtypes:
             return scheme._replace(group_size=size)
     raise CheckpointError(
@@ -221,104 +165,37 @@ def _fitting(module: str, schemes: list[_Scheme], shape: tuple[int, int], scale:
     )
 
 
-def _check_zeros(module: str, tensors: Mapping[str, Stored], shape: tuple[int, int], scheme: _Scheme) -> None:
-    name = f"{module}.weight_zero_point"
-    zeros = tensors.get(name)
-    if zeros is None or scheme.code != "integer":
-        return
-    rows, groups = shape[0], -(-shape[1] // scheme.group_size)
-    if zeros.dtype == "I32":
-        require(tensors, name, (-(-rows * scheme.bits // 32), groups), ("I32",))
-    else:
-        require(tensors, name, (rows, groups), ("I8",))
+def _groups(
+    module: str,
+    scheme: _Scheme,
+    shape: tuple[int, int],
+    *,
+    weight_scale: Tensor,
+    weight: Tensor | None = None,
+    weight_packed: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    weight_g_idx: Tensor | None = None,
+    **_: Tensor,
+) -> Groups:
+    rows, columns = shape
+    if weight is not None:
+        codes = weight if scheme.code == "e4m3" else weight.view(torch.uint8) ^ 128
+    elif weight_packed is not None:
+        codes = weight_packed.view(torch.uint8)[:, : columns * scheme.bits // 8]
+    scales = weight_scale.view(torch.float8_e8m0fnu) if scheme.code == "e2m1" else weight_scale
+    scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
+    is_one = len(scales) == 1 < rows and scheme.rows_of_scale == 1
+    zeros = None  # those of floats are 0
+    if weight_zero_point is not None and scheme.code == "integer":
+        zeros = _zeros(weight_zero_point, scheme.bits, rows)
+    rows_of_scale = rows if is_one else scheme.rows_of_scale
+    groups = Groups(scheme.code, scheme.bits, codes, scales, zeros, scheme.group_size, rows_of_scale)
+    return reordered(groups, weight_g_idx, module)
 
 
-_SHARD_BYTES = 1 << 30  # of a file, and what is held in memory while one is made
-_METADATA = {"format": "pt"}  # without which transformers does not read a file
-_INDEX = "model.safetensors.index.json"
-
-
-def quantization_config(source: QuantizedGroups) -> dict[str, Any]:
-    """Return what a config.json says of a source's weights: all linear layers but the output layer's and routers."""
-    scheme, is_float = source.scheme, source.scheme.code == "e4m3"
-    routers = [part.name for place, found in source.weight_map.items() if place.endswith(".router") for part in found]
-    weights = {
-        "num_bits": scheme.bits,
-        "type": "float" if is_float else "int",
-        "symmetric": True,
-        "dynamic": False,
-        "strategy": "channel" if scheme.group_size is None else "group",
-        "group_size": scheme.group_size,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized" if is_float else "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(name.removesuffix(".weight") for name in routers)],
-        "kv_cache_scheme": None,
-    }
-
-
-def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> None:
-    """Write a source's tensors into a folder, in several files and with an index where they are large.
-
-    Args:
-        source: of the tensors.
-        folder: that is there.
-        names: of the tensors, in the order in which they are read; whoever counts them knows how far it is.
-    """
-    held: dict[str, Tensor] = {}
-    written: dict[str, int] = {}  # tensor -> its file
-    total = count = 0
-    for name in names:
-        for part, tensor in _stored(source, name):
-            held[part] = tensor.contiguous()
-            total += tensor.nbytes
-            written[part] = count
-        if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
-            _save(held, folder / f"{count}")
-            count += 1
-    if held:
-        _save(held, folder / f"{count}")
-        count += 1
-    _name_files(folder, count, written, total)
-
-
-def _save(held: dict[str, Tensor], path: Path) -> None:
-    save_file(held, path, metadata=_METADATA)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors leaves files that nobody else may read
-    held.clear()
-
-
-def _name_files(folder: Path, count: int, written: dict[str, int], total: int) -> None:
-    if count == 1:
-        (folder / "0").rename(folder / "model.safetensors")
-        return
-    files = [f"model-{place + 1:05}-of-{count:05}.safetensors" for place in range(count)]
-    for place, file in enumerate(files):
-        (folder / f"{place}").rename(folder / file)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: files[place] for name, place in written.items()}}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file that stand for one tensor of the model."""
-    groups = source.read_quantized(name) if isinstance(source, QuantizedGroups) else None
-    if not isinstance(groups, Groups):
-        yield name, plain_weight(source, name)
-        return
-    module = name.removesuffix(".weight")
-    yield f"{module}.weight_scale", groups.scales
-    if groups.code == "e4m3":
-        yield name, groups.codes
-    else:
-        yield f"{module}.weight_packed", _words(groups)
-        yield f"{module}.weight_shape", torch.tensor(groups.shape)
-
-
-def _words(groups: Groups) -> Tensor:
-    """Return integers as int32, the first in the lowest bits; rows are filled up to whole ones."""
-    missing = -groups.codes.shape[1] % 4
-    return torch.nn.functional.pad(groups.codes, (0, missing)).view(torch.int32)
+def _zeros(stored: Tensor, bits: int, rows: int) -> Tensor:
+    """Return zero points as codes, uint8 [rows, groups]."""
+    if stored.dtype == torch.int8:
+        return stored.reshape(len(stored), -1).view(torch.uint8) ^ 128 if bits == 8 else (stored + 8).view(torch.uint8)
+    by_group = stored.T.contiguous().view(torch.uint8)
+    return (by_group if bits == 8 else unpacked(by_group))[:, :rows].T.contiguous()

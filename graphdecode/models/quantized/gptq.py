@@ -6,93 +6,37 @@ features, in its first version less one; `g_idx` says which group an input featu
 output features, [in_features, out_features / 8], the even ones of eight first.
 """
 
-from __future__ import annotations
-
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphdecode.errors import shown
 from graphdecode.linear.groups import Groups, packed, unpacked
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError, flag
-from graphdecode.models.quantized.packed_tensor import PackedTensor, Read, group_size_of, is_one_of, reordered, require
+from graphdecode.models.quantized import method
+from graphdecode.models.quantized.method import PackedTensor, Read, is_one_of, require
 from graphdecode.models.weight_map import CheckpointError
 
-_SCALES = ("F16", "BF16", "F32")
 _PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs of AWQ, in an int32
 
 
-@dataclass(frozen=True)
-class _Weight(PackedTensor):
-    module: str
-    bits: int
-    group_size: int
+class Gptq(method.Method):
+    """GPTQ; see the file's docstring."""
 
-    def _part(self, read: Read, name: str) -> Tensor:
-        return read(f"{self.module}.{name}", ())
-
-
-@dataclass(frozen=True)
-class _GptqWeight(_Weight):
-    zero_offset: int
-
-    def groups(self, read: Read) -> Groups:
-        """Return it as it is stored."""
-        zeros = self._part(read, "qzeros").contiguous().view(torch.uint8)
-        zeros = unpacked(zeros) if self.bits == 4 else zeros
-        groups = Groups(
-            code="integer",
-            bits=self.bits,
-            codes=self._part(read, "qweight").T.contiguous().view(torch.uint8),
-            scales=self._part(read, "scales").T.contiguous(),
-            zeros=((zeros + self.zero_offset) & (2**self.bits - 1)).T.contiguous(),
-            group_size=self.group_size,
-        )
-        if f"{self.module}.g_idx" not in self.tensors:
-            return groups
-        return reordered(groups, self._part(read, "g_idx"), self.module)
-
-
-@dataclass(frozen=True)
-class _AwqWeight(_Weight):
-    def groups(self, read: Read) -> Groups:
-        """Return it as it is stored."""
-        zeros = _outputs_in_order(self._part(read, "qzeros")) if f"{self.module}.qzeros" in self.tensors else None
-        return Groups(
-            code="integer",
-            bits=4,
-            codes=packed(_outputs_in_order(self._part(read, "qweight")).T.contiguous()),
-            scales=self._part(read, "scales").T.contiguous(),
-            zeros=None if zeros is None else zeros.T.contiguous(),
-            group_size=self.group_size,
-        )
-
-
-def _outputs_in_order(stored: Tensor) -> Tensor:
-    """Return the codes in int32 [rows, out_features / 8], uint8 [rows, out_features]."""
-    places = unpacked(stored.contiguous().view(torch.uint8)).view(len(stored), -1, 8)
-    return places[..., _PLACE_OF_OUTPUT].flatten(1)
-
-
-class _Packed:
-    """What the two have in common."""
-
-    spare: ClassVar[tuple[str, ...]] = ()
+    name = "gptq"
     of_integers = True
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._bits = is_one_of(settings, "bits", self._known_bits, 4)
-        self._group_size = settings.get("group_size", settings.get("q_group_size", 128))
-        size = self._group_size
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise UnsupportedModelError(f"quantization_config: group_size must be an integer >= 1, got {shown(size)}")
-
-    _known_bits: ClassVar[tuple[int, ...]] = (4, 8)
+        self._bits = is_one_of(settings, "bits", (4, 8), 4)
+        self._group_size = method.checked_group_size(settings.get("group_size", settings.get("q_group_size", 128)))
+        flag(settings, "desc_act", False)
+        if settings.get("dynamic"):
+            raise UnsupportedModelError("quantization_config: dynamic is not supported: all layers must be alike")
+        # in the first version what is stored is the zero point less one, as the first kernels wanted it
+        self._zero_offset = 1 if is_one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
         """Yield the weights of modules that have a `qweight`."""
@@ -104,63 +48,81 @@ class _Packed:
                 raise CheckpointError(f"{name} is {stored.dtype} {list(stored.shape)} and should be a matrix of I32")
             yield f"{module}.weight", self._weight(module, tensors)
 
-    @abstractmethod
-    def _weight(self, module: str, tensors: Mapping[str, Stored]) -> PackedTensor: ...
-
-    def _groups(self, module: str, tensors: Mapping[str, Stored], in_features: int, out_features: int) -> int:
-        """Return how many columns share a scale."""
-        name = f"{module}.scales"
-        scales = tensors.get(name)
-        groups = scales.shape[0] if scales is not None and scales.shape else 0
-        require(tensors, name, (groups, out_features), _SCALES)
-        size = group_size_of(module, in_features, groups, (self._group_size,))
-        if f"{module}.qzeros" in tensors:
-            require(tensors, f"{module}.qzeros", (groups, out_features * self._bits // 32), ("I32",))
-        return size
-
-
-class Gptq(_Packed):
-    """GPTQ; see the file's docstring."""
-
-    name: ClassVar[str] = "gptq"
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(settings)
-        flag(settings, "desc_act", False)
-        if settings.get("dynamic"):
-            raise UnsupportedModelError("quantization_config: dynamic is not supported: all layers must be alike")
-        # in the first version what is stored is the zero point less one, as the first kernels wanted it
-        self._zero_offset = 1 if is_one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
-
     def _weight(self, module: str, tensors: Mapping[str, Stored]) -> PackedTensor:
         words, out_features = tensors[f"{module}.qweight"].shape
         in_features = words * 32 // self._bits
-        size = self._groups(module, tensors, in_features, out_features)
-        if f"{module}.qzeros" not in tensors:
+        size, there = self._checked(module, tensors, in_features, out_features)
+        if "qzeros" not in there:
             raise CheckpointError(f"{module}.qzeros is missing")
-        parts = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
         if f"{module}.g_idx" in tensors:
-            require(tensors, f"{module}.g_idx", (in_features,), ("I32", "I64"))
-            parts.append(f"{module}.g_idx")
-        stored = Stored((out_features, in_features), f"INT{self._bits}")
-        return _GptqWeight(stored, tuple(parts), module, self._bits, size, self._zero_offset)
+            there["g_idx"] = f"{module}.g_idx"
+            require(tensors, there["g_idx"], (in_features,), ("I32", "I64"))
+        unpack = partial(_gptq_groups, module, self._bits, size, self._zero_offset)
+        return PackedTensor(Stored((out_features, in_features), f"INT{self._bits}"), there, unpack)
+
+    def _checked(
+        self, module: str, tensors: Mapping[str, Stored], in_features: int, out_features: int
+    ) -> tuple[int, dict[str, str]]:
+        """Return how many columns share a scale, and the names of a module's tensors."""
+        there = {part: name for part in ("qweight", "qzeros", "scales") if (name := f"{module}.{part}") in tensors}
+        scales = tensors.get(f"{module}.scales")
+        groups = scales.shape[0] if scales is not None and scales.shape else 0
+        require(tensors, f"{module}.scales", (groups, out_features), method.FLOATS)
+        size = in_features if self._group_size == -1 else min(self._group_size, in_features)
+        if -(-in_features // size) != groups:
+            raise CheckpointError(
+                f"{module} has {groups} groups of {in_features} columns, and should have groups of {self._group_size}"
+            )
+        if "qzeros" in there:
+            require(tensors, there["qzeros"], (groups, out_features * self._bits // 32), ("I32",))
+        return size, there
 
 
-class Awq(_Packed):
+class Awq(Gptq):
     """AWQ; see the file's docstring."""
 
-    name: ClassVar[str] = "awq"
-    _known_bits: ClassVar[tuple[int, ...]] = (4,)
+    name = "awq"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__({"bits": settings.get("w_bit", 4)} | dict(settings))
         version = settings.get("version")
         lower = {"version": version.lower() if isinstance(version, str) else version}
         is_one_of(lower, "version", ("gemm",), "gemm")
         flag(settings, "zero_point", True)
+        bits = is_one_of({"bits": settings.get("w_bit", 4)} | dict(settings), "bits", (4,), 4)
+        size = {name: settings[name] for name in ("group_size", "q_group_size") if name in settings}
+        super().__init__({"bits": bits, **size})
 
     def _weight(self, module: str, tensors: Mapping[str, Stored]) -> PackedTensor:
         in_features, words = tensors[f"{module}.qweight"].shape
-        size = self._groups(module, tensors, in_features, words * 8)
-        parts = tuple(name for part in ("qweight", "qzeros", "scales") if (name := f"{module}.{part}") in tensors)
-        return _AwqWeight(Stored((words * 8, in_features), "INT4"), parts, module, 4, size)
+        size, there = self._checked(module, tensors, in_features, words * 8)
+        return PackedTensor(Stored((words * 8, in_features), "INT4"), there, partial(_awq_groups, size))
+
+
+def _gptq_groups(
+    module: str,
+    bits: int,
+    group_size: int,
+    zero_offset: int,
+    *,
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None = None,
+) -> Groups:
+    zeros = qzeros.contiguous().view(torch.uint8)
+    zeros = unpacked(zeros) if bits == 4 else zeros
+    zeros = ((zeros + zero_offset) & (2**bits - 1)).T.contiguous()
+    codes = qweight.T.contiguous().view(torch.uint8)
+    return method.reordered(Groups("integer", bits, codes, scales.T.contiguous(), zeros, group_size), g_idx, module)
+
+
+def _awq_groups(group_size: int, *, qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None) -> Groups:
+    codes = packed(_outputs_in_order(qweight).T.contiguous())
+    zeros = None if qzeros is None else _outputs_in_order(qzeros).T.contiguous()
+    return Groups("integer", 4, codes, scales.T.contiguous(), zeros, group_size)
+
+
+def _outputs_in_order(stored: Tensor) -> Tensor:
+    """Return the codes in int32 [rows, out_features / 8], uint8 [rows, out_features]."""
+    places = unpacked(stored.contiguous().view(torch.uint8)).view(len(stored), -1, 8)
+    return places[..., _PLACE_OF_OUTPUT].flatten(1)

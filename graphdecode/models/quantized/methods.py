@@ -1,18 +1,14 @@
 """The methods that a `quantization_config` may name, and the one that it does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError
 from graphdecode.models.quantized.compressed_tensors import CompressedTensors
-from graphdecode.models.quantized.float8 import FbgemmFloat8, Float8
+from graphdecode.models.quantized.floats import FbgemmFloat8, Float8, Mxfp4, Nf4
 from graphdecode.models.quantized.gptq import Awq, Gptq
-from graphdecode.models.quantized.mxfp4 import Mxfp4
-from graphdecode.models.quantized.nf4 import Nf4
-from graphdecode.models.quantized.packed_tensor import Method
+from graphdecode.models.quantized.method import Method
 
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (CompressedTensors, Gptq, Awq, Float8, FbgemmFloat8, Mxfp4, Nf4)
@@ -21,14 +17,7 @@ CONFIGURATIONS = ("quantization_config", "compression_config")  # the fields of 
 
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:
-    """Return how a checkpoint's weights are quantized; None: they are not.
-
-    Args:
-        settings: of a config.json.
-
-    Raises:
-        UnsupportedModelError: in a way that is not known; the message lists those that are.
-    """
+    """Return how a checkpoint's weights are quantized, given its config.json; None: they are not."""
     described = next((settings[field] for field in CONFIGURATIONS if settings.get(field)), None)
     if not described:
         return None

@@ -1,13 +1,12 @@
-"""A source of plain weights that gives them in few bits: each is rounded when it is read, as `quantize=` names it.
+"""A source of plain weights that quantizes them: each is rounded when it is read, as `quantize=` names it.
 
-The forms that keep a checkpoint's codes keep these, and a file of them is written by reading; there is one rounding. A
-checkpoint with one tensor for all experts of a layer is read as if each expert had tensors of its own.
+The forms that keep a checkpoint's codes keep these, and a file of them is written by reading. A checkpoint with one
+tensor for all experts of a layer is read as if each expert had tensors of its own.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,46 +27,36 @@ from graphdecode.models.weight_map import Part, WeightMap, parts
 
 
 class _Piece(NamedTuple):
-    """Where a stack has one expert's tensor.
+    """One expert's tensor in a stack."""
 
-    Attributes:
-        stack: the name of the stack, with the experts along its first dimension.
-        expert: which of so many.
-        experts: how many there are.
-        place: of so many products of an expert whose outputs are in the stack.
-        places: how many these are.
-        shape: of the piece.
-    """
-
-    stack: str
-    expert: int
-    experts: int
-    place: int
-    places: int
+    stack: str  # its name; the experts are along its first dimension
+    expert: Shard  # of the stack
+    place: int  # of so many products of an expert whose outputs are in the stack
+    places: int  # how many these are
     shape: tuple[int, ...]
 
 
 class ExpertsApart:
-    """A source of plain weights, with all experts of its stacks by themselves.
+    """A source of plain weights, which has some experts in stacks, with all of them by themselves.
 
-    Args:
-        source: of plain weights, some of them in stacks.
-        stacked: where the model's tensors are, as the source has them.
-        apart: the same with those of each expert by themselves.
-        has_turns: how stacks lie; see `ExpertNames`.
+    The model's tensors are `stacked` in the source, and read as those `apart`; `interleaved`: see `ExpertNames`.
     """
 
-    def __init__(self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, has_turns: bool) -> None:
+    def __init__(self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, interleaved: bool) -> None:
         self._source = source
-        self._has_turns = has_turns
+        self._interleaved = interleaved
         self._pieces: dict[str, _Piece] = {}
         self._named: dict[str, str] = {}  # what has another name in such a model alone
         for place, ours in apart.items():
             theirs = stacked[place]
-            if len(theirs) < len(ours):
-                self._pieces |= _pieces(theirs[0], ours)
-            else:
+            if len(theirs) == len(ours):
                 self._named |= {part.name: their.name for part, their in zip(ours, theirs, strict=True)}
+                continue
+            stack, count = theirs[0].name, theirs[0].shape[0]
+            places = len(ours) // count  # those of one expert follow one another
+            for index, part in enumerate(ours):
+                expert = Shard(index // places, count, 0)
+                self._pieces[part.name] = _Piece(stack, expert, index % places, places, part.shape)
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
@@ -79,36 +68,20 @@ class ExpertsApart:
         return found | {name: Stored(piece.shape, there[piece.stack].dtype) for name, piece in self._pieces.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a part of it, into `out`."""
+        """Write one tensor, or a part of it, into `out`; nothing of other experts is read."""
         piece = self._pieces.get(name)
         if piece is None:
             self._source.read(self._named.get(name, name), out, shard)
             return
-        own = self._own(piece, out)
-        out.copy_(own if shard is None else own[shard.slices(piece.shape)])
-
-    def _own(self, piece: _Piece, out: Tensor) -> Tensor:
-        """Return an expert's tensor; nothing of other experts is read."""
-        expert = Shard(piece.expert, piece.experts, 0)
-        if not self._has_turns:
-            own = torch.empty((1, *piece.shape), dtype=out.dtype, device=out.device)
-            self._source.read(piece.stack, own, Shard(piece.place, piece.places, 1, within=expert))
-            return own[0]
-        shape = self._source.tensors[piece.stack].shape[1:]
-        all_of = torch.empty((1, *shape), dtype=out.dtype, device=out.device)
-        self._source.read(piece.stack, all_of, expert)
-        by_output = all_of[0].T if len(shape) > 1 else all_of[0]
-        return by_output[piece.place :: piece.places]
-
-
-def _pieces(stack: Part, parts: tuple[Part, ...]) -> dict[str, _Piece]:
-    """Return where each of the experts' tensors is; those of one expert follow one another."""
-    experts = stack.shape[0]
-    places = len(parts) // experts
-    return {
-        part.name: _Piece(stack.name, index // places, experts, index % places, places, part.shape)
-        for index, part in enumerate(parts)
-    }
+        if self._interleaved:
+            own = out.new_empty((1, *self._source.tensors[piece.stack].shape[1:]))
+            self._source.read(piece.stack, own, piece.expert)
+            own = own.mT if own.ndim > 2 else own
+            own = own[:, piece.place :: piece.places]
+        else:
+            own = out.new_empty((1, *piece.shape))
+            self._source.read(piece.stack, own, Shard(piece.place, piece.places, 1, within=piece.expert))
+        out.copy_(own[0] if shard is None else own[0][shard.slices(piece.shape)])
 
 
 _VALUES_AT_ONCE = 1 << 22  # are rounded together, in fp32
@@ -120,21 +93,13 @@ _LARGEST_CODES = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0, 11.0)
 
 @dataclass(frozen=True)
 class GroupScheme:
-    """Codes of a kind, with a scale for each group of a row or for each row.
+    """Codes of a kind, with a scale for each group of a row or for each row."""
 
-    Attributes:
-        name: what it is asked for by.
-        code: what codes are.
-        bits: of a code.
-        is_grouped: whether a row has several groups where nobody says how large they are.
-        group_size: columns that share a scale; None: all of a row.
-    """
-
-    name: str
-    code: Code
-    bits: int
-    is_grouped: bool = False
-    group_size: int | None = None
+    name: str  # what it is asked for by
+    code: Code  # what codes are
+    bits: int  # of a code
+    is_grouped: bool = False  # whether a row has several groups where nobody says how large they are
+    group_size: int | None = None  # columns that share a scale; None: all of a row
 
     @property
     def type_name(self) -> str:
@@ -142,15 +107,7 @@ class GroupScheme:
         return "FP8" if self.code == "e4m3" else f"INT{self.bits}"
 
     def sized(self, group_size: int | None, columns: Iterable[int]) -> GroupScheme:
-        """Return the scheme with the size of its groups.
-
-        Args:
-            group_size: that is asked for; None: the largest usual one that fits, or all of a row.
-            columns: of the weights.
-
-        Raises:
-            ValueError: groups of such a size do not fit.
-        """
+        """Return the scheme with groups that fit weights of so many columns; None: of the largest usual size."""
         if group_size is None and not self.is_grouped:
             return self
         if self.code != "integer":
@@ -169,21 +126,16 @@ class GroupScheme:
 
 
 GROUP_SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        GroupScheme("int8", "integer", 8),
-        GroupScheme("int4", "integer", 4, is_grouped=True),
-        GroupScheme("fp8", "e4m3", 8),
-    )
+    "int8": GroupScheme("int8", "integer", 8),
+    "int4": GroupScheme("int4", "integer", 4, is_grouped=True),
+    "fp8": GroupScheme("fp8", "e4m3", 8),
 }
 
 
 def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
-    """Return a weight in groups: to the nearest codes, with scales for which the squared error is small.
+    """Return a weight [out_features, in_features] in groups: the nearest codes, scales of a small squared error.
 
-    Args:
-        weight: [out_features, in_features], float32, bfloat16 or float16; scales have its dtype.
-        scheme: says into what; its group size divides the columns.
+    Its dtype, float32, bfloat16 or float16, is that of the scales; the scheme's group size divides its columns.
     """
     rows, columns = weight.shape
     size = scheme.group_size or columns
@@ -227,30 +179,23 @@ _BLOCK_SCHEMES = {  # by name: of a product's weights and of the output layer's;
 }
 # what `quantize=` takes -> by what the forms are asked for that keep what is rounded so
 FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromkeys(_BLOCK_SCHEMES, "gguf")}
-PLAIN = {  # dtypes of weights that are not in few bits, in safetensors' words
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+# dtypes of weights that are not quantized, by safetensors' names
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class RoundedSource(ABC):
-    """A source of plain weights that gives some of them in few bits.
+class RoundedSource:
+    """A source of plain weights that gives some of them rounded, those of `kinds`: name -> `Stored.dtype`.
 
-    Args:
-        source: of plain weights.
-        weight_map: of the model.
-        kinds: what is rounded, by name -> what `Stored.dtype` says of it then.
-
-    Attributes:
-        weight_map: of the model.
+    Without a scheme these are blocks of GGUF, of those types.
     """
 
-    def __init__(self, source: TensorSource, weight_map: WeightMap, kinds: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: TensorSource, weight_map: WeightMap, kinds: Mapping[str, str], scheme: GroupScheme | None
+    ) -> None:
         self._source = source
         self._kinds = kinds
         self.weight_map = weight_map
+        self.scheme = scheme
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
@@ -262,9 +207,13 @@ class RoundedSource(ABC):
         """Write the values of a tensor, or a part of it, into `out`."""
         if name not in self._kinds:
             self._source.read(name, out, shard)
+            return
+        held = self._rounded(name)
+        if isinstance(held, GgufBlocks):
+            whole = dequantize(held.stored.numpy(), BLOCK_OF[held.block_type])
         else:
-            whole = self._values(name)
-            out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
+            whole = held.dequantized()
+        out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
@@ -272,81 +221,26 @@ class RoundedSource(ABC):
         """Return a rounded weight, or a part of it; None for other tensors, and parts within a group."""
         return part_of(self._rounded(name), shard) if name in self._kinds else None
 
-    @abstractmethod
-    def _rounded(self, name: str) -> QuantizedWeight: ...
-
-    @abstractmethod
-    def _values(self, name: str) -> Tensor:
-        """Return what a rounded weight stands for."""
-
-
-class QuantizedGroups(RoundedSource):
-    """A source whose products' weights are in groups; the output layer and embeddings stay as they are.
-
-    Args:
-        source: of plain weights.
-        weight_map: of the model.
-        name: one of GROUP_SCHEMES.
-        group_size: columns that share a scale; None: see `GroupScheme.sized`.
-
-    Attributes:
-        scheme: into what weights are rounded.
-
-    Raises:
-        ValueError: groups of such a size do not fit.
-    """
-
-    def __init__(self, source: TensorSource, weight_map: WeightMap, name: str, group_size: int | None) -> None:
-        products = _products(weight_map)
-        self.scheme: GroupScheme = GROUP_SCHEMES[name].sized(group_size, (part.shape[1] for part in products))
-        super().__init__(source, weight_map, dict.fromkeys((part.name for part in products), self.scheme.type_name))
-
-    def _rounded(self, name: str) -> Groups:
-        return rounded(plain_weight(self._source, name), self.scheme)
-
-    def _values(self, name: str) -> Tensor:
-        return self._rounded(name).dequantized()
+    def _rounded(self, name: str) -> Groups | GgufBlocks:
+        plain, kind = plain_weight(self._source, name), self._kinds[name]
+        if self.scheme is None:
+            return GgufBlocks(quantized_blocks(plain, kind), kind)
+        return rounded(plain, self.scheme)
 
 
-class QuantizedBlocks(RoundedSource):
-    """A source whose products' weights, the output layer's and the embedding are in blocks of GGUF.
-
-    Args:
-        source: of plain weights.
-        weight_map: of the model.
-        name: "q8_0" or "q4_k".
-
-    Raises:
-        ValueError: a weight's columns are no whole blocks.
-    """
-
-    def __init__(self, source: TensorSource, weight_map: WeightMap, name: str) -> None:
-        products, edges = _BLOCK_SCHEMES[name]
-        of_edges = [part for place in ("embedding", "lm_head") for part in weight_map.get(place, ())]
-        types = {part.name: _fitting(name, part, products) for part in _products(weight_map)}
-        super().__init__(source, weight_map, types | {part.name: _fitting(name, part, edges) for part in of_edges})
-
-    def _rounded(self, name: str) -> GgufBlocks:
-        kind = self._kinds[name]
-        return GgufBlocks(quantized_blocks(plain_weight(self._source, name), kind), kind)
-
-    def _values(self, name: str) -> Tensor:
-        return dequantize(self._rounded(name).stored.numpy(), BLOCK_OF[self._kinds[name]])
-
-
-def quantized_on_load(
-    source: TensorSource, config: ModelConfig, name: str, group_size: int | None
-) -> QuantizedGroups | QuantizedBlocks:
+def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> RoundedSource:
     """Return a source that rounds the weights of another one, those of each expert by themselves.
+
+    In groups are the weights of the layers' products; in GGUF's blocks the output layer's and the embedding, too.
 
     Args:
         source: of plain weights.
         config: of the model.
         name: one of FORMS_OF.
-        group_size: columns that share a scale, where one can say so; None: what is usual.
+        group_size: columns that share a scale, of "int4" and "int8"; None: what is usual.
 
     Raises:
-        ValueError: the weights are in few bits already, or groups or blocks do not fit.
+        ValueError: the weights are quantized already, or groups or blocks do not fit.
     """
     family = family_of(config.architecture)
     stored, weight_map = family.weights_in(config, source.tensors), family.weights(config)
@@ -355,12 +249,23 @@ def quantized_on_load(
     if kinds & (GROUP_TYPES | BLOCK_OF.keys()):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
-        source = ExpertsApart(source, stored, weight_map, has_turns=family.experts_interleaved)
+        source = ExpertsApart(source, stored, weight_map, interleaved=family.experts_interleaved)
+    products = [
+        part
+        for place, found in weight_map.items()
+        for part in found
+        if place.startswith("layers.") and len(part.shape) == 2 and not place.endswith("router")
+    ]
     if name in GROUP_SCHEMES:
-        return QuantizedGroups(source, weight_map, name, group_size)
+        scheme = GROUP_SCHEMES[name].sized(group_size, (part.shape[1] for part in products))
+        return RoundedSource(source, weight_map, {part.name: scheme.type_name for part in products}, scheme)
     if group_size is not None:
         raise ArgumentError(f"quantize={name!r} has blocks of one size: leave the group size out")
-    return QuantizedBlocks(source, weight_map, name)
+    of_products, of_edges = _BLOCK_SCHEMES[name]
+    types = {part.name: _fitting(name, part, of_products) for part in products}
+    for place in ("embedding", "lm_head"):
+        types |= {part.name: _fitting(name, part, of_edges) for part in weight_map.get(place, ())}
+    return RoundedSource(source, weight_map, types, None)
 
 
 def plain_weight(source: TensorSource, name: str) -> Tensor:
@@ -371,26 +276,12 @@ def plain_weight(source: TensorSource, name: str) -> Tensor:
     return out
 
 
-def _products(weight_map: WeightMap) -> list[Part]:
-    """Return the weights of the layers' products."""
-    return [
-        part
-        for place, parts in weight_map.items()
-        for part in parts
-        if place.startswith("layers.") and len(part.shape) == 2 and not place.endswith("router")
-    ]
-
-
 def _fitting(name: str, part: Part, kinds: tuple[str, str]) -> str:
-    """Return the first type of block into which a weight's columns go.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    for kind in kinds:
-        if part.shape[1] % BLOCK_OF[kind].values == 0:
-            return kind
-    raise ArgumentError(
-        f"quantize={name!r}: {part.name} has {part.shape[1]} columns, into which blocks of "
-        f"{BLOCK_OF[kinds[-1]].values} do not go"
-    )
+    """Return the first type of block into which a weight's columns go."""
+    found = [kind for kind in kinds if part.shape[1] % BLOCK_OF[kind].values == 0]
+    if not found:
+        least = BLOCK_OF[kinds[-1]].values
+        raise ArgumentError(
+            f"quantize={name!r}: {part.name} has {part.shape[1]} columns, into which blocks of {least} do not go"
+        )
+    return found[0]

@@ -1,12 +1,10 @@
 """A checkpoint folder that transformers reads: described without its weights, and loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +24,9 @@ from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
     AdoptedConfig,
     ModuleDecoder,
-    answer,
     keep_quantiles,
     register,
+    set_attention,
 )
 from graphdecode.models.weight_map import CheckpointError
 
@@ -64,10 +62,9 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightForm]]:
-    """Put forms in the place of all plain linear layers; each weight is dropped as soon as its form is made.
+    """Put forms in the place of all plain linear layers, and return each with its name, such as `q_proj`.
 
-    Returns:
-        Name within its layer, such as `q_proj`, and form of each.
+    A weight is dropped as soon as its form is made.
     """
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
@@ -75,34 +72,12 @@ def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightF
     for path in paths:  # modules in a list would hold all weights until the end
         above, _, name = path.rpartition(".")
         module: Any = model.get_submodule(path)
-        weight = weight_of(module)
-        assert weight is not None
+        weight: Any = weight_of(module)
         bias = None if module.bias is None else module.bias.detach()
-        in_floats = module is head
-        forms.append((name, linear_of(weight.contiguous(), bias, replace(options, in_floats=in_floats))))
-        setattr(model.get_submodule(above), name, FormLinear(forms[-1][1], in_floats=in_floats))
+        form = linear_of(weight.contiguous(), bias, replace(options, in_floats=module is head))
+        forms.append((name, form))
+        setattr(model.get_submodule(above), name, FormLinear(form, in_floats=module is head))
     return forms
-
-
-class _Calls:
-    """Answers a module's attention with nothing, and keeps what it asked for; see `Attends`.
-
-    Attributes:
-        shapes: layer -> query heads, key heads, channels of queries, keys and values.
-        is_complete: whether the step came to its end; one that reads on the host, or runs what exists for real tensors
-            alone, does not.
-    """
-
-    def __init__(self) -> None:
-        self.is_complete = False
-        self.shapes: dict[int, tuple[int, int, int, int, int]] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Keep the shapes."""
-        if layer in self.shapes:
-            raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
-        self.shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
-        return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
 class AdoptedFolder:
@@ -123,18 +98,14 @@ class AdoptedFolder:
         settings = self._settings()
         try:
             module = self._module_without_weights(settings)
-            calls = _calls_of(module)
-            self._check_layers(module, settings, calls)
-            return _config_of(module, settings.get_text_config(decoder=True), calls)
+            shapes, is_complete = _attention_shapes(module)
+            self._check_layers(module, settings, shapes if is_complete else None)
+            return _config_of(module, settings.get_text_config(decoder=True), shapes)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
     def check_files(self, source: TensorSource) -> None:
-        """Look for the weights, and read none of them; what is missing from them is seen when they are loaded.
-
-        Raises:
-            CheckpointError: they do not suffice for the model, whatever their names, or cannot be read.
-        """
+        """Refuse files that hold fewer numbers than the model; which tensors are missing is seen when loading."""
         held = sum(math.prod(stored.shape) for stored in source.tensors.values())
         if held < self.config.num_parameters:
             raise CheckpointError(
@@ -143,10 +114,9 @@ class AdoptedFolder:
             )
 
     def load(self, options: FormOptions, *, progress: bool) -> ModuleDecoder:
-        """Read the weights, of safetensors alone, and give its products the forms that are read fastest here.
+        """Read the weights, of safetensors alone, and put its products into forms.
 
         Raises:
-            UnsupportedModelError: see `config`.
             CheckpointError: tensors are missing, of wrong shapes or unreadable.
         """
         from transformers import AutoModelForCausalLM
@@ -166,9 +136,9 @@ class AdoptedFolder:
         except Exception as error:  # whatever transformers, or a model's own code, may raise
             raise CheckpointError(f"{self._folder} cannot be loaded by transformers: {_line(error)}") from error
         module, found = loaded
-        missing = sorted(found["missing_keys"])
-        if missing:
-            raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {', '.join(missing)}")
+        if found["missing_keys"]:
+            missing = ", ".join(sorted(found["missing_keys"]))
+            raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {missing}")
         module = module.to(options.device).eval().requires_grad_(False)
         keep_quantiles(module)
         return ModuleDecoder(config, module, replace_linears(module, options))
@@ -203,25 +173,21 @@ class AdoptedFolder:
         except KeyError as error:
             raise UnsupportedModelError(_no_interface(name) if error.args == (NAME,) else _line(error)) from error
         except Exception as error:  # see `load`
+            why = f"{name}: {_line(error)}"
             if str(error).startswith("Unrecognized configuration class"):  # and a list of all that there are
-                why = _other_inputs(settings) or "only causal decoders are run"
-                raise UnsupportedModelError(f"transformers has no causal decoder for {name}: {why}") from error
-            raise UnsupportedModelError(f"transformers has no causal decoder {name}: {_line(error)}") from error
+                why = f"for {name}: {_other_inputs(settings) or 'only causal decoders are run'}"
+            raise UnsupportedModelError(f"transformers has no causal decoder {why}") from error
 
-    def _check_layers(self, module: Any, settings: Any, calls: _Calls) -> None:
+    def _check_layers(self, module: Any, settings: Any, attended: Collection[int] | None) -> None:
+        """Refuse a module that cannot run over a paged cache; `attended` are its layers that attend, None: unknown."""
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
-        order = {part.is_causal for part in module.modules() if hasattr(part, "is_causal")}
-        if order == {False}:
-            raise UnsupportedModelError(
-                f"{name} is an encoder, whose tokens see those behind them: it generates no text, and only causal "
-                "decoders are run"
-            )
+        if {part.is_causal for part in module.modules() if hasattr(part, "is_causal")} == {False}:
+            why = "whose tokens see those behind them: it generates no text, and only causal decoders are run"
+            raise UnsupportedModelError(f"{name} is an encoder, {why}")
         if type(module).__name__ != name:
-            asked, made = shown(name, plain=True), type(module).__name__
-            why = _other_inputs(settings)
-            if not why:
-                why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
-            families = ", ".join(known_families())
+            asked, made, families = shown(name, plain=True), type(module).__name__, ", ".join(known_families())
+            why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
+            why = _other_inputs(settings) or why
             raise UnsupportedModelError(
                 f"{asked} is not supported: {why}. Families are there for {families}; a family {BRING_YOUR_OWN}"
             )
@@ -229,18 +195,30 @@ class AdoptedFolder:
         if module._is_stateful or other:
             kinds = f": layers of {', '.join(other)}" if other else ""
             raise UnsupportedModelError(f"{name} keeps another state than keys and values by position{kinds}")
-        if calls.is_complete and sorted(calls.shapes) != list(range(text.num_hidden_layers)):
+        if attended is not None and sorted(attended) != list(range(text.num_hidden_layers)):
             raise UnsupportedModelError(_no_interface(name))
-        if any(
-            "position_ids" not in inspect.signature(part.forward).parameters for part in (module, module.base_model)
-        ):
+        forwards = [inspect.signature(part.forward) for part in (module, module.base_model)]
+        if any("position_ids" not in forward.parameters for forward in forwards):
             raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
 
 
-def _calls_of(module: nn.Module) -> _Calls:
-    """Return what attention is asked for in a step over no data, as far as the step gets without any."""
-    calls = _Calls()
-    answer(module, calls)
+_Shape = tuple[int, int, int, int, int]  # query heads, key heads, channels of queries, keys and values
+
+
+def _attention_shapes(module: nn.Module) -> tuple[dict[int, _Shape], bool]:
+    """Return for each layer what attention is asked for in a step over no data, and whether the step came to its end.
+
+    One that reads on the host, or runs what exists for real tensors alone, does not.
+    """
+    shapes: dict[int, _Shape] = {}
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        if layer in shapes:
+            raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
+        shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
+        return q.new_empty((*q.shape[:2], v.shape[2]))
+
+    set_attention(module, attend)
     token = torch.zeros((1, 1), dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -248,19 +226,18 @@ def _calls_of(module: nn.Module) -> _Calls:
     except UnsupportedModelError:
         raise
     except (RuntimeError, NotImplementedError):
-        return calls
-    calls.is_complete = True
-    return calls
+        return shapes, False
+    return shapes, True
 
 
-def _config_of(module: nn.Module, text: Any, calls: _Calls) -> AdoptedConfig:
+def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape]) -> AdoptedConfig:
     """Return the sizes: those that attention asks for, else what the configuration calls them."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     heads = count(fields, "num_attention_heads")
     kv_heads = count(fields, "num_key_value_heads", heads)
     head_dim = fields.get("head_dim") or count(fields, "hidden_size") // heads
-    if 0 in calls.shapes:
-        heads, kv_heads, head_dim, *_ = calls.shapes[0]
+    if 0 in shapes:
+        heads, kv_heads, head_dim, *_ = shapes[0]
     dtype = getattr(text, "dtype", None) or torch.float32
     eos = text.eos_token_id
     config = AdoptedConfig(
@@ -275,7 +252,7 @@ def _config_of(module: nn.Module, text: Any, calls: _Calls) -> AdoptedConfig:
         dtype=dtype if dtype in DTYPES.values() else torch.float32,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
     )
-    for shape in calls.shapes.values():
+    for shape in shapes.values():
         config.check_heads(*shape)
     return config
 
@@ -288,7 +265,7 @@ def _architecture(settings: Any) -> str:
 def _other_inputs(settings: Any) -> str:
     """Return what a model reads beside text, in words; "" where that is nothing that is known."""
     kinds = {"vision_config": "images", "audio_config": "sound"}
-    read = [kinds[part] for part in kinds if part in type(settings).sub_configs]
+    read = [words for part, words in kinds.items() if part in type(settings).sub_configs]
     return f"it reads {' and '.join(read)}, and models of text alone are run" if read else ""
 
 

@@ -5,59 +5,40 @@ for an attention that has none registered, transformers makes no mask at all, an
 sees follows from the cache, its position and the window.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_over
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention, QKNormRope, TokenByTokenAttention, extend_over
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache, LayerState
 from graphdecode.kernels.cache.kv_format import format_of, mixed, within
 from graphdecode.kernels.cache.rope_append import rope_append
+from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.blocks import Attend, Tokens
-from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.model import Chunks
+from graphdecode.models.blocks import Attend, Tokens, each_once
+from graphdecode.models.config import ModelShape, UnsupportedModelError
+from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
+from graphdecode.models.model import Chunks, Model
 
 NAME = "graphdecode"  # of the function, in transformers' registry
-_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds who answers it
+_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds the function
 _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are turned by them already
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdoptedConfig:
-    """Sizes of a model that transformers runs; see `ModelShape`."""
+class AdoptedConfig(ModelShape):
+    """Sizes of a model that transformers runs."""
 
-    architecture: str
-    vocab_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype
-    few_bits: bool = field(default=False, init=False)
-    recurrent: tuple[()] = field(default=(), init=False)  # all layers keep keys and values
+    windows: tuple[int, ...] = (-1,)  # layers may see all keys: what else they see their module says while it runs
     num_parameters: int  # numbers in all its tensors, each counted once
 
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """No more than that layers may see all keys: what else they see their module says while it runs."""
-        return (-1,)
-
     def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
-        """Refuse a layer whose attention the cache has no place for; values of fewer channels than keys are padded.
-
-        Raises:
-            UnsupportedModelError: they do not fit.
-        """
+        """Refuse a layer whose attention the cache has no place for; values of fewer channels than keys are padded."""
         dim, own = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
         if (heads, kv_heads) != own or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
             raise UnsupportedModelError(
@@ -66,19 +47,9 @@ class AdoptedConfig:
             )
 
 
-class Attends(Protocol):
-    """The object that answers the calls of a model's attention modules."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Return the attention of some tokens, [t, heads, head_dim].
-
-        Args:
-            layer: its number, from 0.
-            q: [t, heads, head_dim], any strides.
-            k: [t, kv_heads, head_dim].
-            v: [t, kv_heads, head_dim].
-            options: of the layer.
-        """
+# given a layer's number, q [t, heads, head_dim] of any strides, k and v [t, kv_heads, head_dim], and its options,
+# returns the attention, [t, heads, head_dim]
+Attending = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 
 def register() -> None:
@@ -88,11 +59,11 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention)
 
 
-def answer(model: nn.Module, who: Attends) -> None:
-    """Hand the calls of a model's attention modules to `who` from now on."""
+def set_attention(model: nn.Module, attend: Attending) -> None:
+    """Let a function compute the attention of a model's modules from now on."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
-            setattr(module, _PLACE, who)
+            setattr(module, _PLACE, attend)
 
 
 def keep_quantiles(model: nn.Module) -> None:
@@ -129,21 +100,18 @@ def _attention(
 
     Queries are [1, heads, t, head_dim], keys and values [1, kv_heads, t, head_dim], sinks (`s_aux`) [heads]; a window
     counts the token's own key. Returned are [1, t, heads, head_dim], and no weights.
-
-    Raises:
-        UnsupportedModelError: it asks for another kind of attention.
     """
     tensors = [name for name, given in others.items() if isinstance(given, Tensor) and name not in _POSITIONS]
     if attention_mask is not None or is_causal is False or tensors:
         asked = ", ".join(["a mask of its own"] * (attention_mask is not None) + tensors) or "no causal order"
         raise UnsupportedModelError(f"{type(module).__name__} asks attention for {asked}, which this runtime has not")
-    who: Attends | None = getattr(module, _PLACE, None)
-    if who is None:
+    attend: Attending | None = getattr(module, _PLACE, None)
+    if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention, but does not say for which layer")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     options = AttentionOptions(scaling, window, softcap or 0.0, None if s_aux is None else s_aux.float())
-    return who.attend(module.layer_idx, q, k, v, options)[None], None
+    return attend(module.layer_idx, q, k, v, options)[None], None
 
 
 class _Pass(NamedTuple):
@@ -155,82 +123,52 @@ class _Pass(NamedTuple):
     is_known: bool = False  # their keys and values are in the caches already
 
 
-class ModuleDecoder:
+class ModuleDecoder(Model):
     """A causal decoder that transformers wrote; see `Model`."""
+
+    config: AdoptedConfig
 
     def __init__(self, config: AdoptedConfig, module: nn.Module, forms: list[tuple[str, WeightForm]]) -> None:
         self.config = config
         self.module = module
         self._forms = forms
         self.cache_scales = [(1.0, 1.0)] * config.num_hidden_layers
-        first = next(self._plain_tensors())
+        first = self._plain_tensors()[0]
         self.dtype, self.device = first.dtype, first.device
         # no channel is left to be turned: queries and keys come from the module as they are to be compared
         self._angles = torch.empty((config.max_position_embeddings, 2, 0), device=self.device)
         self._pass: _Pass | None = None
-        answer(module, self)
+        set_attention(module, self.attend)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers, each with a cache of its own."""
-        return self.config.num_hidden_layers
-
-    def _plain_tensors(self) -> Iterator[Tensor]:
-        yield from (parameter.data for parameter in self.module.parameters())
-        yield from self.module.buffers()
+    def _plain_tensors(self) -> list[Tensor]:
+        return [*(parameter.data for parameter in self.module.parameters()), *self.module.buffers()]
 
     @property
     def constants(self) -> list[Tensor]:
         """Every tensor that a step only reads, each once."""
         of_forms = [tensor for _, form in self._forms for tensor in form.tensors]
-        return list({id(tensor): tensor for tensor in [*self._plain_tensors(), *of_forms, self._angles]}.values())
+        return each_once([*self._plain_tensors(), *of_forms, self._angles])
 
-    @property
-    def workspace(self) -> list[Tensor]:
-        """Tensors that products leave as they found them, and write in between."""
-        return list({id(tensor): tensor for _, form in self._forms for tensor in form.workspace}.values())
+    def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
+        """Yield the products of a step, each with its name within a layer."""
+        yield from self._forms
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one decode step reads: all but tables, of which it reads a row for each token."""
+    def read_bytes(self, rows: int | None) -> int:
+        """Bytes of weights that a step reads, however many rows there are: all but tables, of which it reads rows."""
         tables = {id(each.weight) for each in self.module.modules() if isinstance(each, nn.Embedding)}
         plain = sum(each.nbytes for each in self.module.parameters() if id(each) not in tables)
         return plain + sum(form.nbytes for _, form in self._forms)
 
-    def read_bytes(self, rows: int) -> int:
-        """Bytes of weights that one decode step reads: all of them, however many rows there are."""
-        return self.weight_bytes
-
-    def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
-        """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
-        return {
-            f"{name} {form.out_features}x{form.in_features}": form.choice(rows).as_report()
-            for name, form in self._forms
-        }
-
     def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
-
-        return self._logits(_Pass(tokens, caches, attend))
+        return self._logits(_Pass(tokens_of(batch), caches, attend_step(batch, attention)))
 
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> _Pass:
         """Append the keys and values of many tokens; see `Model.prefill`."""
-        tokens = Tokens(*chunks[:4], chunks.page_table)
-
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            if attention is not None:
-                attention.run(out, q, cache, *tokens[1:5], options)
-            else:
-                extend_over(cache, out, q, *chunks[4:7], options)
-
-        passed = _Pass(tokens, caches, attend)
+        passed = _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention))
         with torch.no_grad():  # what comes after the layers is for logits
             self._run(self.module.base_model, passed)
         return passed
@@ -251,11 +189,7 @@ class ModuleDecoder:
             return self._logits(_Pass(tokens, passed.caches, attend, is_known=True))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Append a layer's keys and values, and return the attention of its queries; the module asks for this.
-
-        Raises:
-            UnsupportedModelError: the module is not what its configuration says, or was called by somebody else.
-        """
+        """Append a layer's keys and values, and return the attention of its queries; the module asks for this."""
         if self._pass is None:
             raise UnsupportedModelError("the module can only be run by its decoder, which knows its cache")
         tokens, cache = self._pass.tokens, self._pass.caches[layer]
@@ -270,17 +204,9 @@ class ModuleDecoder:
             joined = torch.cat((q, k, v), dim=1).flatten(1)
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
             key, value, pages = cache.scales
-            rope_append(
-                queries,
-                cache.keys,
-                cache.values,
-                joined,
-                *where,
-                self._angles,
-                k_scale=key,
-                v_scale=value,
-                scales=pages,
-            )
+            pool = (cache.keys, cache.values)
+            turn = QKNormRope(self._angles)
+            rope_append(queries, *pool, joined, *where, turn, k_scale=key, v_scale=value, scales=pages)
         attended = torch.empty_like(queries)
         self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]

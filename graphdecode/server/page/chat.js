@@ -2,6 +2,18 @@
 // The chat: conversations live in this browser alone.
 
 const byId = (id) => document.getElementById(id);
+
+// A new element with some attributes (a function handles an event) and children.
+function make(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
 const STORE = "graphdecode.conversations";
 const CONTROLS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "system"];
 
@@ -41,21 +53,10 @@ function headers() {
 }
 
 function showList() {
-  const list = byId("list");
-  list.replaceChildren(...state.conversations.map((each, index) => {
-    const item = document.createElement("li");
-    const open = document.createElement("button");
-    open.type = "button";
-    open.textContent = each.title || "New conversation";
-    open.setAttribute("aria-current", String(index === state.current));
-    open.onclick = () => select(index);
-    const remove = document.createElement("button");
-    remove.type = "button";
-    remove.textContent = "×";
-    remove.setAttribute("aria-label", `Delete ${each.title || "conversation"}`);
-    remove.onclick = () => forget(index);
-    item.append(open, remove);
-    return item;
+  byId("list").replaceChildren(...state.conversations.map(({ title }, index) => {
+    const open = { type: "button", "aria-current": index === state.current, onclick: () => select(index) };
+    const remove = { type: "button", "aria-label": `Delete ${title || "conversation"}`, onclick: () => forget(index) };
+    return make("li", {}, make("button", open, title || "New conversation"), make("button", remove, "×"));
   }));
 }
 
@@ -83,15 +84,10 @@ function show() {
 }
 
 function shownTurn(turn) {
-  const section = document.createElement("section");
-  section.className = `turn ${turn.role}`;
-  const who = document.createElement("h4");
-  who.textContent = turn.role === "user" ? "You" : state.model || "Model";
-  const text = document.createElement(turn.role === "user" ? "p" : "div");
-  if (turn.role === "user") text.textContent = turn.content;
-  else text.replaceChildren(...answered(turn));
-  section.append(who, text);
-  return { section, text };
+  const isUser = turn.role === "user";
+  const text = isUser ? make("p", {}, turn.content) : make("div", {}, ...answered(turn));
+  const who = make("h4", {}, isUser ? "You" : state.model || "Model");
+  return { section: make("section", { class: `turn ${turn.role}` }, who, text), text };
 }
 
 // An answer as elements. Texts in it are of its tokens, so that each of these can tell its odds.
@@ -111,22 +107,15 @@ function answered(turn) {
   };
   const built = ([tag, attributes, children]) => {
     if (typeof tag === "number") return leaf(tag, attributes);
-    const element = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    element.append(...children.flatMap(built));
-    return [element];
+    return [make(tag, attributes, ...children.flatMap(built))];
   };
   const whole = [["p", {}, [[0, turn.content.length]]]]; // what is no chat is no Markdown
   return (state.hasTemplate ? markdown(turn.content) : whole).flatMap(built);
 }
 
 function shownToken({ text, odds }) {
-  const span = document.createElement("span");
-  span.textContent = text;
-  if (odds && odds.length) {
-    span.className = "token";
-    span.odds = odds;
-  }
+  const span = make("span", odds && odds.length ? { class: "token" } : {}, text);
+  if (odds && odds.length) span.odds = odds;
   return span;
 }
 
@@ -267,10 +256,9 @@ function showOdds(event) {
   document.getElementById("odds")?.remove();
   const odds = event.target.odds;
   if (!odds) return;
-  const box = document.createElement("div");
-  box.id = "odds";
   const likeliest = [...odds].sort((a, b) => b[1] - a[1]);
-  box.textContent = likeliest.map(([token, logprob]) => `${(100 * Math.exp(logprob)).toFixed(1).padStart(5)} %  ${JSON.stringify(token)}`).join("\n");
+  const lines = likeliest.map(([token, logprob]) => `${(100 * Math.exp(logprob)).toFixed(1).padStart(5)} %  ${JSON.stringify(token)}`);
+  const box = make("div", { id: "odds" }, lines.join("\n"));
   document.body.append(box);
   const at = event.target.getBoundingClientRect();
   box.style.left = `${Math.min(at.left, innerWidth - box.offsetWidth - 8)}px`;

@@ -20,7 +20,7 @@
   }
 
   function draw(id, series) {
-    const canvas = document.getElementById(id);
+    const canvas = byId(id);
     const pen = canvas.getContext("2d");
     const top = Math.max(...series.flatMap(({ values }) => values), 1e-9) * 1.1;
     pen.clearRect(0, 0, canvas.width, canvas.height);
@@ -40,31 +40,15 @@
   }
 
   function show(figures) {
-    const list = document.getElementById("figures");
-    list.replaceChildren(...Object.entries(figures).flatMap(([name, value]) => {
-      const term = document.createElement("dt");
-      const told = document.createElement("dd");
-      term.textContent = name;
-      told.textContent = value;
-      return [term, told];
-    }));
+    const entries = Object.entries(figures);
+    byId("figures").replaceChildren(...entries.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   }
 
   function showBuckets(replays) {
-    const most = Math.max(...Object.values(replays), 1);
-    document.getElementById("buckets").replaceChildren(...Object.entries(replays).map(([bucket, count]) => {
-      const bar = document.createElement("div");
-      bar.className = "bar";
-      const name = document.createElement("span");
-      name.textContent = bucket;
-      const meter = document.createElement("meter");
-      meter.max = most;
-      meter.value = count;
-      const told = document.createElement("span");
-      told.textContent = count;
-      bar.append(name, meter, told);
-      return bar;
-    }));
+    const max = Math.max(...Object.values(replays), 1);
+    byId("buckets").replaceChildren(...Object.entries(replays).map(([bucket, value]) => (
+      make("div", { class: "bar" }, make("span", {}, bucket), make("meter", { max, value }), make("span", {}, value))
+    )));
   }
 
   async function look() {

@@ -11,18 +11,18 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import SAYING, SSE_DONE, Bodies, HttpError, sse_event, while_there
+from graphdecode.server.http import HANDLERS, SSE_DONE, Bodies, HttpError, error_response, sse_event, until_gone
 from graphdecode.server.replicas.routing import prompt_blocks
 
-REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: who answered
-_MOST_ROUTED_BYTES = 1 << 20  # a larger body is not looked into: all others would wait for it
-_ATTEMPTS = 3  # at a request that no replica has begun to answer; what ends an engine shall not end all of them
+REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: the replica's name
+_MAX_ROUTED_BYTES = 1 << 20  # a larger body is not parsed: other requests would wait
+_ATTEMPTS = 3  # at a request; one that ends an engine shall not end all of them
 _TRY_ELSEWHERE = (429, 503)
 _LOST = "the replica ended before the answer was complete"
 log = logging.getLogger(__name__)
@@ -43,61 +43,53 @@ class _Channel(Protocol):
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Return one text in which each sample has the label `replica`.
-
-    Args:
-        texts: in Prometheus' text format, by the name of the replica.
-    """
-    families: dict[str, list[str]] = {}  # what introduces a family, and behind it the samples of all replicas
+    """Merge texts in Prometheus' format, by replica; each sample gets the label `replica`."""
+    families: dict[str, list[str]] = {}  # the HELP line of a family -> its TYPE, and the samples of all replicas
     for replica, text in texts.items():
-        introduced = ""
-        for line in text.splitlines():
+        family: list[str] = []
+        for line in filter(None, text.splitlines()):
             if line.startswith("# HELP"):
-                introduced = line
-                families.setdefault(introduced, [])
-            elif line.startswith("#"):
-                if line not in families[introduced]:
-                    families[introduced].append(line)
-            elif line:
-                name, _, rest = line.partition("{")  # ours all have a label, so that there is a brace
-                families[introduced].append(f'{name}{{replica="{replica}",{rest}')
-    lines = [line for introduced, others in families.items() for line in (introduced, *others)]
-    return "".join(f"{line}\n" for line in lines)
+                family = families.setdefault(line, [])
+            elif not line.startswith("#"):
+                name, _, rest = line.partition("{")  # all have a label
+                family.append(f'{name}{{replica="{replica}",{rest}')
+            elif line not in family:
+                family.append(line)
+    return "".join(f"{line}\n" for introduced, lines in families.items() for line in (introduced, *lines))
 
 
 def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Front]:
-    """Return the application in front of the replicas, and the part of it that forwards."""
+    """Return the application in front of the replicas, and its part that forwards."""
     front = Front(channel, limits)
 
     async def metrics(_: Request) -> Response:
         return Response(merged(await channel.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [Route("/metrics", metrics), Mount("", front)]
-    return Starlette(routes=routes, exception_handlers=SAYING), front
+    return Starlette(routes=routes, exception_handlers=HANDLERS), front
 
 
 class Front:
-    """Forwards requests without looking at what they mean.
+    """Forwards requests to replicas, and to another one as long as no response has begun.
 
-    A request that no replica has begun to answer is tried again elsewhere. Where an answer had begun, it ends: a
-    stream with an event that tells of an error, anything else by closing the connection.
+    If a replica is lost later, a stream ends with an error event; another response is cut.
     """
 
     def __init__(self, channel: _Channel, limits: ServerConfig) -> None:
         self._channel = channel
         self._limits = limits
         self._bodies = Bodies(limits)
-        self.draining = False  # nothing new is taken on
-        self.num_open = 0  # requests under way
+        self.draining = False  # new requests are refused
+        self.num_open = 0  # requests in flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, until the client goes away."""
+        """Serve a request, until the client disconnects."""
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "1"})
         async with self._bodies.read(Request(scope, receive)) as body:
             self.num_open += 1
             try:
-                await while_there(receive, self._answer(scope, body, receive, send))
+                await until_gone(receive, self._answer(scope, body, receive, send))
             finally:
                 self.num_open -= 1
 
@@ -105,7 +97,7 @@ class Front:
         blocks, avoid = _blocks_of(body), list[str]()
         error = HttpError(503, "no replica could answer; try again", code="no_replica", headers={"Retry-After": "5"})
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s or None) as patience:
+            async with asyncio.timeout(self._limits.request_timeout_s or None) as timeout:
                 for attempt in range(1, _ATTEMPTS + 1):
                     answer = self._channel.messages(scope, body, blocks, avoid)
                     async with contextlib.aclosing(answer) as messages:
@@ -114,32 +106,32 @@ class Front:
                         except (LostError, StopAsyncIteration) as lost:
                             log.warning("attempt %d at a request: %s", attempt, lost)
                             continue
-                        if _tells_of_another(begin, first) and attempt < _ATTEMPTS:
+                        if _is_unavailable(begin, first) and attempt < _ATTEMPTS:
                             avoid.append(_header(begin, REPLICA_HEADER))
                             continue
-                        patience.reschedule(None)  # from here on the replica's own patience counts
-                        await send(begin)
-                        await send(first)
-                        await self._go_on(begin, messages, send)
+                        timeout.reschedule(None)  # from here on the replica's own timeout holds
+                        await self._forward(begin, first, messages, send)
                         return
         except TimeoutError:
             error = HttpError(504, f"no replica answered in {self._limits.request_timeout_s:g} s", code="timeout")
-        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+        await error_response(error)(scope, receive, send)
 
-    async def _go_on(self, begin: Message, messages: Any, send: Send) -> None:
+    async def _forward(self, begin: Message, first: Message, messages: Any, send: Send) -> None:
+        await send(begin)
+        await send(first)
         try:
             async for message in messages:
                 await send(message)
         except LostError as lost:
             if not _header(begin, b"content-type").startswith("text/event-stream"):
-                raise ConnectionAbortedError(str(lost)) from lost  # cuts the connection: nothing else can be said
+                raise ConnectionAbortedError(str(lost)) from lost  # closes the connection
             log.warning("an answer under way: %s", lost)
             failed = HttpError(503, _LOST, code="replica_lost")
             await send({"type": "http.response.body", "body": sse_event(failed.body) + SSE_DONE})
 
 
-def _tells_of_another(begin: Message, first: Message) -> bool:
-    """Whether another replica should be tried: this one is full, or its engine restarted."""
+def _is_unavailable(begin: Message, first: Message) -> bool:
+    """Whether the replica is full, or its engine restarted."""
     if _header(begin, b"content-type").startswith("text/event-stream"):
         return first["body"].startswith(b'data: {"error":') and b'"code":"restarting"' in first["body"]
     return begin["status"] in _TRY_ELSEWHERE
@@ -151,6 +143,6 @@ def _header(begin: Message, name: bytes) -> str:
 
 def _blocks_of(body: bytes) -> list[int]:
     try:
-        return prompt_blocks(json.loads(body)) if 0 < len(body) <= _MOST_ROUTED_BYTES else []
-    except (ValueError, RecursionError):  # the replica says what is wrong with it
+        return prompt_blocks(json.loads(body)) if 0 < len(body) <= _MAX_ROUTED_BYTES else []
+    except (ValueError, RecursionError):  # the replica refuses it
         return []

@@ -21,10 +21,10 @@ from graphdecode.config import ServerConfig
 from graphdecode.server.replicas.front import LostError, make_front
 from graphdecode.server.replicas.routing import OwnRequests, RoutedPrefixes, choose
 
-LEASE_HEADER = "x-graphdecode-lease"  # of a request over HTTP: the lease that it was let in by
+LEASE_HEADER = "x-graphdecode-lease"  # of a request over HTTP
 _SENT = ("type", "http_version", "method", "scheme", "path", "query_string", "root_path", "headers", "client", "server")
-_NOT_SENT = (b"transfer-encoding", b"content-length", b"connection")  # they are about the connection, not the request
-_NOT_TOLD = (b"transfer-encoding", b"connection", b"date")  # of a response; the front's own server says them
+_NOT_SENT = (b"transfer-encoding", b"content-length", b"connection")  # headers of the connection
+_NOT_RETURNED = (b"transfer-encoding", b"connection", b"date")  # headers that the front's own server sets
 _METRICS_SECONDS = 10.0
 
 
@@ -36,17 +36,10 @@ class Route(NamedTuple):
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that `choose` names, by the requests under way at each.
-
-    Replicas that say that their engine does not serve, and those that a request avoids, come last.
-    """
+    """Sends a request to the replica that `choose` names; those that do not serve or are to be avoided come last."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take the settings: Ray's constructor has no room for them.
-
-        Args:
-            kwargs: `slack`, see `choose`, and `policy`, as `routing` of [replicas].
-        """
+        """Take `slack`, see `choose`, and `policy`, as `routing` of [replicas]."""
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
         self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
@@ -54,25 +47,25 @@ class PrefixRouter(RequestRouter):
         self.draw = random.Random()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that there are now."""
+        """Forget the prefixes of replicas that have ended."""
         super().update_replicas(replicas)
         self.prefixes.keep_only([each.replica_id for each in replicas])
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replica for a request, and behind it the others: Ray takes the first that has room."""
+        """Return the replica for a request, and then the others: Ray takes the first that has room."""
         route = pending_request.kwargs.get("route", Route()) if pending_request is not None else Route()
         fit = [
             each
             for each in candidate_replicas
             if each.routing_stats.get("serves", True) and each.replica_id.unique_id not in route.avoid
         ]
-        told = self.replica_queue_len_cache
+        reported = self.replica_queue_len_cache
         names = [each.replica_id for each in fit or candidate_replicas]
-        loads = {name: self.own.load(name, told.get(name)) for name in names}
+        loads = {name: self.own.load(name, reported.get(name)) for name in names}
         if self.policy == "random":
-            chosen = self.draw.choice(list(loads))
+            chosen = self.draw.choice(names)
         else:
             chosen = choose(loads, self.prefixes.matched(route.blocks), self.slack, self.draw)
         if pending_request is not None:
@@ -96,7 +89,7 @@ class PrefixRouter(RequestRouter):
 
 
 class RayChannel:
-    """Requests and answers are calls of Ray, with several events of a stream in one message."""
+    """Sends requests by calls of Ray, whose messages may hold several events of a stream."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -105,21 +98,11 @@ class RayChannel:
     async def messages(
         self, scope: Scope, body: bytes, blocks: Sequence[int], avoid: Sequence[str]
     ) -> AsyncGenerator[Message, None]:
-        """Yield a replica's response as ASGI has it; the first message tells status and headers.
-
-        Args:
-            scope: of the request, as ASGI has it.
-            body: of the request.
-            blocks: of its prompt; see `prompt_blocks`.
-            avoid: replicas that could not serve it.
-
-        Raises:
-            LostError: the replica is gone.
-        """
+        """Yield the ASGI messages of the response of a replica; `LostError`: it is gone. See `Route`."""
         sent = {name: scope[name] for name in _SENT if name in scope}
         answer = self._streaming.answer.remote(sent, body, route=Route(blocks, avoid))
         try:
-            with losses():
+            with as_lost_errors():
                 async for several in answer:
                     for message in several:
                         yield message
@@ -127,18 +110,15 @@ class RayChannel:
             answer.cancel()
 
     async def metrics(self) -> dict[str, str]:
-        """Return what each replica tells Prometheus, by its name."""
-        with losses():
+        """Return the metrics of each replica, by its name."""
+        with as_lost_errors():
             answers = self._handle.broadcast("metrics")
             texts = await answers.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         return dict(each for each in texts if not isinstance(each, BaseException))
 
 
 class HttpChannel(RayChannel):
-    """Ray chooses the replica and counts the request; the answer itself comes over HTTP.
-
-    A request costs two messages of Ray, however long its answer is.
-    """
+    """Ray chooses the replica and counts the request, by a lease; the response itself comes over HTTP."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         super().__init__(handle)
@@ -149,26 +129,23 @@ class HttpChannel(RayChannel):
     ) -> AsyncGenerator[Message, None]:
         """See `RayChannel.messages`."""
         lease = uuid4().hex
-        letting = self._streaming.lease.remote(lease, route=Route(blocks, avoid))
+        leasing = self._streaming.lease.remote(lease, route=Route(blocks, avoid))
+        if self._session is None:
+            timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        kept = [pair for pair in scope["headers"] if pair[0] not in _NOT_SENT]
+        headers = [*((key.decode("latin-1"), value.decode("latin-1")) for key, value in kept), (LEASE_HEADER, lease)]
+        path = scope["path"] + ("?" + query.decode("latin-1") if (query := scope["query_string"]) else "")
         try:
-            with losses():
-                address = await anext(letting)
-                headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]
-                           if key not in _NOT_SENT]  # fmt: skip
-                path = scope["path"] + ("?" + query.decode("latin-1") if (query := scope["query_string"]) else "")
-                if self._session is None:
-                    timeout = aiohttp.ClientTimeout(total=None)
-                    connector = aiohttp.TCPConnector(limit=0)
-                    self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-                sending = self._session.request(
-                    scope["method"], address + path, data=body, headers=[*headers, (LEASE_HEADER, lease)],
-                    allow_redirects=False,
-                )  # fmt: skip
-                async with sending as response:
-                    async for message in _told(response):
+            with as_lost_errors():
+                url = await anext(leasing) + path
+                async with self._session.request(
+                    scope["method"], url, data=body, headers=headers, allow_redirects=False
+                ) as response:
+                    async for message in _asgi_messages(response):
                         yield message
         finally:
-            letting.cancel()
+            leasing.cancel()
 
 
 class Ingress:
@@ -182,10 +159,10 @@ class Ingress:
         return make_front(RayChannel(self._replicas), self._limits)[0]
 
 
-async def _told(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, None]:
-    """Yield a response as ASGI has it; of a stream of events, whole ones."""
+async def _asgi_messages(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, None]:
+    """Yield the ASGI messages of a response, with whole events of a stream."""
     raw = [(key.lower(), value) for key, value in response.raw_headers]
-    headers = [(key, value) for key, value in raw if key not in _NOT_TOLD]
+    headers = [(key, value) for key, value in raw if key not in _NOT_RETURNED]
     yield {"type": "http.response.start", "status": response.status, "headers": headers}
     by_event = response.content_type == "text/event-stream"
     held = b""
@@ -199,14 +176,14 @@ async def _told(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, Non
 
 
 @contextlib.contextmanager
-def losses() -> Iterator[None]:
-    """Raise all errors that mean that a replica ended as `LostError`."""
+def as_lost_errors() -> Iterator[None]:
+    """Raise `LostError` for all errors that mean that a replica ended."""
     try:
         yield
     except (RayError, RayServeException, aiohttp.ClientError, StopAsyncIteration, TimeoutError) as error:
         raise LostError(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}") from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # it is we who were cancelled
+        if task is not None and task.cancelling():  # this task was cancelled
             raise
         raise LostError("the replica cancelled the request") from None

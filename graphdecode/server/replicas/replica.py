@@ -13,35 +13,29 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.server.app import make_app
-from graphdecode.server.batch import BatchRequest, EngineAnswers
+from graphdecode.server.batch import BatchRequest, answer_request
 from graphdecode.server.replicas.front import REPLICA_HEADER
 from graphdecode.server.replicas.ray_channel import LEASE_HEADER, Route
 from graphdecode.server.run import bind, make_server
 from graphdecode.server.service import Service
 
-_PATIENCE_SECONDS = 60.0  # with an engine that does not start again; then the whole replica is made anew, elsewhere
-_LEASE_SECONDS = 30.0  # until the request comes that a lease was taken for
+_RESTART_SECONDS = 60.0  # for an engine to serve again; then Ray replaces the replica
+_LEASE_SECONDS = 30.0  # until the request of a lease comes
 _LEASE_KEY = LEASE_HEADER.encode()
 
 log = logging.getLogger(__name__)
 
 
 class Replica:
-    """Ray actor of one engine; the application and its endpoints are the server's own.
-
-    Args:
-        make_service: returns the service, which is yet to be started.
-        listens: whether it takes requests over HTTP too.
-    """
+    """Ray actor of one engine and its application, which `listens` on HTTP too."""
 
     async def __init__(self, make_service: Callable[[], Service], listens: bool) -> None:  # type: ignore[misc]
         self.service = make_service()
-        self._answers = EngineAnswers(self.service)
         self.name = serve.get_replica_context().replica_id.unique_id
-        self._app = _signed(make_app(self.service), self.name)
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}  # the request has come; its response ended
         self._served_at = time.monotonic()
         await self.service.start()
+        self._app = _signed(make_app(self.service), self.name)
         self._address = ""
         if listens:
             node = ray.util.get_node_ip_address()
@@ -51,14 +45,14 @@ class Replica:
             self._address = f"http://{node}:{bound.getsockname()[1]}"
 
     async def answer(self, scope: Scope, body: bytes, *, route: Route) -> AsyncGenerator[list[Message], None]:
-        """Yield the response to a request, as many of its messages at a time as there are."""
+        """Yield the ASGI messages of the response to a request, as many at a time as there are."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         sent: list[Message] = [{"type": "http.request", "body": body}]
 
         async def receive() -> Message:
             if sent:
                 return sent.pop()
-            await asyncio.Event().wait()  # who leaves cancels this call
+            await asyncio.Event().wait()  # a client that disconnects cancels this call
             raise AssertionError
 
         async def work() -> None:
@@ -75,70 +69,62 @@ class Replica:
                 while not messages.empty():
                     several.append(messages.get_nowait())
                 is_last = several[-1] is None
-                if told := [message for message in several if message is not None]:
-                    yield told
+                if whole := [message for message in several if message is not None]:
+                    yield whole
         finally:
             working.cancel()
             await asyncio.wait((working,))
 
     async def whole(self, request: BatchRequest, *, route: Route) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of the response to a request of a batch."""
-        return await self._answers.answer(request)
+        """Return status and body of the response to a request of a batch."""
+        return await answer_request(self.service, request)
 
     async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
-        """Yield the address for a request over HTTP, and end when it was answered."""
-        lease = self._leases[number] = _Lease()
+        """Yield the address for a request over HTTP, and end when its response has ended."""
+        came, ended = self._leases[number] = asyncio.Event(), asyncio.Event()
         try:
             yield self._address
             async with asyncio.timeout(_LEASE_SECONDS):
-                await lease.began.wait()
-            await lease.ended.wait()
+                await came.wait()
+            await ended.wait()
         except TimeoutError:
             log.warning("a request never came for which a lease was taken")
         finally:
             del self._leases[number]
 
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application over HTTP: it tells a lease when its request is answered."""
+        """Serve a request over HTTP, and end its lease."""
         number = next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == _LEASE_KEY), "")
-        lease = self._leases.get(number, _Lease())
-        lease.began.set()
+        came, ended = self._leases.get(number) or (asyncio.Event(), asyncio.Event())
+        came.set()
         try:
             await self._app(scope, receive, send)
         finally:
-            lease.ended.set()
+            ended.set()
 
     async def metrics(self) -> tuple[str, str]:
-        """Return this replica's name, and what it tells Prometheus."""
+        """Return this replica's name, and its metrics."""
         return self.name, self.service.metrics.text().decode()
 
     async def check_health(self) -> None:
-        """Raise where the engine has not served for long; Ray asks now and then."""
+        """Raise if the engine has not served for long; Ray calls this periodically."""
         now = time.monotonic()
         if self.service.client.serves:
             self._served_at = now
-        elif now - self._served_at > _PATIENCE_SECONDS:
+        elif now - self._served_at > _RESTART_SECONDS:
             raise RuntimeError(f"the engine has not served for {now - self._served_at:.0f} s")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the router should know; Ray asks now and then."""
+        """Return what the router uses; Ray calls this periodically."""
         return {"serves": self.service.client.serves}
 
     async def __del__(self) -> None:
-        """End the engine; Ray calls this when no request is under way, or time is up."""
+        """End the engine; Ray calls this when no request is in flight, or time is up."""
         self.service.close(at_once=True)
 
 
-class _Lease:
-    """A request over HTTP that Ray counts."""
-
-    def __init__(self) -> None:
-        self.began = asyncio.Event()
-        self.ended = asyncio.Event()
-
-
 def _signed(app: ASGIApp, name: str) -> ASGIApp:
-    """Return an application whose responses say which replica they are of."""
+    """Return an application whose responses name the replica."""
     header = (REPLICA_HEADER, name.encode("latin-1"))
 
     async def signed(scope: Scope, receive: Receive, send: Send) -> None:

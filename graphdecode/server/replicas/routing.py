@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 
-BLOCK_CHARACTERS = 32  # of a prompt; a replica caches whole pages, commonly 16 tokens of 1..4 characters
-MAX_BLOCKS = 256  # looked at of one prompt
-KEPT_BLOCKS = 1 << 16  # remembered of one replica: 2 million characters, in the order of a cache of pages
+BLOCK_CHARACTERS = 32  # a replica caches whole pages, commonly 16 tokens of 1..4 characters
+MAX_BLOCKS = 256  # of one prompt
+KEPT_BLOCKS = 1 << 16  # of one replica: 2 million characters, about the size of its cache
 
 
 class RoutedPrefixes(Generic[R]):
@@ -28,11 +28,7 @@ class RoutedPrefixes(Generic[R]):
         self._blocks: dict[R, OrderedDict[int, None]] = {}  # the latest are last
 
     def matched(self, blocks: Sequence[int]) -> dict[R, int]:
-        """Return, for each replica that has the first block, how many blocks it has from the beginning on.
-
-        Args:
-            blocks: of a prompt; see `prompt_blocks`.
-        """
+        """Return how many of a prompt's blocks, from the beginning on, each replica has that has the first one."""
         depths: dict[R, int] = {}
         holding = self._holders.get(blocks[0], set()) if blocks else set()
         for depth in range(1, len(blocks) + 1):
@@ -46,7 +42,7 @@ class RoutedPrefixes(Generic[R]):
     def add(self, replica: R, blocks: Sequence[int]) -> None:
         """Record that a replica computes a prompt."""
         kept = self._blocks.setdefault(replica, OrderedDict())
-        for block in reversed(blocks):  # so that the end of a prompt is forgotten before its beginning
+        for block in reversed(blocks):  # so that the end of a prompt is evicted before its beginning
             kept[block] = None
             kept.move_to_end(block)
             self._holders.setdefault(block, set()).add(replica)
@@ -54,7 +50,7 @@ class RoutedPrefixes(Generic[R]):
             self._drop(replica, kept.popitem(last=False)[0])
 
     def keep_only(self, replicas: Sequence[R]) -> None:
-        """Forget all replicas but some: the others have ended, and their caches with them."""
+        """Forget all other replicas, which have ended."""
         for replica in self._blocks.keys() - set(replicas):
             for block in self._blocks.pop(replica):
                 self._drop(replica, block)
@@ -69,8 +65,8 @@ class RoutedPrefixes(Generic[R]):
 class OwnRequests(Generic[R]):
     """The requests of this front in flight at each replica.
 
-    What a replica has in all, those of other fronts included, it says with each request that it takes. Ray forgets that
-    behind ten seconds without news, which long answers are, and answers that overtake each other put it back.
+    A replica reports its total, other fronts' included, when it takes a request; but Ray forgets that after ten
+    seconds, and responses that overtake each other put it back.
     """
 
     def __init__(self) -> None:
@@ -78,17 +74,13 @@ class OwnRequests(Generic[R]):
         self._chosen: dict[Hashable, R] = {}
 
     def chosen(self, request: Hashable, replica: R) -> None:
-        """Count a request that is yet to be sent, so that of many at a time not all go to one; the last choice counts.
-
-        Args:
-            request: any name of it; it was not `settled` yet.
-        """
+        """Count a request from its choice on, so that simultaneous ones spread; the last choice of a request counts."""
         self.settled(request)
         self._chosen[request] = replica
         self.sent(replica)
 
     def settled(self, request: Hashable) -> None:
-        """Count a choice no more: its request was sent, or given up."""
+        """Count a choice no more: its request was sent, or cancelled."""
         if request in self._chosen:
             self.ended(self._chosen.pop(request))
 
@@ -97,26 +89,22 @@ class OwnRequests(Generic[R]):
         self._counts[replica] += 1
 
     def ended(self, replica: R) -> None:
-        """Count it no more, whatever came of it."""
+        """Count it no more."""
         self._counts[replica] -= 1
         if self._counts[replica] <= 0:
             del self._counts[replica]
 
-    def load(self, replica: R, told: int | None) -> int:
-        """Return the requests in flight at a replica, as far as is known.
-
-        Args:
-            told: what it has in all; None: there is no news.
-        """
-        return max(told or 0, self._counts[replica])
+    def load(self, replica: R, reported: int | None) -> int:
+        """Return the requests in flight at a replica; `reported`: its own total, if it is known."""
+        return max(reported or 0, self._counts[replica])
 
 
 def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: random.Random) -> R:
     """Return the replica for a request.
 
     Args:
-        loads: requests under way, by replica; at least one replica.
-        matched: of its prompt's blocks, how many a replica has; one that is missing has none.
+        loads: requests in flight, by replica; at least one replica.
+        matched: blocks of the prompt that a replica has; none if it is missing.
         slack: requests by which a replica may be ahead of the least loaded one.
     """
     limit = min(loads.values()) + slack
@@ -125,10 +113,9 @@ def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: r
 
 
 def prompt_blocks(body: Any) -> list[int]:
-    """Return hashes of the prefix blocks of a request's prompt; each covers all characters up to its end.
+    """Return hashes of the prefix blocks of a request's prompt, each of all characters up to its end.
 
-    Two requests have their first blocks in common where their prompts begin alike, for all that can be told without
-    a tokenizer and a chat template. What is no request has none: it is refused where it is served.
+    Prompts that begin alike share their first blocks, as far as that shows without tokenizer and chat template.
     """
     text = _beginning(body) if isinstance(body, dict) else ""
     blocks, digest = [], b""
@@ -144,5 +131,5 @@ def _beginning(body: dict[str, Any]) -> str:
         return json.dumps([body.get("tools"), body["messages"]], ensure_ascii=False)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # the others have mostly the same beginning, where there is one in common
+        prompt = prompt[0]  # the others mostly begin alike
     return prompt if isinstance(prompt, str) else json.dumps(prompt)

@@ -19,7 +19,9 @@ from graphdecode.kernels.attention.attention_plan import (
     work_items,
 )
 from graphdecode.kernels.attention.attention_records import AttentionOptions
+from graphdecode.kernels.attention.attention_torch import Positions
 from graphdecode.kernels.attention.decode_attention import decode_attention
+from graphdecode.kernels.attention.work_item import SplitPlan
 
 from .decode_problem import (
     FP8_DTYPES,
@@ -348,19 +350,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
             v_cache,
             self._indices,
             self._indptr,
-            self._kv_lens,
-            self._plan,
-            *self._partials(problem, v_cache.shape[-1]),
-            self._counters,
+            SplitPlan(self._kv_lens, self._plan, *self._partials(problem, v_cache.shape[-1]), self._counters),
             q_len=problem.q_len,
             max_items=self._max_items,
             options=AttentionOptions(
                 logits.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale), window, logits.soft_cap
             ),
             v_scale=scale_of(v_scale=v_scale),
-            position_mode=logits.position_mode,
-            rope_scale=logits.rope_scale,
-            rope_theta=logits.rope_theta,
+            positions=Positions(logits.position_mode, logits.rope_scale, logits.rope_theta),
         )
         if result is not out:
             out.copy_(result)

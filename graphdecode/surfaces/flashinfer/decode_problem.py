@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphdecode.attention.paged_decode import wave_items_for
 from graphdecode.cache import require_integers, require_numbers, require_tensors
-from graphdecode.kernels.attention.decode_attention import POSITION_MODES
+from graphdecode.kernels.attention.attention_torch import POSITION_MODES
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.layouts import check_layout
-from graphdecode.attention.paged_decode import decode_workspace, wave_items_for
+from graphdecode.attention.paged_decode import new_split_plan, wave_items_for
 from graphdecode.cache import require_numbers, require_tensors
-from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.attention_plan import attention_plan, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
+from graphdecode.kernels.attention.attention_torch import Positions
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
 from .decode_problem import DTYPES, DecodeOptions, check_heads, dtype_of, exact_queries, scale_of
@@ -83,11 +84,10 @@ def single_decode_with_kv_cache(
         kv_dtype=k.dtype,
     )
     items = work_items(1, wave_items)
-    lens = torch.empty(1, dtype=torch.int32, device=device)
-    plan = torch.empty(plan_size(items), dtype=torch.int32, device=device)
+    work = new_split_plan(device, 1, items, heads, v.shape[-1])
     before = torch.full((1,), kv_len - 1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # all keys are one page
-    attention_plan(lens, plan, before, table.new_ones(1), wave_items=wave_items, window_left=window_left)
+    attention_plan(work.kv_lens, work.plan, before, table.new_ones(1), wave_items=wave_items, window_left=window_left)
     out = torch.empty(1, heads, v.shape[-1], dtype=q.dtype, device=device)
     lse = torch.empty(1, heads, dtype=torch.float32, device=device) if return_lse else None
     decode_attention(
@@ -98,17 +98,13 @@ def single_decode_with_kv_cache(
         v.unsqueeze(0),
         table,
         None,
-        lens,
-        plan,
-        *decode_workspace(device, 1, items, heads, v.shape[-1]),
+        work,
         max_items=items,
         options=AttentionOptions(
             logits.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale), window_left, logits.soft_cap
         ),
         v_scale=scale_of(v_scale=v_scale),
-        position_mode=pos_encoding_mode,
-        rope_scale=logits.rope_scale,
-        rope_theta=logits.rope_theta,
+        positions=Positions(pos_encoding_mode, logits.rope_scale, logits.rope_theta),
     )
     out = out[0].to(dtype)
     return (out, lse[0]) if lse is not None else out

@@ -1,4 +1,4 @@
-"""Work in children of a fork server, within limits and in a fair order."""
+"""Job in children of a fork server, within limits and in a fair order."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from typing import Any, NamedTuple
 from graphdecode.distributed.child import start_child
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.http import RESTARTING, HttpError
-from graphdecode.server.wire import Wire, framed, receive
+from graphdecode.server.messages import MessageSocket, end_process, framed, receive
 
 CALLERS_KEPT = 10_000
-PLACES = 2  # children at a time in a lane
+CHILDREN_PER_LANE = 2
+MAX_WAITING = 256
+STACK_BYTES = 4 << 20  # of a child; the engine's process has more for the same grammar
 _QUICK_SECONDS = 1
-STACK_BYTES = 4 << 20  # of a child; what it was right for is done again where there is more
-MOST_WAITING = 256
 _RETRY_AFTER = {"Retry-After": "1"}
-_END_SECONDS = 1.0  # for the process to end by itself
-_ONE_THREAD = {
+_END_SECONDS = 1.0
+_ONE_THREAD = {  # a fork would not copy other threads
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
-}  # for a fork finds no other threads
+}
 log = logging.getLogger(__name__)
 
 
 class FairQueue:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996): callers with large requests wait behind small ones.
 
-    A request's start tag is the virtual time at which its caller's earlier requests would all have been served, were
-    callers served side by side; virtual time is the tag of the request that began last.
+    A start tag is the virtual time at which the caller's earlier requests would have finished, were callers served in
+    parallel; virtual time is the tag of the request that began last.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,7 @@ class FairQueue:
         self._ends: OrderedDict[str, float] = OrderedDict()  # caller -> when all that it asked for is served
 
     def start_tag(self, caller: str, tokens: int) -> float:
-        """Return the start tag of a request of at most so many tokens; the lowest is served first.
-
-        Beyond `CALLERS_KEPT` callers, the one that has not asked for longest is forgotten.
-        """
+        """Return the start tag of a request of `tokens` tokens; the lowest is served first."""
         tag = max(self._now, self._ends.pop(caller, 0.0))
         self._ends[caller] = tag + tokens
         if len(self._ends) > CALLERS_KEPT:
@@ -61,60 +58,53 @@ class FairQueue:
         self._now = max(self._now, tag)
 
 
-class WorkLimits(NamedTuple):
-    """Limits of one piece of work."""
+class JobLimits(NamedTuple):
+    """Limits of a job."""
 
-    cpu_seconds: int  # of a processor
-    wall_seconds: float  # from its beginning to its end
-    memory_bytes: int  # beyond what the process has that forks it
-
-
-class Patience(NamedTuple):
-    """Timeouts that do not depend on the work itself."""
-
-    quick_seconds: float = 5.0  # for the end of a first attempt
-    taken_seconds: float = 5.0  # for the process to take a piece of work, which it does at once
-    start_seconds: float = 120.0  # for the process to start
+    cpu_seconds: int
+    wall_seconds: float
+    memory_bytes: int  # beyond the memory of the fork server
 
 
-class WorkSetup(NamedTuple):
-    """The first message."""
+class PoolTimeouts(NamedTuple):
+    """Timeouts in seconds that do not depend on the job."""
 
-    modules: tuple[str, ...]  # to import before a fork, by name
-    make_state: Callable[[], Any]  # makes what all functions get first
+    quick_seconds: float = 5.0  # of a first attempt
+    taken_seconds: float = 5.0  # for the fork server to accept a job, which it does at once
+    start_seconds: float = 120.0  # for the fork server to start
 
 
-class Work(NamedTuple):
-    """One piece of work: `function(state, *arguments)`, with what the first message made as the state."""
+class Job(NamedTuple):
+    """A call `function(state, *arguments)`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    limits: WorkLimits
+    limits: JobLimits
 
 
-class Done(NamedTuple):
-    """The result of a piece of work."""
+class JobResult(NamedTuple):
+    """What a job returned or raised."""
 
-    result: Any = None  # what the function returned
-    error: GraphdecodeError | None = None  # that it raised, for its asker
-    fault: str | None = None  # the traceback of one that nobody expects, for the log
-
-
-class Taken(NamedTuple):
-    """The fork server accepted a piece of work; its child answers next."""
+    result: Any = None
+    error: GraphdecodeError | None = None  # for its caller
+    fault: str | None = None  # the traceback of any other exception, for the log
 
 
-class Ended(NamedTuple):
-    """The child ended without an answer."""
-
-    code: int | None  # of its exit; below 0: minus the signal that ended it; None: there was no process to be had
+class Accepted(NamedTuple):
+    """The fork server has a job; its child answers next."""
 
 
-class WorkError(GraphdecodeError):
-    """A piece of work exceeded its limit of CPU time, memory or stack."""
+class ChildExited(NamedTuple):
+    """The child ended without a result."""
+
+    code: int | None  # exit code; below 0: minus a signal; None: it could not be forked
 
 
-class _TooLongError(WorkError):
+class JobError(GraphdecodeError):
+    """A job exceeded its limit of CPU time, memory or stack."""
+
+
+class _TooLongError(JobError):
     """It exceeded its CPU time."""
 
 
@@ -129,38 +119,34 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def place(self, caller: str, size: int) -> AsyncGenerator[None, None]:
-        """Wait for a place, and hold it meanwhile; see `ForkedWork.run`.
-
-        Raises:
-            HttpError: too many wait.
-        """
+        """Wait for a free child (HttpError: too many wait), and hold it in the context."""
         tag = self._queue.start_tag(caller, size)
-        if self._running < PLACES:
+        if self._running < CHILDREN_PER_LANE:
             self._running += 1
         else:
-            await self._given(tag)
+            await self._wait(tag)
         self._queue.began(tag)
         try:
             yield
         finally:
             self._pass_on()
 
-    async def _given(self, tag: float) -> None:
+    async def _wait(self, tag: float) -> None:
         mine = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (tag, next(self._numbers), mine))
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MAX_WAITING:
             self._shed()
         try:
             await mine
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled() and mine.exception() is None:  # it was given as its asker left
+            if mine.done() and not mine.cancelled() and mine.exception() is None:  # both happened at once
                 self._pass_on()
             raise
 
     def _shed(self) -> None:
-        """Drop waiters that have left; if these are too few, refuse the last in order."""
+        """Drop cancelled waiters; if these are too few, refuse the last in order."""
         self._waiting = [each for each in self._waiting if not each[2].done()]
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MAX_WAITING:
             last = max(self._waiting)
             self._waiting.remove(last)
             full = HttpError(429, "too many requests are being read", code="queue_full", headers=_RETRY_AFTER)
@@ -170,30 +156,25 @@ class Lane:
     def _pass_on(self) -> None:
         while self._waiting:
             _, _, other = heapq.heappop(self._waiting)
-            if not other.done():  # else its asker has left
+            if not other.done():  # else it was cancelled
                 other.set_result(None)
                 return
         self._running -= 1
 
 
-class ForkedWork:
-    """Client of the fork server, for use from one event loop.
+class ForkPool:
+    """Client of the fork server, for use from one event loop; it starts the process when needed.
 
-    The process is started by the first piece of work, and again where it has ended. Work that is not done within a
-    second is begun anew in a lane of its own, so that all other work has its turn soon.
-
-    Args:
-        state_maker: returns what makes, in that process, what all functions get first, and can be pickled; it is called
-            where the process is started.
-        modules: that the functions are of, by name: the process imports them once, and no child.
+    A job that takes more than a second is started again in a lane for slow ones. `state_maker` returns a picklable
+    function that makes, in the fork server, the first argument of all jobs; `modules` are imported there once.
     """
 
     def __init__(
-        self, state_maker: Callable[[], Callable[[], Any]], modules: Sequence[str], patience: Patience | None = None
+        self, state_maker: Callable[[], Callable[[], Any]], modules: Sequence[str], patience: PoolTimeouts | None = None
     ) -> None:
         self._state_maker = state_maker
         self._modules = tuple(modules)
-        self._patience = patience or Patience()
+        self._patience = patience or PoolTimeouts()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._start: asyncio.Task[socket.socket] | None = None
@@ -201,29 +182,29 @@ class ForkedWork:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the fork server; None where there is none."""
+        """Process id of the fork server; None: it does not run."""
         return None if self._process is None else self._process.pid
 
     async def run(
-        self, function: Callable[..., Any], *arguments: Any, limits: WorkLimits, caller: str, size: int
+        self, function: Callable[..., Any], *arguments: Any, limits: JobLimits, caller: str, size: int
     ) -> Any:
         """Return what `function(state, *arguments)` returns in a child; cancelling kills it.
 
         Raises:
             GraphdecodeError: what the function raised.
-            WorkError: it took more than it may.
-            HttpError: too much waits, the machine is under load, or the process has ended.
+            JobError: it exceeded a limit.
+            HttpError: too many jobs wait, the machine is under load, or the process has ended.
         """
-        work = Work(function, arguments, limits)
+        job = Job(function, arguments, limits)
         quick = limits._replace(cpu_seconds=_QUICK_SECONDS, wall_seconds=self._patience.quick_seconds)
         try:
             async with self._quick.place(caller, size):
-                done = await self._done(await self._started(), work._replace(limits=quick))
+                done = await self._done(await self._started(), job._replace(limits=quick))
         except (_TooLongError, TimeoutError):
             async with self._slow.place(caller, size):
                 try:
-                    done = await self._done(await self._started(), work)
-                except TimeoutError:  # it did not get the processor that it may have
+                    done = await self._done(await self._started(), job)
+                except TimeoutError:  # it did not get the CPU time that it may have
                     raise _busy(f"it was not done in {limits.wall_seconds:g} s") from None
         if done.fault is not None:
             log.error("a piece of work failed\n%s", done.fault)
@@ -232,14 +213,8 @@ class ForkedWork:
             raise done.error
         return done.result
 
-    async def _done(self, control: socket.socket, work: Work) -> Done:
-        """Return what becomes of a piece of work in a child of its own.
-
-        Raises:
-            WorkError: it took more than it may.
-            TimeoutError: it had not ended in its time.
-            HttpError: something else ended it.
-        """
+    async def _done(self, control: socket.socket, job: Job) -> JobResult:
+        """Run a job in a child; raises `JobError`, `TimeoutError` or, for outside causes, `HttpError`."""
         try:
             here, there = socket.socketpair()
         except OSError as error:
@@ -252,48 +227,44 @@ class ForkedWork:
                 raise _away() from error
         reader, writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
         try:
-            writer.write(framed(work))
+            writer.write(framed(job))
             try:
                 async with asyncio.timeout(self._patience.taken_seconds):
                     await receive(reader)
             except TimeoutError:
                 if self._control is control:
                     log.error("the process that reads requests stands still; it is started again")
-                    self._kill()
+                    self.close(at_once=True)
                 raise _busy("the process that reads requests stood still, and is started again") from None
-            async with asyncio.timeout(work.limits.wall_seconds):
+            async with asyncio.timeout(job.limits.wall_seconds):
                 answer = await receive(reader)
         except (TimeoutError, GraphdecodeError):
             raise
         except (asyncio.IncompleteReadError, OSError) as error:
             raise _away() from error
-        except Exception as error:  # a pickle that was cut raises whatever it likes
+        except Exception as error:  # unpickling may raise anything
             log.exception("what a child answered cannot be read")
             raise HttpError(500, "what the process that reads requests answered cannot be read") from error
         finally:
-            writer.close()  # its child ends, if it has not
-        if isinstance(answer, Ended):
-            raise _fate(answer, work.limits)
-        assert isinstance(answer, Done)
+            writer.close()  # which ends the child
+        if isinstance(answer, ChildExited):
+            raise _reason(answer.code, job.limits)
+        assert isinstance(answer, JobResult)
         return answer
 
     async def _started(self) -> socket.socket:
-        """Return the socket to the process, started where there is none.
-
-        Raises:
-            HttpError: it cannot be started.
-        """
+        """Return the socket to the fork server, which is started if needed."""
         if self._process is not None and self._process.poll() is not None:  # it has ended
             self.close()
         if self._start is None:
             self._start = asyncio.create_task(asyncio.to_thread(self._begin), name="fork server")
         start = self._start
         try:
-            return await asyncio.shield(start)  # whoever leaves, the others wait for it too
+            return await asyncio.shield(start)  # other jobs wait for it too
         except Exception as error:
-            if self._start is start:  # else another one has said so
+            if self._start is start:  # the first job that sees the error
                 log.error("the process that reads requests cannot be started: %s: %s", type(error).__name__, error)
-                self._kill()
+                self.close(at_once=True)
             raise _away() from error
 
     def _begin(self) -> socket.socket:
@@ -302,44 +273,33 @@ class ForkedWork:
             self._process = start_child("graphdecode.server.fork_server", [there.fileno()], _ONE_THREAD)
         self._control = here
         here.settimeout(self._patience.start_seconds)
-        wire = Wire(here)
-        wire.send(WorkSetup(self._modules, self._state_maker()))
-        wire.receive(wait=True)
-        here.setblocking(False)  # where it does not read, nobody waits for it
+        connection = MessageSocket(here)
+        connection.send((self._modules, self._state_maker()))
+        connection.receive(wait=True)
+        here.setblocking(False)  # the event loop never waits for it
         return here
 
-    def _kill(self) -> None:
-        """Kill the fork server; another one is started for the next work."""
-        if self._process is not None:
-            self._process.kill()
-        self.close()
-
-    def close(self) -> None:
-        """End the process, and what it works on."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the fork server and its children; the next job starts another one."""
         self._start = None
+        if at_once and self._process is not None:
+            self._process.kill()
+        end_process(self._process, self._control, _END_SECONDS)
         if self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_RDWR)  # it kills its children, and ends
             self._control.close()
-        if self._process is not None:
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
         self._control = self._process = None
 
 
-def _fate(ended: Ended, limits: WorkLimits) -> GraphdecodeError:
-    """Return why a child ended: a limit of its own, or a cause outside."""
-    if ended.code is None:
+def _reason(code: int | None, limits: JobLimits) -> GraphdecodeError:
+    """Return why a child exited: a limit, or an outside cause."""
+    if code is None:
         return _busy("there is no process to be had")
-    if ended.code == -signal.SIGXCPU:
+    if code == -signal.SIGXCPU:
         return _TooLongError(f"takes more than {limits.cpu_seconds} s of a processor")
-    if ended.code == -signal.SIGKILL:  # by the system, which is short of memory, or by whoever may
+    if code == -signal.SIGKILL:  # by the system, which is short of memory, or by a person
         return _busy("its child was killed")
     memory, stack = limits.memory_bytes >> 20, STACK_BYTES >> 20
-    return WorkError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
+    return JobError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
 
 
 def _busy(why: str) -> HttpError:

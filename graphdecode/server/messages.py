@@ -1,4 +1,4 @@
-"""Messages between the HTTP process and the engine's process, over a socket."""
+"""Messages between the HTTP process and its child processes, over a socket."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import pickle
 import select
 import socket
 import struct
+import subprocess
 import threading
 from asyncio import StreamReader
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphdecode.config import EngineConfig
-from graphdecode.engine import Event, Request, RequestMetrics
+from graphdecode.engine import EngineStats, Event, Request, RequestMetrics
 from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.request import RequestRules
 
@@ -25,14 +26,13 @@ HEARTBEAT_SECONDS = 1.0
 class EngineSetup(NamedTuple):
     """The first message to the engine's process: what it loads."""
 
-    model: Path  # the path
-    config: EngineConfig  # of the engine
+    model: Path
+    config: EngineConfig
     progress: bool  # show bars while loading
-    # as `tokenizers.Tokenizer.to_str` writes it, for structured outputs; None: there are none
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # `tokenizers.Tokenizer.to_str`, for structured outputs; None: there are none
 
 
-class Alive(NamedTuple):
+class Heartbeat(NamedTuple):
     """The engine's process runs, however long its step may take."""
 
 
@@ -43,53 +43,49 @@ class Add(NamedTuple):
     request: Request
 
 
-class Teach(NamedTuple):
-    """A grammar that requests will name, known to be good: it is read when this comes, and kept."""
+class AddGrammar(NamedTuple):
+    """A valid grammar that requests will name."""
 
-    grammar: str  # its text
-    automaton: TokenAutomaton | None  # that it became; None: it is no such grammar
+    grammar: str  # as `Grammars.compiled` takes it
+    automaton: TokenAutomaton | None  # its compiled form, where that is an automaton
+    nbytes: int  # of its compiled form
 
 
-class Forget(NamedTuple):
-    """A grammar that no further request will name, unless it is taught again."""
+class DropGrammar(NamedTuple):
+    """A grammar that no further request will name, unless it is added again."""
 
     grammar: str
 
 
 class Finish(NamedTuple):
-    """The text of an answer ended it; see `Engine.finish`."""
+    """The text of an output ended it; see `Engine.finish`."""
 
     request_id: int
     num_tokens: int
 
 
 class Abort(NamedTuple):
-    """Nobody wants an answer any more."""
+    """The client of a request is gone."""
 
     request_id: int
 
 
-@dataclass(frozen=True)
-class EngineReady:
-    """The engine can be asked."""
+class EngineReady(NamedTuple):
+    """The engine serves."""
 
-    rules: RequestRules  # what it can serve
-    seed: int  # of the requests that bring none
+    rules: RequestRules  # limits of requests
+    seed: int  # of requests without one
     buckets: tuple[int, ...]  # that were captured
-    load_seconds: float  # to load the model and to capture its graphs
-    # what reading the weights once takes at the bandwidth that was measured; None: a cache holds them
-    floor_seconds: float | None
+    floor_seconds: float | None  # to read the weights once at the measured bandwidth; None: a cache holds them
 
 
-@dataclass(frozen=True)
-class Refused:
-    """The model cannot be loaded: what was wrong with what was asked for."""
+class Refused(NamedTuple):
+    """The model or a setting cannot be used."""
 
     message: str
 
 
-@dataclass(frozen=True)
-class Vitals:
+class EngineStatus(NamedTuple):
     """State of the engine, sent periodically."""
 
     running: int  # requests that have a row
@@ -97,48 +93,32 @@ class Vitals:
     used_pages: int  # of the cache
     total_pages: int  # of the cache
     preemptions: int  # since the start
-    prefilled_tokens: int  # since the start
-    bucket_steps: dict[int, int]  # bucket -> steps since the start
-    batch_sizes: dict[int, int]  # live rows -> steps since the start
-    step_seconds: list[float]  # of each step since the last message
-    launch_seconds: list[float]  # of the host, for each launch since the last message
-    drafts: int  # runs of drafts that were verified, since the start
-    draft_tokens: int  # drafts of them
-    accepted_tokens: int  # those that were what was sampled
-    accepted_per_pos: list[int]  # of the first, the second, ... draft of a run, how many were.
+    stats: EngineStats  # since the start; times of steps and launches: since the last message
 
     @property
     def padding_share(self) -> float:
         """The share of computed rows that were padding."""
-        computed = sum(bucket * steps for bucket, steps in self.bucket_steps.items())
-        live = sum(size * steps for size, steps in self.batch_sizes.items())
+        computed = sum(bucket * steps for bucket, steps in self.stats.bucket_steps.items())
+        live = sum(size * steps for size, steps in self.stats.batch_sizes.items())
         return 1.0 - live / computed if computed else 0.0
 
 
-PackedEvent = tuple[Any, ...]
-
-
-def pack_event(event: Event, request_id: int, *, whole: bool) -> PackedEvent:
-    """Return an event as plain values.
-
-    Args:
-        request_id: the number that the other side knows the request by.
-        whole: send the metrics too; they matter with the first and the last event of a request.
-    """
+def pack_event(event: Event, request_id: int, *, whole: bool) -> tuple[Any, ...]:
+    """Return an event as plain values; `whole`: with the metrics, as the first and the last event of a request."""
     metrics = event.metrics
     times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
     kept = (*times, metrics.num_cached_tokens, metrics.num_preemptions) if whole else None
     return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
 
 
-def unpack_event(packed: PackedEvent, known: RequestMetrics) -> Event:
-    """Return the event; `known` are the metrics where it brings none."""
+def unpack_event(packed: tuple[Any, ...], known: RequestMetrics) -> Event:
+    """Return the event; `known` are the metrics where it has none."""
     event = Event(*packed)
     return event._replace(metrics=known if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
 
 
 def in_parts(event: Event, entries: int) -> list[Event]:
-    """Return events that say the same together, none of them with many more log-probabilities of the prompt."""
+    """Split an event so that no part has many more than so many log-probabilities of the prompt."""
     scores = event.prompt_logprobs
     if not scores:
         return [event]
@@ -150,23 +130,32 @@ def in_parts(event: Event, entries: int) -> list[Event]:
 
 
 def framed(message: Any) -> bytes:
-    """Return a message as it goes over the socket."""
+    """Return a message with its length in front."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(body)) + body
 
 
 async def receive(reader: StreamReader) -> Any:
-    """Return the next message.
-
-    Raises:
-        asyncio.IncompleteReadError: the other side is gone.
-    """
+    """Return the next message; raises `asyncio.IncompleteReadError` if the other side is gone."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(length))  # of this project's own process: both ends are trusted
 
 
-class Wire:
-    """The engine's end: blocking where there is nothing to do, and never where there is."""
+def end_process(process: subprocess.Popen[bytes] | None, connection: socket.socket | None, seconds: float) -> None:
+    """Shut a child's socket down, so that it ends; kill it if it does not within some seconds."""
+    if connection is not None:
+        with suppress(OSError):  # it is closed already
+            connection.shutdown(socket.SHUT_RDWR)
+    if process is not None:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class MessageSocket:
+    """The child's end of a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -174,21 +163,13 @@ class Wire:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message; any thread may.
-
-        Raises:
-            OSError: the other side is gone.
-        """
+        """Send a message, from any thread; raises OSError if the other side is gone."""
         data = framed(message)
         with self._sending:
             self._socket.sendall(data)
 
     def receive(self, *, wait: bool) -> list[Any]:
-        """Return what has come.
-
-        Raises:
-            EOFError: the other side is gone.
-        """
+        """Return the messages that have come, at least one if `wait`; raises EOFError if the other side is gone."""
         messages: list[Any] = []
         while not messages and (wait or select.select([self._socket], [], [], 0)[0]):
             data = self._socket.recv(_READ_BYTES)

@@ -14,24 +14,24 @@ import pytest
 from served import children_of
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.fork_server import ForkServer
-from graphdecode.server.forked_work import (
-    MOST_WAITING,
-    PLACES,
-    Ended,
-    ForkedWork,
+from graphdecode.server.fork_pool import (
+    CHILDREN_PER_LANE,
+    MAX_WAITING,
+    Accepted,
+    ChildExited,
+    ForkPool,
+    JobError,
+    JobLimits,
     Lane,
-    Patience,
-    Taken,
-    WorkError,
-    WorkLimits,
+    PoolTimeouts,
 )
+from graphdecode.server.fork_server import ForkServer
 from graphdecode.server.http import HttpError
-from graphdecode.server.wire import Wire
+from graphdecode.server.messages import MessageSocket
 
 T = TypeVar("T")
-LIMITS = WorkLimits(cpu_seconds=1, wall_seconds=30.0, memory_bytes=64 << 20)
-PATIENCE = Patience(quick_seconds=2, taken_seconds=1.5)
+LIMITS = JobLimits(cpu_seconds=1, wall_seconds=30.0, memory_bytes=64 << 20)
+PATIENCE = PoolTimeouts(quick_seconds=2, taken_seconds=1.5)
 ENDLESS, ASLEEP = "sum(iter(int, 1))", "__import__('time').sleep(60)"
 
 InLoop = Callable[[Awaitable[T]], T]
@@ -48,34 +48,34 @@ def in_loop() -> Iterator[InLoop[Any]]:
 
 
 @pytest.fixture(scope="module")
-def work(in_loop: InLoop[Any]) -> Iterator[ForkedWork]:
+def work(in_loop: InLoop[Any]) -> Iterator[ForkPool]:
     """Its functions get Python's `eval`, and what they are told is what a child evaluates."""
-    work = ForkedWork(lambda: partial(partial, eval), ["graphdecode.errors"], PATIENCE)
+    work = ForkPool(lambda: partial(partial, eval), ["graphdecode.errors"], PATIENCE)
     assert in_loop(told(work, "6 * 7")) == 42
     yield work
     work.close()
 
 
-def told(work: ForkedWork, text: str, limits: WorkLimits = LIMITS, caller: str = "a") -> Awaitable[Any]:
+def told(work: ForkPool, text: str, limits: JobLimits = LIMITS, caller: str = "a") -> Awaitable[Any]:
     return work.run(operator.call, text, limits=limits, caller=caller, size=1)
 
 
-def server_of(work: ForkedWork) -> int:
+def server_of(work: ForkPool) -> int:
     assert work.pid is not None
     return work.pid
 
 
-def test_what_takes_too_much_of_a_processor_or_of_memory_is_told_which(work: ForkedWork, in_loop: InLoop[Any]) -> None:
-    with pytest.raises(WorkError, match=r"^takes more than 1 s of a processor$"):
+def test_what_takes_too_much_of_a_processor_or_of_memory_is_told_which(work: ForkPool, in_loop: InLoop[Any]) -> None:
+    with pytest.raises(JobError, match=r"^takes more than 1 s of a processor$"):
         in_loop(told(work, ENDLESS))
     began = time.monotonic()
     for text in ("bytearray(1 << 30)", "__import__('os').abort()"):
-        with pytest.raises(WorkError, match=r"^takes more than 64 MiB of memory or 4 MiB of stack$"):
+        with pytest.raises(JobError, match=r"^takes more than 64 MiB of memory or 4 MiB of stack$"):
             in_loop(told(work, text))
     assert time.monotonic() - began < 1  # it is not tried again
 
 
-def test_what_the_machine_does_is_no_fault_of_the_work(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+def test_what_the_machine_does_is_no_fault_of_the_work(work: ForkPool, in_loop: InLoop[Any]) -> None:
     killed = "__import__('os').kill(__import__('os').getpid(), 9)"
     for text, why in ((ASLEEP, "it was not done in 0.3 s"), (killed, "its child was killed")):
         with pytest.raises(HttpError, match=why) as error:
@@ -83,7 +83,7 @@ def test_what_the_machine_does_is_no_fault_of_the_work(work: ForkedWork, in_loop
         assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
 
 
-def test_answers_that_cannot_be_read_are_an_error_in_words(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+def test_answers_that_cannot_be_read_are_an_error_in_words(work: ForkPool, in_loop: InLoop[Any]) -> None:
     broken = "type('B', (), {'__reduce__': lambda self: (int, ('x',))})()"
     with pytest.raises(HttpError, match="cannot be read"):
         in_loop(told(work, broken))
@@ -104,7 +104,7 @@ class _Unreadable:
     def __call__(self, state: Any) -> None: ...
 
 
-def test_a_process_that_stands_still_is_started_again(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+def test_a_process_that_stands_still_is_started_again(work: ForkPool, in_loop: InLoop[Any]) -> None:
     before = server_of(work)
     os.kill(before, signal.SIGSTOP)
     began = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_process_that_stands_still_is_started_again(work: ForkedWork, in_loop:
     assert server_of(work) != before
 
 
-def test_children_end_with_the_process_that_forked_them(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+def test_children_end_with_the_process_that_forked_them(work: ForkPool, in_loop: InLoop[Any]) -> None:
     async def main() -> list[int]:
         asleep = asyncio.ensure_future(told(work, ASLEEP))
         while not (children := [pid for pid, _ in children_of(server_of(work))]):
@@ -138,7 +138,7 @@ def test_children_end_with_the_process_that_forked_them(work: ForkedWork, in_loo
 
 
 def test_a_start_that_never_ends_is_given_up(in_loop: InLoop[Any]) -> None:
-    slow = ForkedWork(lambda: partial(time.sleep, 60), [], Patience(start_seconds=0.2))
+    slow = ForkPool(lambda: partial(time.sleep, 60), [], PoolTimeouts(start_seconds=0.2))
     with pytest.raises(HttpError, match="has ended"):
         in_loop(told(slow, "1"))
     assert slow.pid is None
@@ -156,8 +156,8 @@ def test_where_no_child_can_be_had_its_asker_is_told_and_others_are_served(monke
         assert not server.fork(job)
         messages = []
         while len(messages) < 2:
-            messages += Wire(asker).receive(wait=True)
-        assert messages == [Taken(), Ended(None)]
+            messages += MessageSocket(asker).receive(wait=True)
+        assert messages == [Accepted(), ChildExited(None)]
         assert job.fileno() == -1
     finally:
         signal.set_wakeup_fd(woken)
@@ -173,14 +173,14 @@ def test_one_caller_alone_cannot_fill_the_queue_for_others(in_loop: InLoop[Any])
                 await done.wait()
                 return caller
 
-        greedy = [asyncio.ensure_future(wait("greedy")) for _ in range(PLACES + MOST_WAITING)]
+        greedy = [asyncio.ensure_future(wait("greedy")) for _ in range(CHILDREN_PER_LANE + MAX_WAITING)]
         await asyncio.sleep(0)
         other = asyncio.ensure_future(wait("other"))
         await asyncio.sleep(0.01)
         refused = [task for task in greedy if task.done()]
         assert refused == [greedy[-1]]  # who would have waited longest
         assert isinstance(refused[0].exception(), HttpError)
-        for task in greedy[PLACES : PLACES + 100]:
+        for task in greedy[CHILDREN_PER_LANE : CHILDREN_PER_LANE + 100]:
             task.cancel()
         await asyncio.sleep(0)
         more = [asyncio.ensure_future(wait("greedy")) for _ in range(50)]  # those who left take no place

@@ -4,8 +4,6 @@ What is written is what `Architecture` reads: the configuration that a header gi
 before anything is written, and a model of which GGUF cannot say all is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -22,7 +20,7 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import ARCHITECTURES, EDGES, ONE_ROW, ROTATED, Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
-from graphdecode.models.quantized.on_load import QuantizedBlocks, plain_weight
+from graphdecode.models.quantized.on_load import RoundedSource, plain_weight
 from graphdecode.models.weight_map import parts
 
 _FACTORS = "rope_freqs.weight"
@@ -32,20 +30,9 @@ _CALLED = {"mixtral": "llama"}  # what a header calls it, where that is another'
 
 
 class GgufModel:
-    """A model, as a GGUF file has it.
+    """A model as a GGUF file has it; `UnsupportedModelError` where GGUF has no words for it."""
 
-    Args:
-        source: of its tensors.
-        config: of the model.
-
-    Attributes:
-        fields: of the header.
-
-    Raises:
-        UnsupportedModelError: GGUF has no words for the architecture, or for something of the configuration.
-    """
-
-    def __init__(self, source: QuantizedBlocks, config: ModelConfig) -> None:
+    def __init__(self, source: RoundedSource, config: ModelConfig) -> None:
         self._source = source
         self._config = config
         found = {f"{kind.name}ForCausalLM": key for key, kind in ARCHITECTURES.items()}
@@ -53,7 +40,7 @@ class GgufModel:
         if key is None:
             raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")
         self._architecture: Architecture = ARCHITECTURES[key]
-        self._held: dict[str, list[str]] = {}  # GGUF's name -> that of the tensor, or those of the experts' in turn
+        self._held: dict[str, list[str]] = {}  # GGUF's name -> that of the tensor, or those of the experts' in order
         for part in parts(source.weight_map):
             self._held.setdefault(self._name(part.name), []).append(part.name)
         self._factors = llama3_factors(config.rope, config.head_dim) if config.rope.rope_type == "llama3" else None
@@ -67,20 +54,13 @@ class GgufModel:
         return [name for held in self._held.values() for name in held]
 
     def write(self, path: Path, vocabulary: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Write the file.
-
-        Args:
-            path: of the file.
-            vocabulary: the fields of the tokenizer.
-            names: `self.names`; whoever counts them knows how far it is.
-        """
+        """Write the file, with the fields of a tokenizer; `names` are `self.names`, which a bar may count."""
         import gguf  # here, for it takes a while
 
         writer = gguf.GGUFWriter(path, self.fields["general.architecture"])
         for key, value in {**self.fields, **vocabulary}.items():
             if key != "general.architecture" and value != []:  # of no entries, the library writes none
-                kind, of_entries = _kinds(value)
-                writer.add_key_value(key, value, kind, of_entries)
+                writer.add_key_value(key, value, *_kinds(value))
         if self._factors is not None:
             writer.add_tensor_info(_FACTORS, self._factors.shape, np.dtype(np.float32), self._factors.nbytes)
         for name in self._held:
@@ -133,28 +113,19 @@ class GgufModel:
         return by_half.transpose(1, 2).reshape(blocks.shape).contiguous()
 
     def _name(self, name: str) -> str:
-        """Return GGUF's name of a tensor.
-
-        Raises:
-            UnsupportedModelError: it has none.
-        """
+        """Return GGUF's name of a tensor."""
         place, _, kind = name.rpartition(".")
-        edges = {theirs: ours for ours, theirs in EDGES.items()}
-        if place in edges:
-            return f"{edges[place]}.{kind}"
+        for own, theirs in EDGES.items():
+            if place == theirs:
+                return f"{own}.{kind}"
         found = _LAYER.fullmatch(name)
-        called = {theirs: ours for ours, theirs in self._architecture.layer.items()}
-        own = None if found is None else called.get(_EXPERT.sub(".experts.{expert}.", found[2]))
-        if found is None or own is None:
-            raise UnsupportedModelError(f"{name} has no name in GGUF")
-        return f"blk.{found[1]}.{own}.{found[3] or 'weight'}"
+        for own, theirs in self._architecture.layer.items():
+            if found is not None and _EXPERT.sub(".experts.{expert}.", found[2]) == theirs:
+                return f"blk.{found[1]}.{own}.{found[3] or 'weight'}"
+        raise UnsupportedModelError(f"{name} has no name in GGUF")
 
     def _check(self) -> None:
-        """Read the header as a reader does, and compare.
-
-        Raises:
-            UnsupportedModelError: it does not say all that the configuration does.
-        """
+        """Read the header as a reader does, and compare: it must say all that the configuration does."""
         found = {name: self._stored(name) for name in self._held}
         stored = {name: GgufTensor(Path(), shape, BLOCK_OF[kind], 0) for name, (shape, kind) in found.items()}
         config = config_of(architecture_of(self.fields).settings(self.fields, stored))
@@ -210,15 +181,9 @@ def _fields_of(key: str, config: ModelConfig) -> dict[str, Any]:
 
 def _kinds(value: Any) -> tuple[Any, Any]:
     """Return what GGUF calls a value's type, and that of its entries."""
-    import gguf
+    from gguf import GGUFValueType as Kind
 
-    kinds = {
-        bool: gguf.GGUFValueType.BOOL,
-        int: gguf.GGUFValueType.UINT32,
-        float: gguf.GGUFValueType.FLOAT32,
-        str: gguf.GGUFValueType.STRING,
-    }
+    kinds: dict[type, Any] = {bool: Kind.BOOL, int: Kind.UINT32, float: Kind.FLOAT32, str: Kind.STRING}
     if not isinstance(value, list):
         return kinds[type(value)], None
-    of_entries = gguf.GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
-    return gguf.GGUFValueType.ARRAY, of_entries
+    return Kind.ARRAY, (kinds | {int: Kind.INT32})[type(value[0])]

@@ -5,39 +5,32 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphdecode.config import ServerConfig
 from graphdecode.engine import SamplingParams
-from graphdecode.engine.request import RequestRules
 from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http import HttpError
+from graphdecode.server.messages import EngineReady
 from graphdecode.text.intake import Asked, Intake, Resolved, as_prompt
 
 
-class Serves(NamedTuple):
-    """What an `Intake` knows of an engine in another process."""
-
-    rules: RequestRules
-    seed: int
-
-
 @dataclass
-class Desk:
+class Preprocessor:
     """Prepares prompts and parameters for the engine; picklable."""
 
     model_name: str
     tokenizer: Any  # of transformers
     limits: ServerConfig
     sampling_defaults: SamplingParams  # of the checkpoint
-    serves: Serves
-    max_open: int  # answers that run and wait at a time
+    engine: EngineReady
+    max_open: int  # outputs that run and wait at a time
 
     @cached_property
     def intake(self) -> Intake:
         """The intake: prompts to tokens."""
-        return Intake(self.serves, self.tokenizer)
+        return Intake(self.engine, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "intake"}
@@ -45,57 +38,36 @@ class Desk:
     @property
     def mask_words(self) -> int:
         """32-bit words of a token mask."""
-        return -(-self.serves.rules.vocab_size // MASK_BITS)
+        return -(-self.engine.rules.vocab_size // MASK_BITS)
 
-    def warm(self) -> Desk:
-        """Return this with what all grammars share made; where grammars cannot be read, each request says so."""
+    def warm(self) -> Preprocessor:
+        """Return this, after making what all grammars share; if that fails, each request with a grammar does."""
         with suppress(GraphdecodeError):
             self.intake.grammars.warm()
         return self
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model; None is this one.
-
-        Raises:
-            HttpError: it is for another one.
-        """
+        """Refuse (HttpError) a request for another model; None is this one."""
         if name is not None and name != self.model_name:
-            raise HttpError(
-                404,
-                f"the model {name[:200]!r} does not exist; there is {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"the model {name[:200]!r} does not exist; there is {self.model_name!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
 
     def asked(self, params: SamplingParams, prompts: int, *, priority: int, is_structured: bool) -> Asked:
-        """Check and resolve the parameters that all prompts of a request share.
-
-        Raises:
-            HttpError: there are too many prompts, or answers.
-            ArgumentError: no prompt can be served with these parameters.
-        """
+        """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
         most = self.limits.max_prompts
         if not 1 <= prompts <= most:
             raise HttpError(400, f"prompt must be 1..{most} prompts, got {prompts}", param="prompt")
         if params.n > self.limits.max_answers:
             raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
         if prompts * params.n > self.max_open:
-            raise HttpError(
-                400,
+            message = (
                 f"n: {prompts} prompts with {params.n} answers each are {prompts * params.n}, and {self.max_open} "
-                "answers at most run and wait at a time (max_batch_size and max_waiting)",
-                param="n" if params.n > 1 else "prompt",
+                "answers at most run and wait at a time (max_batch_size and max_waiting)"
             )
+            raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
         return self.intake.asked(params, priority=priority, is_structured=is_structured)
 
     def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:
-        """Return a prompt in tokens.
-
-        Args:
-            special: add the special tokens that the tokenizer begins a text with.
-
-        Raises:
-            ArgumentError: it is no prompt, or can never be served.
-        """
+        """Tokenize a prompt, with the tokenizer's special tokens if `special`; raises `ArgumentError`."""
         prompt = as_prompt(prompt)
         return self.intake.resolved(prompt, self.intake.encode(prompt, special=special), asked)

@@ -1,0 +1,157 @@
+"""What is written into a checkpoint folder: weights as safetensors, plain or quantized, and what stands beside them."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graphdecode.errors import ArgumentError
+from graphdecode.linear.groups import Groups
+from graphdecode.linear.weight_form import Stored, TensorSource
+from graphdecode.models.checkpoint import GENERATION_FILE, Checkpoint, generation_defaults
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.family import family_of
+from graphdecode.models.fields import read_json
+from graphdecode.models.gguf.source import Gguf
+from graphdecode.models.quantized.methods import CONFIGURATIONS
+from graphdecode.models.quantized.on_load import RoundedSource, plain_weight
+
+CONFIG_FILE = "config.json"
+_KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what a config.json and what safetensors calls them
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+_SHARD_BYTES = 1 << 30  # of a file, and what is held in memory while one is made
+_METADATA = {"format": "pt"}  # without which transformers does not read a file
+_INDEX = "model.safetensors.index.json"
+
+
+class PlainGguf(Gguf):
+    """A GGUF model whose tensors are plain ones, of one type: a dtype of config.json, or what the model says."""
+
+    def __init__(self, model: str | Path, dtype: str = "auto") -> None:
+        if not Gguf.opens(model):
+            raise ArgumentError(f"model {str(model)!r} is no GGUF file")
+        super().__init__(model)
+        architecture = self.config().architecture
+        if family_of(architecture).experts_interleaved:
+            raise ArgumentError(f"{self.name}: the experts of {architecture} have another order in folders")
+        if dtype not in ("auto", *_KINDS):
+            raise ArgumentError(f"dtype must be auto, {', '.join(_KINDS)}, got {dtype!r}")
+        self.dtype: str = self.settings["dtype"] if dtype == "auto" else dtype
+
+    def config(self) -> ModelConfig:
+        """Return the model's configuration."""
+        return replace(super().config(), few_bits=False)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """All tensors, by the names of transformers."""
+        return {name: Stored(view.shape, _KINDS[self.dtype]) for name, view in self._views.items()}
+
+    def write_rest(self, folder: Path, tokenizer: Any, more: Mapping[str, Any]) -> None:
+        """Write the file's tokenizer, a config.json with more fields than the model's, and generation parameters."""
+        import transformers  # here, for it takes a second
+
+        tokenizer.save_pretrained(folder)
+        config = self.config()
+        kind = getattr(transformers, config.architecture).config_class.model_type
+        eos = list(config.eos_token_ids)
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
+        ends["pad_token_id"] = tokenizer.pad_token_id  # null too: some classes of transformers have another one else
+        _write_json(folder / CONFIG_FILE, {**self.settings, "dtype": self.dtype, "model_type": kind, **ends, **more})
+        stated = generation_defaults(self.path)
+        if stated:
+            _write_json(folder / GENERATION_FILE, {**ends, "do_sample": True, **stated})
+
+
+def write_rest(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]) -> None:
+    """Write all other files of a checkpoint, and its config.json with another `quantization_config`."""
+    for file in source.folder.iterdir():
+        if file.is_file() and file.name != CONFIG_FILE and not any(file.match(pattern) for pattern in _WEIGHTS):
+            shutil.copyfile(file, folder / file.name)
+    settings = read_json(source.folder / CONFIG_FILE)
+    settings = {name: value for name, value in settings.items() if name not in CONFIGURATIONS}
+    _write_json(folder / CONFIG_FILE, {**settings, "quantization_config": quantization})
+
+
+def quantization_config(source: RoundedSource) -> dict[str, Any]:
+    """Return what a config.json says of weights in groups: all linear layers but the output layer's and routers."""
+    scheme = source.scheme
+    assert scheme is not None
+    is_float = scheme.code == "e4m3"
+    routers = [part.name for place, found in source.weight_map.items() if place.endswith(".router") for part in found]
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "float" if is_float else "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "channel" if scheme.group_size is None else "group",
+        "group_size": scheme.group_size,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if is_float else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *(name.removesuffix(".weight") for name in routers)],
+        "kv_cache_scheme": None,
+    }
+
+
+def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> None:
+    """Write a source's tensors into a folder, in several files and with an index where they are large."""
+    held: dict[str, Tensor] = {}
+    file_of: dict[str, int] = {}
+    total = count = 0
+
+    def save() -> None:
+        nonlocal count
+        path = folder / f"{count}"
+        save_file(held, path, metadata=_METADATA)
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves files that nobody else may read
+        held.clear()
+        count += 1
+
+    for name in names:
+        for part, tensor in _stored(source, name):
+            held[part] = tensor.contiguous()
+            total += tensor.nbytes
+            file_of[part] = count
+        if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
+            save()
+    if held:
+        save()
+    shards = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    files = shards if count > 1 else ["model.safetensors"]
+    for number, file in enumerate(files):
+        (folder / f"{number}").rename(folder / file)
+    if count > 1:
+        weight_map = {name: files[number] for name, number in file_of.items()}
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file that stand for one tensor of the model."""
+    groups = source.read_quantized(name) if isinstance(source, RoundedSource) else None
+    if not isinstance(groups, Groups):
+        yield name, plain_weight(source, name)
+        return
+    module = name.removesuffix(".weight")
+    yield f"{module}.weight_scale", groups.scales
+    if groups.code == "e4m3":
+        yield name, groups.codes
+    else:  # int32, the first integer in the lowest bits; rows are filled up to whole ones
+        padded = torch.nn.functional.pad(groups.codes, (0, -groups.codes.shape[1] % 4))
+        yield f"{module}.weight_packed", padded.view(torch.int32)
+        yield f"{module}.weight_shape", torch.tensor(groups.shape)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
