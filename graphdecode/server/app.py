@@ -137,7 +137,7 @@ def prepared_tokens(desk: Desk, body: Tokenize) -> bytes:
         HttpError: there is none.
     """
     if body.prompt is not None:
-        ids = desk.intake.encode(body.prompt, special=body.add_special_tokens is not False)
+        ids = desk.input_processor.encode(body.prompt, special=body.add_special_tokens is not False)
     elif body.messages is not None:
         ids = rendered_chat(desk, body).token_ids
     else:

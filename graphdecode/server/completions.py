@@ -15,7 +15,7 @@ from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, told_messages
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.intake import Order, Resolved
+from graphdecode.text.input_processor import Order, Resolved
 from graphdecode.text.outputs import Logprob
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -253,7 +253,7 @@ def prepared_chat(desk: Desk, body: ChatCompletion) -> PreparedChat:
         params = params.unchecked(skip_special_tokens=False)
     rendered = rendered_chat(desk, body, with_tools=wants_tools)
     asked = desk.asked(rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None)
-    prompt = desk.intake.resolved(rendered.text, rendered.token_ids, asked)
+    prompt = desk.checked(rendered.text, rendered.token_ids, asked)
     return PreparedChat(without_large_parts(body), prompt, structured, tools, names)
 
 

@@ -13,11 +13,11 @@ from graphdecode.engine.request import RequestRules
 from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http import HttpError
-from graphdecode.text.intake import Asked, Intake, Resolved, as_prompt
+from graphdecode.text.input_processor import Asked, InputProcessor, Resolved, as_prompt
 
 
 class Serves(NamedTuple):
-    """What an `Intake` knows of an engine in another process."""
+    """What an `InputProcessor` knows of an engine in another process."""
 
     rules: RequestRules
     seed: int
@@ -35,12 +35,12 @@ class Desk:
     max_open: int  # answers that run and wait at a time
 
     @cached_property
-    def intake(self) -> Intake:
-        """The intake: prompts to tokens."""
-        return Intake(self.serves, self.tokenizer)
+    def input_processor(self) -> InputProcessor:
+        """Prompts to tokens."""
+        return InputProcessor(self.serves, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "intake"}
+        return {name: value for name, value in self.__dict__.items() if name != "input_processor"}
 
     @property
     def mask_words(self) -> int:
@@ -50,7 +50,7 @@ class Desk:
     def warm(self) -> Desk:
         """Return this with what all grammars share made; where grammars cannot be read, each request says so."""
         with suppress(GraphdecodeError):
-            self.intake.grammars.warm()
+            self.input_processor.grammars.warm()
         return self
 
     def check_model(self, name: str | None) -> None:
@@ -86,7 +86,9 @@ class Desk:
                 "answers at most run and wait at a time (max_batch_size and max_waiting)",
                 param="n" if params.n > 1 else "prompt",
             )
-        return self.intake.asked(params, priority=priority, is_structured=is_structured)
+        asked = self.input_processor.asked(params, priority=priority)
+        self.serves.rules.check_sampling(asked.of_answer, asked.bad_words, has_form=is_structured)
+        return asked
 
     def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:
         """Return a prompt in tokens.
@@ -98,4 +100,10 @@ class Desk:
             ArgumentError: it is no prompt, or can never be served.
         """
         prompt = as_prompt(prompt)
-        return self.intake.resolved(prompt, self.intake.encode(prompt, special=special), asked)
+        return self.checked(prompt, self.input_processor.encode(prompt, special=special), asked)
+
+    def checked(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
+        """Return a prompt that was tokenized; see `resolved`."""
+        resolved = self.input_processor.resolved(prompt, token_ids, asked)
+        self.serves.rules.check_prompt(resolved.token_ids, asked.params.max_tokens)
+        return resolved

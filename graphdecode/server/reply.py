@@ -19,7 +19,7 @@ from graphdecode.server.http import SSE_DONE, HttpError, as_http_error, as_json,
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.text.answer import Answer
-from graphdecode.text.intake import Order
+from graphdecode.text.input_processor import Order
 from graphdecode.text.outputs import Logprob
 
 _PLACES_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds

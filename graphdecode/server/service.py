@@ -22,7 +22,7 @@ from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.server.wire import EngineSetup
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
-from graphdecode.text.intake import Intake, Order, Resolved
+from graphdecode.text.input_processor import InputProcessor, Order, Resolved
 from graphdecode.text.router import Router
 
 _WORK_MODULES = ("graphdecode.server.endpoint",)  # what is done in children is of them, or of what they import
@@ -66,7 +66,7 @@ class Service:
         )
         self.grammar_reader = GrammarReader(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
-        self.intake = Intake(self.client, tokenizer)
+        self.input_processor = InputProcessor(self.client, tokenizer)
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint
@@ -153,7 +153,9 @@ class Service:
             for prompt in prompts:
                 params = prompt.asked.params
                 most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-                orders.append(self.intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
+                orders.append(
+                    self.input_processor.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n))
+                )
                 await asyncio.sleep(0)  # there may be hundreds, and others wait
         finally:
             kept()  # the response promises it again, once it is sent

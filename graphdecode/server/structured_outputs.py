@@ -322,7 +322,7 @@ def read_grammar(desk: Desk, params: StructuredOutputsParams) -> ReadGrammar:
         ArgumentError: it cannot be kept.
     """
     before = _most_resident_bytes()
-    grammars = desk.intake.grammars
+    grammars = desk.input_processor.grammars
     grammar = grammars.grammar(params)
     try:
         compiled = grammars.compiled(grammar)

@@ -17,7 +17,7 @@ from graphdecode.models import resolve_model_path
 from graphdecode.server.desk import Desk, Serves
 from graphdecode.server.endpoint import GENERATING
 from graphdecode.server.http import HttpError, as_http_error
-from graphdecode.text.intake import Intake
+from graphdecode.text.input_processor import InputProcessor
 from graphdecode.text.tokenizer import load_tokenizer
 
 RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity())
@@ -74,7 +74,7 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(desk: Desk, mon
     (completion, _) = prepared(desk, prompt=["a"] * 100, n=3, seed=7, prompt_logprobs=1, allowed_token_ids=[48, 49])
     assert len(checked) <= 3
     assert len({id(prompt.asked) for prompt in pickle.loads(pickle.dumps(completion)).prompts}) == 1
-    orders = [desk.intake.opened(prompt, None, turn=2.5) for prompt in completion.prompts]
+    orders = [desk.input_processor.opened(prompt, None, turn=2.5) for prompt in completion.prompts]
     assert len(checked) <= 3
     requests = [request for request, _ in orders[1].requests]
     assert [request.sampling_params.seed for request in requests] == [7, 8, 9]
@@ -143,16 +143,20 @@ def test_a_prompt_that_is_too_long_is_told_so(desk: Desk) -> None:
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
-    intake = Intake(Serves(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(Serves(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
-    alone = [intake.asked(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)]
-    assert intake.asked(SamplingParams(bad_words=words)).bad_words == [spelling for each in alone for spelling in each]
-    many = intake.asked(SamplingParams(allowed_token_ids=[50, 49] * 5000, stop_token_ids=[49] * 5000)).of_answer
+    alone = [input_processor.asked(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)]
+    assert input_processor.asked(SamplingParams(bad_words=words)).bad_words == [
+        spelling for each in alone for spelling in each
+    ]
+    many = input_processor.asked(
+        SamplingParams(allowed_token_ids=[50, 49] * 5000, stop_token_ids=[49] * 5000)
+    ).of_answer
     assert (many.allowed_token_ids, many.stop_token_ids) == ((50, 49), (49,))  # what each answer takes along
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
-    intake = Intake(Serves(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(Serves(RULES, 0), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bad_words"):
-        intake.asked(SamplingParams(bad_words=["\ud800"]))
+        input_processor.asked(SamplingParams(bad_words=["\ud800"]))
