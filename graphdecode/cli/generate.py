@@ -128,7 +128,7 @@ def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: 
     from graphdecode.text import Stream
     from graphdecode.text.router import DeferredInterrupt
 
-    orders = [llm.input_processor.order(text, llm.input_processor.encode(text), params) for text in texts]
+    orders = [llm.input_processor.order(text, params) for text in texts]
     llm.router.submit(orders)
     waiting = deque(orders)
     hidden = not as_json and (len(texts) == 1 or sys.stdout.isatty())

@@ -167,9 +167,7 @@ class AsyncLLM:
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
         (first,) = as_priorities(priority, 1)
-        make = partial(
-            self.llm.input_processor.order, item, self.llm.input_processor.encode(item), params, priority=first
-        )
+        make = partial(self.llm.input_processor.order, item, params, priority=first)
         return self._outputs(make, params, request_id)
 
     @refusing_calls(*ChatOptions.__annotations__)
@@ -192,9 +190,8 @@ class AsyncLLM:
         (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
         chat = render_chat(self.llm.tokenizer, messages, **options)
         ending = chat.ending(params)
-        return self._outputs(
-            partial(self.llm.input_processor.order, chat.text, chat.token_ids, ending), ending, request_id
-        )
+        make = partial(self.llm.input_processor.order, chat.text, ending, token_ids=chat.token_ids)
+        return self._outputs(make, ending, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort the requests with one or several ids, with the `finish_reason` "abort"; unknown ids are ignored."""

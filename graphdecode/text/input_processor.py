@@ -153,18 +153,24 @@ class InputProcessor:
         return ids
 
     def order(
-        self, prompt: str | list[int], token_ids: list[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        token_ids: list[int] | None = None,
+        priority: int = 0,
     ) -> Order:
         """Return the requests of a prompt; one with unusable parameters is refused, with `output.error` set.
 
         A grammar is compiled here, so that no step waits for it.
 
         Args:
-            token_ids: from `encode`.
+            token_ids: of the prompt; None: from `encode`.
 
         Raises:
-            ArgumentError: the parameters are of text, and there is no tokenizer.
+            ArgumentError: the prompt or the parameters are of text, and there is no tokenizer, or it fails.
         """
+        token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
         asked, grammar, refusal = Asked(params, params, [], priority), None, None
@@ -203,8 +209,8 @@ class InputProcessor:
 
     def resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
         """Truncate a tokenized prompt as its parameters say."""
-        is_text = isinstance(prompt, str)
-        return Resolved(prompt if is_text else None, self._truncated(token_ids, asked.params, is_text=is_text), asked)
+        text = prompt if isinstance(prompt, str) else None
+        return Resolved(text, self._truncated(token_ids, asked.params, is_text=text is not None), asked)
 
     def opened(self, resolved: Resolved, grammar: str | None, turn: float = 0.0) -> Order:
         """Return the requests of a prompt.

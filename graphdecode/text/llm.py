@@ -210,11 +210,8 @@ class LLM:
         items = as_prompts(prompts)
         params = as_params(sampling_params, len(items))
         priorities = as_priorities(priority, len(items))
-        encoded = [self.input_processor.encode(prompt) for prompt in items]
-        inputs = zip(items, encoded, params, priorities, strict=True)
-        return self._answered(
-            [self.input_processor.order(*each, priority=priority) for *each, priority in inputs], use_tqdm
-        )
+        inputs = zip(items, params, priorities, strict=True)
+        return self._answered([self.input_processor.order(i, p, priority=first) for i, p, first in inputs], use_tqdm)
 
     @refusing_calls(*ChatOptions.__annotations__)
     def chat(
@@ -241,10 +238,8 @@ class LLM:
         self._check_open()
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
         params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
-        pairs = zip(chats, params, strict=True)
-        return self._answered(
-            [self.input_processor.order(c.text, c.token_ids, c.ending(p)) for c, p in pairs], use_tqdm
-        )
+        order, pairs = self.input_processor.order, zip(chats, params, strict=True)
+        return self._answered([order(c.text, c.ending(p), token_ids=c.token_ids) for c, p in pairs], use_tqdm)
 
     def _answered(self, orders: list[Order], use_tqdm: bool) -> list[RequestOutput]:
         """Submit requests, and wait for their outputs."""
@@ -308,7 +303,7 @@ class LLM:
         if params.n != 1:
             raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
         (first,) = as_priorities(priority, 1)
-        order = self.input_processor.order(prompt, self.input_processor.encode(prompt), params, priority=first)
+        order = self.input_processor.order(prompt, params, priority=first)
         with DeferredInterrupt():
             self.router.submit([order])
         if order.output.error is not None and refuse == "raise":
