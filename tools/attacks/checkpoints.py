@@ -19,7 +19,7 @@ from graphdecode import LLM, GraphdecodeError, SamplingParams
 from graphdecode.models import check_model, describe_model, load_model, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
-from graphdecode.text.intake import Intake
+from graphdecode.text.input_processor import InputProcessor
 
 DEMO = resolve_model_path("demo")
 PROMPT = [52, 49, 55, 43, 51, 56, 53, 61]
@@ -255,11 +255,11 @@ class TokenizerAttack:
         tokenizer = load_tokenizer(model)
         theirs = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         llm = self._llm
-        llm.tokenizer, llm.intake = tokenizer, Intake(llm.engine, tokenizer)
+        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine, tokenizer)
         refusal: GraphdecodeError | None = None
         for text in self._TEXTS:
             try:
-                ids = llm.intake.encode(text)
+                ids = llm.input_processor.encode(text)
                 expected = theirs(text).input_ids
                 if ids != expected and expected:
                     raise Wrong(f"ids {ids} are not {theirs(text).input_ids}: {content[:400]!r}")

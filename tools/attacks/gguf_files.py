@@ -23,7 +23,7 @@ from attacks.trial import Wrong
 from graphdecode import LLM, GraphdecodeError, SamplingParams
 from graphdecode.models import check_model, describe_model
 from graphdecode.text import load_tokenizer
-from graphdecode.text.intake import Intake
+from graphdecode.text.input_processor import InputProcessor
 
 _COMPARED = {"none", "linear"}  # scalings of ropes that are computed here, too
 _TEXTS = ("abab", "hello", "the", "")  # an empty one is the token that a text begins with
@@ -199,10 +199,10 @@ class GgufTokenizerAttack:
         file.write_bytes(mutated_bytes(rng, content) if rng.random() < 0.2 else content)
         tokenizer = load_tokenizer(file)
         llm, refusal = self._llm, None
-        llm.tokenizer, llm.intake = tokenizer, Intake(llm.engine, tokenizer)
+        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine, tokenizer)
         for text in _TEXTS:
             try:
-                ids, expected = llm.intake.encode(text), _plain_ids(file, text)
+                ids, expected = llm.input_processor.encode(text), _plain_ids(file, text)
                 if text and expected is not None and ids != expected:
                     raise Wrong(f"ids of {text} are {ids}, and not {expected}: {fields!r:.1200}")
                 llm.generate(text, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
