@@ -35,7 +35,7 @@ Prompts = list[list[int]]
 
 
 def answers_alone() -> TextIO:
-    """Return standard output, to which nothing else is written from now on: what a library says is no answer."""
+    """Return standard output for answers alone; what libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -49,11 +49,7 @@ def answer_lines(answered: Callable[[Prompts, int], dict[str, Any]], answers: Te
 
 
 def llama_cpp_of(is_plain: bool = False) -> Any:
-    """Return the module, which says nothing from now on.
-
-    Args:
-        is_plain: let it repack no weights, by default of whatever loads a model.
-    """
+    """Return the module, silenced; with `is_plain`, it repacks no weights."""
     import llama_cpp
 
     low = llama_cpp.llama_cpp
@@ -101,7 +97,7 @@ class Sequences:
         self._batches: dict[int, Any] = {}  # by the tokens of each sequence
 
     def _batch(self, length: int) -> Any:
-        """Return llama.cpp's memory for so many tokens of each sequence; logits are asked for behind the last."""
+        """Return llama.cpp's batch for so many tokens of each sequence; logits are of the last."""
         if length not in self._batches:
             total = self._count * length
             batch = self._batches[length] = self._api.llama_batch_init(total, 0, 1)
@@ -112,7 +108,7 @@ class Sequences:
         return self._batches[length]
 
     def decode(self, tokens: Any, position: int) -> Any:
-        """Append tokens [sequences, new] from a position on, and return the greedy next ones."""
+        """Append tokens [sequences, new] at a position, and return the greedy next ones."""
         import numpy as np
 
         batch = self._batch(tokens.shape[1])
@@ -126,7 +122,7 @@ class Sequences:
         return logits.argmax(axis=1)
 
     def answer(self, prompts: Any, new_tokens: int) -> tuple[list[Any], dict[str, float]]:
-        """Return the greedy tokens by step, and the seconds up to the first and of a step behind it."""
+        """Return the greedy tokens by step, the seconds to the first, and those of a step after it."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         began = time.perf_counter()
         found = [self.decode(prompts, 0)]
@@ -137,14 +133,13 @@ class Sequences:
         return found, {"seconds": first - began, "step_seconds": (time.perf_counter() - first) / steps}
 
     def close(self) -> None:
-        """Free the batches and the cache."""
         for batch in self._batches.values():
             self._api.llama_batch_free(batch)
         self._api.llama_free(self._context)
 
 
 def llama_gguf(file: str, threads: str, plain: str = "") -> None:
-    """Answer with the `seconds` up to the first tokens and `step_seconds` behind them; prompts have one length."""
+    """Answer with the `seconds` to the first tokens, and `step_seconds`; prompts have one length."""
     import numpy as np
 
     api = llama_cpp_of(bool(plain))
@@ -161,14 +156,14 @@ def llama_gguf(file: str, threads: str, plain: str = "") -> None:
 
 
 def llama_server(plain: str, *options: str) -> None:
-    """Be llama-cpp-python's server; `plain` is empty, or not."""
+    """Run llama-cpp-python's server."""
     llama_cpp_of(bool(plain))
     sys.argv[1:] = options
     runpy.run_module("llama_cpp.server", run_name="__main__", alter_sys=True)
 
 
 def llama_logits(file: str, ids: str, out: str) -> None:
-    """Write the logits behind each of some token ids, a list in a file of JSON, as an array of numpy's."""
+    """Write the logits after each token id of a JSON list as a NumPy array."""
     import numpy as np
 
     given = json.loads(Path(ids).read_text())
@@ -179,7 +174,7 @@ def llama_logits(file: str, ids: str, out: str) -> None:
 
 
 def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
-    """Answer with the `tokens` of each prompt, one behind the other, and `tokens_per_second` behind the first ones."""
+    """Answer with the `tokens` of each prompt, one at a time, and `tokens_per_second` after the first ones."""
     api = llama_cpp_of(bool(plain))
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -208,14 +203,14 @@ def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
 
 
 def llama_ids(file: str, lines: str) -> None:
-    """Print the token ids of lines, a list of texts in a file of JSON; special tokens are read as such."""
+    """Print the token ids of a JSON list of texts; special tokens are parsed."""
     model = llama_cpp_of().Llama(file, vocab_only=True, verbose=False)
     texts = json.loads(Path(lines).read_text())
     print(json.dumps([model.tokenize(text.encode(), add_bos=True, special=True) for text in texts]))
 
 
 def llama_quantize(file: str, out: str, kind: str) -> None:
-    """Write a file in another of llama.cpp's types, all of it in that one."""
+    """Write a file in another type, all of it in that one."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -233,7 +228,7 @@ def vllm_of(model: str, dtype: str, cache_gib: int, **options: Any) -> tuple[Any
 
 
 def vllm_tokens(folder: str) -> None:
-    """Answer as `llama-gguf` does; a step's time is that of a whole answer less that of one token."""
+    """Answer as `llama-gguf` does; a step's time is a long run's less a short one's."""
     answers = answers_alone()
     sizes = {"max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 4096}
     llm, params_of = vllm_of(folder, "bfloat16", 2, enable_prefix_caching=False, **sizes)
@@ -253,7 +248,7 @@ def vllm_tokens(folder: str) -> None:
 
 
 def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], float]:
-    """Return what finds the perplexity of ids with transformers, whose quantizer is told to undo what it can."""
+    """Return a function of token ids; transformers dequantizes what it can."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -271,7 +266,6 @@ def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], 
 
 
 def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
-    """Return what finds the perplexity of ids with vLLM's build for CPUs."""
     llm, params_of = vllm_of(model, dtype, 1, max_model_len=1024, max_num_seqs=1, enforce_eager=True)
 
     def perplexity(ids: list[int]) -> float:
@@ -284,7 +278,7 @@ def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
 
 
 def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
-    """Print the perplexity of each list of token ids in a file of JSON, by its name."""
+    """Print the perplexity of each list of token ids in a JSON file, by name."""
     answers = answers_alone()
     of_ids = {"transformers": perplexity_by_transformers, "vllm": perplexity_by_vllm}[reader](model, dtype)
     found = {name: of_ids(ids) for name, ids in json.loads(Path(file).read_text()).items()}
@@ -292,7 +286,7 @@ def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
 
 
 def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
-    """Write a checkpoint in nf4, and in float32 what bitsandbytes' own functions undo it to."""
+    """Write a checkpoint in nf4, and in float32 what bitsandbytes dequantizes it to."""
     import bitsandbytes
     import torch
     from safetensors.torch import load_file, save_file
@@ -314,7 +308,7 @@ def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
 
 
 def unpack(model: str, out: str) -> None:
-    """Write a file of safetensors with each quantized weight of GPTQ's or AWQ's in float32."""
+    """Write safetensors with each GPTQ or AWQ weight in float32."""
     import torch
     from safetensors.torch import load_file, save_file
     from vllm.model_executor.layers.quantization.auto_awq import _REVERSE_AWQ_PACK_ORDER

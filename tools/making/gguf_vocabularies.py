@@ -70,7 +70,7 @@ def sentence_pieces(corpus: list[str]) -> dict[str, Any]:
 
 
 def write(path: Path, vocabulary: dict[str, Any], edit: Callable[[gguf.GGUFWriter], None]) -> None:
-    """Write a file with a vocabulary and no tensors, and with what llama.cpp wants to see beside it."""
+    """Write a file with a vocabulary, no tensors, and the fields that llama.cpp requires."""
     writer = gguf.GGUFWriter(path, "llama")
     for name in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
         getattr(writer, f"add_{name}")(1)
