@@ -156,14 +156,12 @@ def llama_gguf(file: str, threads: str, plain: str = "") -> None:
 
 
 def llama_server(plain: str, *options: str) -> None:
-    """Run llama-cpp-python's server."""
     llama_cpp_of(bool(plain))
     sys.argv[1:] = options
     runpy.run_module("llama_cpp.server", run_name="__main__", alter_sys=True)
 
 
 def llama_logits(file: str, ids: str, out: str) -> None:
-    """Write the logits after each token id of a JSON list as a NumPy array."""
     import numpy as np
 
     given = json.loads(Path(ids).read_text())
@@ -203,14 +201,12 @@ def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
 
 
 def llama_ids(file: str, lines: str) -> None:
-    """Print the token ids of a JSON list of texts; special tokens are parsed."""
     model = llama_cpp_of().Llama(file, vocab_only=True, verbose=False)
     texts = json.loads(Path(lines).read_text())
     print(json.dumps([model.tokenize(text.encode(), add_bos=True, special=True) for text in texts]))
 
 
 def llama_quantize(file: str, out: str, kind: str) -> None:
-    """Write a file in another type, all of it in that one."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -248,7 +244,6 @@ def vllm_tokens(folder: str) -> None:
 
 
 def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], float]:
-    """Return a function of token ids; transformers dequantizes what it can."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -278,7 +273,6 @@ def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
 
 
 def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
-    """Print the perplexity of each list of token ids in a JSON file, by name."""
     answers = answers_alone()
     of_ids = {"transformers": perplexity_by_transformers, "vllm": perplexity_by_vllm}[reader](model, dtype)
     found = {name: of_ids(ids) for name, ids in json.loads(Path(file).read_text()).items()}

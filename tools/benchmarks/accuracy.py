@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -205,19 +205,6 @@ def by_llama(python: Path, path: Path, ids: Path, reference: Tensor, folder: Pat
     return {"prompt": asdict(distance)}
 
 
-def _environment(isa: str) -> dict[str, str]:
-    chosen = {AS_IT_IS: {}, WITHOUT_COMPILER: {"GRAPHDECODE_NATIVE": "0"}}.get(isa, {"GRAPHDECODE_ISA": isa})
-    return {**os.environ, **chosen}
-
-
-def _subjects(isa: str, names: list[str] | None) -> Iterator[str]:
-    for name, subject in SUBJECTS.items():
-        if isa == WITHOUT_COMPILER and subject.quantize == "gguf":
-            continue  # what multiplies blocks is compiled
-        if not names or name in names:
-            yield name
-
-
 @app.command()
 def one(model: str, name: str, reference: Path, ids: Path, step_tokens: int) -> None:
     """Print the distances of one subject as JSON; `measure` calls it."""
@@ -257,9 +244,12 @@ def measure(
         if llama_python is not None:
             calls["", "llama.cpp"] = partial(by_llama, llama_python, path, given, reference, Path(folder))
         for each in isa or [AS_IT_IS]:
-            for name in _subjects(each, subject):
+            setting = {AS_IT_IS: {}, WITHOUT_COMPILER: {"GRAPHDECODE_NATIVE": "0"}}.get(each, {"GRAPHDECODE_ISA": each})
+            for name in subject or SUBJECTS:
+                if each == WITHOUT_COMPILER and SUBJECTS[name].quantize == "gguf":
+                    continue  # blocks need compiled kernels
                 command = command_of("bench", "accuracy", "one", model, name, wanted, given, step_tokens)
-                calls[each, name] = partial(told_by, command, env=_environment(each))
+                calls[each, name] = partial(told_by, command, env=os.environ | setting)
         for (each, name), found in calls.items():
             print(f"{each} {name}", flush=True)
             row: dict[str, Any] = {"isa": each, "subject": name}

@@ -1,7 +1,7 @@
-"""Clusters larger than any machine here, simulated: who should get a request, and how many replicas a day takes.
+"""Simulated clusters: routing policies, and the replicas that a day takes.
 
-Steps cost what a committed profile measured; `cluster_model` says what is modelled, and its tests compare it with
-queues whose figures are known.
+Step times come from a committed profile; `cluster_model` says what is modelled, and its tests compare it with known
+queues.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ ROUNDS = 5
 
 
 def perplexity_over(model: str, kind: Kind, dtype: str, text: str, length: int) -> float:
-    with LLM(model, dtype=dtype, kv_cache_dtype=kind, max_batch_size=1, max_sequence_length=length) as llm:
+    sizes: Any = {"max_batch_size": 1, "max_sequence_length": length}
+    with LLM(model, dtype=dtype, quantize="none", kv_cache_dtype=kind, **sizes) as llm:
         return perplexity(llm, llm.tokenizer(text, verbose=False).input_ids[: length - 1])
 
 
@@ -37,7 +38,8 @@ def steps(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return the median step of each kind of cache at each point, and the bytes of a token."""
     longest = max(contexts) + STEPS_PER_STAGING
-    decoder = load_model(model, device=resolve_device("auto"), dtype=dtype, max_sequence_length=longest)
+    place = resolve_device("auto")
+    decoder = load_model(model, device=place, dtype=dtype, quantize="none", max_sequence_length=longest)
     config = BucketConfig(max_batch_size=max(batches), batch_sizes=tuple(batches), max_sequence_length=longest)
     runners = {kind: make_runner(decoder, config, kv_cache_dtype=kind) for kind in KINDS}
     for runner in runners.values():

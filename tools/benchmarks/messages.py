@@ -1,4 +1,4 @@
-"""Bytes that are sent for a step, a token and a request: within an engine, and between it and its clients."""
+"""Bytes sent per step, token and request: within an engine, and between it and its clients."""
 
 from __future__ import annotations
 

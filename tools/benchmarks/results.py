@@ -1,4 +1,4 @@
-"""The committed results: the table of the README, or the history of one metric.
+"""The committed results: the README's table, or the history of one metric.
 
 tools/bench results                                    the table, as Markdown
 tools/bench results --history cpu-xeon-2/generate-demo-float32.json --metric rows.0.ms_per_step.graphdecode

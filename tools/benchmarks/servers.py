@@ -140,7 +140,6 @@ class Running:
                     pin(int(stat.parent.name), cores)
 
     def sum_and_count(self, histogram: str) -> tuple[float, float]:
-        """Return the sum and count of a histogram of our server."""
         found = dict(re.findall(rf"^{histogram}_(sum|count)\{{.*\}} (\S+)$", self.get("metrics").text, re.MULTILINE))
         return float(found["sum"]), float(found["count"])
 
@@ -177,7 +176,6 @@ class Running:
 
 
 def prompts_of(count: int, seed: int) -> list[str]:
-    """Return texts that share no prefix."""
     draw = random.Random(seed)
     return [" ".join(draw.choices(_TEXT.split(), k=_WORDS)) for _ in range(count)]
 
@@ -299,7 +297,6 @@ def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[st
 
 
 def _turns(take: Callable[[int], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Return a call that is given its number."""
     turns = itertools.count()
     return lambda: take(next(turns))
 

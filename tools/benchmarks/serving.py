@@ -265,14 +265,8 @@ def main(
             if rows:
                 show_loads(rows)
                 if record_batches is not None:
-                    record_batch_sizes(record_batches, batch_sizes_of(rows))
-
-
-def batch_sizes_of(rows: list[dict[str, Any]]) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for row in rows:
-        counts.update({int(size): steps for size, steps in row["batch_sizes"].items()})
-    return counts
+                    sizes = (Counter({int(rows): steps for rows, steps in row["batch_sizes"].items()}) for row in rows)
+                    record_batch_sizes(record_batches, sum(sizes, Counter()))
 
 
 def show_loads(rows: list[dict[str, Any]]) -> None:

@@ -156,9 +156,9 @@ def half_and_whole(folder: Path, readers: dict[str, Path]) -> dict[str, Any]:
 
 
 def as_it_comes() -> dict[str, Any]:
-    stored = measured("smollm2", "float32", "--quantize", "gguf")
+    stored, plain = (measured("smollm2", "float32", "--quantize", each) for each in ("gguf", "none"))
     stored["perplexity"] = {"float32": stored["perplexity"]}
-    return beside(AS_IT_COMES, stored, measured("smollm2", "float32"))
+    return beside(AS_IT_COMES, stored, plain)
 
 
 @app.command()

@@ -130,8 +130,6 @@ def ray_environment(folder: str) -> dict[str, str]:
 
 
 def _address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
-    """Wait until the server says where it listens."""
-
     def found() -> str:
         if process.poll() is not None:
             raise RuntimeError(log.read_text()[-2000:])
@@ -580,7 +578,6 @@ def split(model: str, tokens: int) -> dict[str, Any]:
 
 
 async def _rank_killed(server: Server, bodies: list[dict[str, Any]]) -> list[Stream]:
-    """Kill rank 1 while streams run."""
     asking = asyncio.create_task(ask_all(server.address, server.model, bodies))
     while not any((await asyncio.to_thread(server.counts, GENERATED)).values()):
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The demo model that ships in graphdecode/models/demo, trained: about 20 minutes on two CPU cores.
+"""Train the demo model in graphdecode/models/demo: about 20 minutes on two CPU cores.
 
     tools/make demo-model --out graphdecode/models/demo
 

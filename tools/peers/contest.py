@@ -21,22 +21,9 @@ from tqdm import tqdm
 from graphdecode.profiling.environment import read_bandwidth
 from harness import in_turn, table
 from peers.llama_cpp import LlamaCpp
-from peers.peer import (
-    Graphdecode,
-    Peer,
-    Tokens,
-    Transformers,
-    TransformersCompiled,
-    TransformersStatic,
-    Workload,
-    attempt,
-    choose,
-    random_prompts,
-)
+from peers.peer import TRANSFORMERS, Graphdecode, Peer, Tokens, Workload, attempt, choose, random_prompts
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (Transformers, TransformersStatic, TransformersCompiled, LlamaCpp)
-}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (*TRANSFORMERS, LlamaCpp)}
 TOLERANCE = {"float32": 0.005, "float16": 0.05, "bfloat16": 0.25}
 """What rounding may cost, in standard deviations of the logits; another model's tokens lie whole deviations below."""
 _NOISY = 0.2  # spread past which a median of a few turns says little

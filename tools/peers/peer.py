@@ -183,3 +183,6 @@ class TransformersCompiled(TransformersStatic):
 
     name = "transformers-compiled"
     compiled = True
+
+
+TRANSFORMERS = (Transformers, TransformersStatic, TransformersCompiled)
