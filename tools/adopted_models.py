@@ -37,11 +37,9 @@ class Sizes(NamedTuple):
     max_position_embeddings: int
 
     def fields(self, **others: Any) -> dict[str, Any]:
-        """Return these and others under the usual names, without special tokens."""
         return self._asdict() | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None} | others
 
     def grouped(self, **others: Any) -> dict[str, Any]:
-        """Return the fields of a model with two query heads per key head."""
         return self.fields(num_key_value_heads=self.num_attention_heads // 2, **others)
 
     def windowed(self, **others: Any) -> dict[str, Any]:

@@ -1,19 +1,18 @@
-"""What another environment's interpreter runs for a comparison; it imports nothing of this project.
+"""Programs that another environment's interpreter runs for a comparison; they import nothing of this project.
 
     python tools/elsewhere.py llama-gguf FILE.gguf THREADS [plain]            seconds of llama.cpp, line by line
     python tools/elsewhere.py llama-lookup FILE.gguf DRAFTS THREADS [plain]   tokens of its prompt lookup, line by line
     python tools/elsewhere.py llama-server PLAIN OPTIONS                      its server
-    python tools/elsewhere.py llama-logits FILE.gguf FILE OUT                 its logits behind token ids
+    python tools/elsewhere.py llama-logits FILE.gguf FILE OUT                 its logits after token ids
     python tools/elsewhere.py llama-ids FILE.gguf FILE                        its token ids of lines of text
     python tools/elsewhere.py llama-quantize FILE.gguf OUT TYPE               a file in another of its types
     python tools/elsewhere.py vllm-tokens FOLDER                              seconds of vLLM in bf16, line by line
     python tools/elsewhere.py perplexity transformers|vllm MODEL DTYPE FILE   perplexities of token ids
-    python tools/elsewhere.py write-nf4 PLAIN OUT UNDONE [nested]             a checkpoint in nf4 by bitsandbytes
+    python tools/elsewhere.py write-nf4 PLAIN OUT DEQUANTIZED [nested]        a checkpoint in nf4 by bitsandbytes
     python tools/elsewhere.py unpack MODEL OUT                                GPTQ or AWQ as vLLM's functions unpack it
 
-Those that go line by line answer lines of JSON until standard input ends: each line has `prompts`, lists of token ids,
-and `new_tokens`. Decoding is greedy. With `plain` llama.cpp's weights stay as the file has them: for processors
-on which its repacked ones crash.
+Programs that go line by line answer JSON lines with `prompts`, lists of token ids, and `new_tokens`, greedily. With
+`plain`, llama.cpp repacks no weights: on some processors repacked ones crash.
 """
 
 from __future__ import annotations
@@ -279,7 +278,7 @@ def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
     print(json.dumps(found), file=answers, flush=True)
 
 
-def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
+def write_nf4(plain: str, out: str, dequantized: str, nested: str = "") -> None:
     """Write a checkpoint in nf4, and in float32 what bitsandbytes dequantizes it to."""
     import bitsandbytes
     import torch
@@ -291,14 +290,14 @@ def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
     rest = shutil.ignore_patterns(MODEL_FILE)
     shutil.copytree(plain, out, ignore=rest)
     model.save_pretrained(out)
-    shutil.copytree(plain, undone, ignore=rest)
+    shutil.copytree(plain, dequantized, ignore=rest)
     tensors = load_file(Path(plain) / MODEL_FILE)
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             state = module.weight.quant_state
-            state.dtype = torch.float32  # else what is undone is rounded once more
+            state.dtype = torch.float32  # else weights are rounded once more
             tensors[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
-    save_file(tensors, Path(undone) / MODEL_FILE, metadata={"format": "pt"})
+    save_file(tensors, Path(dequantized) / MODEL_FILE, metadata={"format": "pt"})
 
 
 def unpack(model: str, out: str) -> None:

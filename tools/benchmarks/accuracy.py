@@ -104,7 +104,6 @@ class Distance:
         )
 
     def exceeds(self, mean: float, other_first: float) -> bool:
-        """Whether it is out of bounds; NaN is."""
         return not (self.mean <= mean and self.other_first <= other_first)
 
 

@@ -93,7 +93,6 @@ class AttentionProblem:
         return cache
 
     def gathered(self, cache: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """Return a cache's keys and values, each [batch, kv_heads, context, head_dim]."""
         index = self.table.long()
         return [part[index].flatten(1, 2)[:, : self.context].transpose(1, 2) for part in cache]
 

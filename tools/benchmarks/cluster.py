@@ -123,7 +123,6 @@ def draw_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def draw_slack(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw the effect of letting a replica be ahead of the others for the sake of its cache."""
     figure, left = plt.subplots(figsize=(5.0, 3.0))
     right = left.twinx()
     slacks = [str(row["slack"]) for row in rows]

@@ -133,7 +133,6 @@ class Running:
         return httpx.get(f"http://127.0.0.1:{self.port}/{path}", timeout=60)
 
     def pin(self, cores: set[int]) -> None:
-        """Keep all threads of the process group on some cores."""
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 if stat.read_text().rpartition(")")[2].split()[2] == str(self.process.pid):
@@ -144,12 +143,10 @@ class Running:
         return float(found["sum"]), float(found["count"])
 
     def first_token_seconds(self, turn: int) -> list[float]:
-        """Return the time to the first token of requests that run one at a time."""
         prompts = prompts_of(_ALONE_REQUESTS, 2 * turn + 1_000_000)
         return [self._ask_all([prompt], 2)[0][0] for prompt in prompts]
 
     def tokens_per_second(self, clients: int, tokens: int, turn: int, *, ignores_eos: bool = True) -> float:
-        """Return the total speed of clients that ask at once."""
         began = time.perf_counter()
         answers = self._ask_all(prompts_of(clients, turn), tokens)
         seconds = time.perf_counter() - began

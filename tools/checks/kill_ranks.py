@@ -133,7 +133,6 @@ def _lives(pid: int) -> bool:
 
 
 def trials(phase: str, name: str, how: str, times: int, limit: float, draw: random.Random) -> dict[str, Any]:
-    """Run so many trials, with the ranks in turn."""
     seconds: list[float] = []
     failures = void = 0
     while len(seconds) < times:

@@ -73,7 +73,6 @@ class Server:
     process: subprocess.Popen[bytes]  # of the command
 
     def counts(self, name: str) -> dict[str, float]:
-        """Return a counter by replica."""
         found = re.findall(rf'^{name}{{replica="(\w+)".*}} (\S+)$', httpx.get(f"{self.address}/metrics").text, re.M)
         return {replica: float(value) for replica, value in found}
 
