@@ -86,7 +86,6 @@ class ConfigAttack:
         _their_logits(DEMO)
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder)
         settings = self._settings | rng.choice(_CHANGES)
         if rng.random() < 0.5:  # of the fields that are read, in the form that they are read in
@@ -122,7 +121,6 @@ class GenerationAttack:
         self._tokenizer = load_tokenizer(DEMO)
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder)
         content = mutated_json(rng, self._settings)
         (model / "generation_config.json").write_bytes(content)
@@ -169,7 +167,6 @@ class SafetensorsAttack:
         self._data = data
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder, links=False)
         file = model / "model.safetensors"
         kind = rng.randrange(4)
@@ -203,7 +200,6 @@ class IndexAttack:
         self._tensors = load_file(DEMO / "model.safetensors")
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         from safetensors.torch import save_file
 
         model = _copied(folder, links=False)
@@ -247,7 +243,6 @@ class TokenizerAttack:
         AutoTokenizer.from_pretrained(DEMO)
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder)
         name = rng.choice(["tokenizer.json", "tokenizer.json", "tokenizer.json", "tokenizer_config.json"])
         content = mutated_json(rng, json.loads((DEMO / name).read_text()))

@@ -90,7 +90,6 @@ class GgufAttack:
         return head.ljust(-(-len(head) // 32) * 32, b"\0") + self._tensors
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         file = folder / "model.gguf"
         file.write_bytes(self._spoilt(rng))
         check_model(file)
@@ -190,7 +189,6 @@ class GgufTokenizerAttack:
         return self._llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         fields = list(rng.choice(self._kinds))
         for _ in range(rng.choice([1, 1, 2])):
             spoil_field(rng, fields)
