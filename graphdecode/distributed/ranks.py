@@ -38,7 +38,7 @@ _GRACE_SECONDS = 5.0  # for a rank that was told to end
 class Terms(NamedTuple):
     """The settings that all ranks of a group share."""
 
-    count: int  # ranks
+    count: int  # type: ignore[assignment] # ranks
     device: str  # "cpu" or "cuda": rank i has the i-th GPU of its machine
     how: str  # "shared", "gloo" or "nccl"
     limit_seconds: float  # without a heartbeat, or in wait for another rank, after which a rank counts as stalled
@@ -93,9 +93,10 @@ class Ranks(ABC):
             on_gpu = self.device if self.device.type == "cuda" else None  # NCCL connects here: no capture has to
             if on_gpu is not None:
                 torch.cuda.set_device(on_gpu)
-            limit, sizes = timedelta(seconds=self.terms.limit_seconds), {"rank": self.rank, "world_size": self.count}
-            store = dist.TCPStore(*self.terms.store, self.count, is_master=False, timeout=limit)
-            dist.init_process_group(self.terms.how, store=store, timeout=limit, device_id=on_gpu, **sizes)
+            limit, (rank, count) = timedelta(seconds=self.terms.limit_seconds), (self.rank, self.count)
+            store = dist.TCPStore(*self.terms.store, count, is_master=False, timeout=limit)
+            whole = {"store": store, "timeout": limit, "rank": rank, "world_size": count, "device_id": on_gpu}
+            dist.init_process_group(self.terms.how, **whole)  # type: ignore[arg-type]
         return GroupCollectives(self.rank, self.count, self.agree)
 
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,8 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
-        if not isinstance(seed, Integral) or isinstance(seed, bool) or as_int64(int(seed)) != seed:
+        given: Any = seed  # of whoever calls
+        if not isinstance(given, Integral) or isinstance(given, bool) or as_int64(int(given)) != given:
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner, self.seed = runner, seed
         self.model, self.cache, self.capacity, self.graphs = runner.model, runner.cache, runner.capacity, runner.graphs

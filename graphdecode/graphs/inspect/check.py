@@ -195,10 +195,7 @@ class _RowWatcher(StepObserver):
 
 
 def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: Refuse) -> None:
-    """Run a step several times, with other values in the rows past the live ones, and refuse what differs in live rows.
-
-    Floating-point numbers are large there, or small, each entry another one; others are the slot's pad, or 0 or 1.
-    """
+    """Refuse what changes in live rows when the rows past them hold other numbers (hostile floats, pads, 0 or 1)."""
     live_rows = max(buffers.max_batch_size // 2, 1)
     if live_rows == buffers.max_batch_size:
         return

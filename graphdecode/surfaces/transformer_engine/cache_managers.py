@@ -453,8 +453,9 @@ class PagedKVCacheManager(StagedKVCacheManager):
         self._row_ids = None
 
     def _write(self, layer: int, tensors: tuple[Tensor, ...], rows: int) -> tuple[Tensor, Tensor]:
-        cache_append(*tensors, self.page_table)
-        return self.cache[layer]
+        keys, values, new_k, new_v, new_seqlens, cached_seqlens = tensors
+        cache_append(keys, values, new_k, new_v, new_seqlens, cached_seqlens, self.page_table)
+        return keys, values
 
     def __repr__(self) -> str:
         return f"PagedKVCacheManager({self._describe()}, page_size={self.page_size}, {self.pool})"
