@@ -231,7 +231,7 @@ class InputProcessor:
             index = answer_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
             own = of_answer.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn)
+            request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn, is_checked=True)
             requests.append((request, Answer(answer_output, output, params, tokenizer)))
         return Order(output, requests)
 
