@@ -16,53 +16,32 @@ HALVES = ("logits", "choose")
 def auto_batch_sizes(max_batch_size: int, max_graphs: int) -> tuple[int, ...]:
     """Choose at most `max_graphs` batch sizes up to and including `max_batch_size`.
 
-    Sizes are `k * 2^e` with a k of few bits: dense at small sizes, where one padded row weighs most, then in
-    growing steps that stay multiples of the powers of two that matrix units like. What is left of the number of
-    graphs goes to the smallest sizes of the next denser ladder.
+    Sizes are `k * 2^e` with a k of few bits: dense at small sizes, where one padded row weighs most. What is left of
+    the number of graphs goes to the smallest sizes of the next denser ladder.
     """
     if max_graphs >= max_batch_size:
         return tuple(range(1, max_batch_size + 1))
     chosen: set[int] = set()
-    for mantissa_bits in range(max_batch_size.bit_length() + 1):
-        ladder = _sizes_with_bits(max_batch_size, mantissa_bits)
+    for bits in range(max_batch_size.bit_length() + 1):
+        sizes = range(1, max_batch_size)
+        ladder = {n for n in sizes if n % (1 << max(n.bit_length() - 1 - bits, 0)) == 0} | {max_batch_size}
+        if len(ladder) > max_graphs and not chosen:  # too few even for the powers of two
+            return tuple(sorted({round(max_batch_size ** (1 - i / max(max_graphs - 1, 1))) for i in range(max_graphs)}))
         if len(ladder) > max_graphs:
-            if not chosen:
-                return _geometric_sizes(max_batch_size, max_graphs)
-            spare = max_graphs - len(chosen)
-            return tuple(sorted(chosen | set(sorted(ladder - chosen)[:spare])))
+            chosen |= set(sorted(ladder - chosen)[: max_graphs - len(chosen)])
+            break
         chosen = ladder
     return tuple(sorted(chosen))
-
-
-def _sizes_with_bits(max_batch_size: int, mantissa_bits: int) -> set[int]:
-    sizes = {max_batch_size}
-    for size in range(1, max_batch_size):
-        exponent = max(size.bit_length() - 1 - mantissa_bits, 0)
-        if size % (1 << exponent) == 0:
-            sizes.add(size)
-    return sizes
-
-
-def _geometric_sizes(max_batch_size: int, count: int) -> tuple[int, ...]:
-    if count == 1:
-        return (max_batch_size,)
-    return tuple(sorted({round(max_batch_size ** (i / (count - 1))) for i in range(count)}))
 
 
 class BucketLadder:
     """The ascending batch sizes that have a graph; `max_batch_size` is always one of them.
 
-    Args:
-        batch_sizes: any order, duplicates allowed, each in 1..max_batch_size.
-        max_batch_size: the capacity in rows; added where it is missing, so that no batch size is without a bucket.
-
-    Raises:
-        ValueError: a size is no integer or outside the range.
+    `batch_sizes` come in any order, duplicates allowed, each in 1..max_batch_size, or a ValueError says which is not.
     """
 
     def __init__(self, batch_sizes: Iterable[int], max_batch_size: int) -> None:
-        if not _is_int(max_batch_size) or max_batch_size < 1:
-            raise ArgumentError(f"max_batch_size must be an integer >= 1, got {max_batch_size!r}")
+        _require_count(max_batch_size=max_batch_size)
         sizes = list(batch_sizes)
         for size in sizes:
             if not _is_int(size) or not 1 <= size <= max_batch_size:
@@ -76,18 +55,11 @@ class BucketLadder:
     @classmethod
     def auto(cls, max_batch_size: int, max_graphs: int = 16) -> BucketLadder:
         """Return the default ladder; see `auto_batch_sizes`."""
-        if not _is_int(max_graphs) or max_graphs < 1:
-            raise ArgumentError(f"max_graphs must be an integer >= 1, got {max_graphs!r}")
-        if not _is_int(max_batch_size) or max_batch_size < 1:
-            raise ArgumentError(f"max_batch_size must be an integer >= 1, got {max_batch_size!r}")
+        _require_count(max_graphs=max_graphs, max_batch_size=max_batch_size)
         return cls(auto_batch_sizes(max_batch_size, max_graphs), max_batch_size)
 
     def bucket_for(self, batch_size: int) -> int:
-        """Return the smallest bucket that holds `batch_size` rows, in O(1).
-
-        Raises:
-            ValueError: `batch_size` is outside 1..max_batch_size.
-        """
+        """Return the smallest bucket that holds `batch_size` rows, in O(1); a ValueError refuses more rows."""
         if not _is_int(batch_size) or not 1 <= batch_size <= self.max_batch_size:
             raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         return self._bucket_of[batch_size]
@@ -116,6 +88,12 @@ class BucketLadder:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_count(**values: int) -> None:
+    for name, value in values.items():
+        if not _is_int(value) or value < 1:
+            raise ArgumentError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 def query_widths(num_drafts: int | str) -> tuple[int, ...]:
@@ -169,14 +147,10 @@ class StepShape(NamedTuple):
 
 
 class ShapeLadder:
-    """The shapes that have a graph, those of the fewest tokens first.
-
-    Args:
-        shapes: any order, duplicates allowed.
-        max_batch_size: the capacity in rows.
+    """The shapes that have a graph, those of the fewest tokens first; any order, duplicates allowed.
 
     Raises:
-        ValueError: a number of queries lacks the shape of all rows, so that some batch has none.
+        ValueError: a number of queries lacks the shape of all `max_batch_size` rows, so that some batch has none.
     """
 
     def __init__(self, shapes: Iterable[StepShape], max_batch_size: int) -> None:
@@ -194,10 +168,7 @@ class ShapeLadder:
 
     @property
     def at_startup(self) -> list[StepShape]:
-        """The shapes that are captured at startup; the others are rare, and captured after their first use.
-
-        Rare are halves, and prompts by themselves where steps can take them along.
-        """
+        """The shapes captured at startup: not halves, nor prompts by themselves where steps take them along."""
         return self.of(*(("steps", "mixed") if self.of("mixed") else KINDS))
 
     def fit(self, wanted: StepShape) -> StepShape | None:
@@ -214,7 +185,7 @@ class ShapeLadder:
         return found
 
     def holding(self, wanted: StepShape) -> Iterator[StepShape]:
-        """Return the shapes that a step can run in, the one that fits first; see `fit`."""
+        """Yield the shapes that a step can run in, the one that fits first; see `fit`."""
         rows, queries, tokens = wanted.rows, wanted.queries, wanted.prompt_tokens
         if not 0 <= rows <= self.max_batch_size or tokens < 0 or rows + tokens < 1:
             raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {rows!r}")

@@ -38,8 +38,7 @@ class Slot:
         shape: sizes; `"batch"` stands for the rows of the bucket, `"batch+1"` for one more (cumulative lengths).
         dtype: of the tensor.
         pad: what the rows past the live batch hold.
-        staged: the staging block that the host writes this slot through; None for slots that only the device writes,
-            and for those that the caller fills himself.
+        staged: the staging block that the host writes this slot through; None: only the device or the caller writes it.
     """
 
     name: str
@@ -75,10 +74,7 @@ class Slot:
 
 
 class Batch:
-    """The buffers narrowed to the rows of one bucket: what a step function is given.
-
-    Each slot is an attribute: a view of the slot's first `size` rows, at the slot's own address.
-    """
+    """The buffers narrowed to the rows of one bucket: each slot is an attribute, at its own address."""
 
     def __init__(self, size: int, tensors: dict[str, Tensor]) -> None:
         self.size = size
@@ -128,9 +124,10 @@ class StagingBlock:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def upload(self) -> None:
-        """Copy the host block to the device; the host goes on, and `wait` says when it may write again."""
-        self._device_words.copy_(self._host_words, non_blocking=True)
+    def upload(self, num_bytes: int | None = None) -> None:
+        """Copy the host block, or its front, to the device; the host goes on, and may write again after `wait`."""
+        words = slice(None) if num_bytes is None else slice(-(-num_bytes // self._host_words.itemsize))
+        self._device_words[words].copy_(self._host_words[words], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device.device))  # that of the copy
 
@@ -148,6 +145,11 @@ class StagingBlock:
             self._copied.record(torch.cuda.current_stream(self.device.device))
 
 
+def default_device(device: torch.device | str | None) -> torch.device:
+    """Return a device; None means CUDA where there is one, else the CPU."""
+    return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the current one for a while: kernels, events and allocations go there. Nothing on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -161,18 +163,15 @@ class StepBuffers:
 
     Args:
         slots: the declarations; names must be unique.
-        max_batch_size: the capacity in rows.
+        max_batch_size: the capacity in rows, at least 1.
         device: None means CUDA where there is one, else the CPU.
-
-    Raises:
-        ValueError: a name is used twice, or the capacity is less than 1.
     """
 
     def __init__(self, slots: Iterable[Slot], *, max_batch_size: int, device: torch.device | str | None = None) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be >= 1, got {max_batch_size}")
         self.max_batch_size = max_batch_size
-        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self.device = default_device(device)
         declared = list(slots)
         blocks = [slot.staged for slot in declared if slot.staged is not None]
         of_batch = {slot.staged for slot in declared if slot.batch_dim is not None}
@@ -240,11 +239,8 @@ class StepBuffers:
     def adopt(self, name: str, tensor: Tensor) -> None:
         """Declare a tensor that somebody else allocated (a KV cache layer, a workspace) as part of the step.
 
-        It is on the buffers' device, or in pinned host memory that the step copies to.
-
-        Raises:
-            FrozenError: the buffers are frozen.
-            ValueError: the name is taken, or the tensor is on another device.
+        It is on the buffers' device, or in pinned host memory that the step copies to, or a ValueError says that it is
+        not, or that the name is taken; a FrozenError says that the buffers are frozen.
         """
         if self.frozen:
             raise FrozenError(f"cannot adopt {name!r}: the buffers are frozen")
@@ -257,11 +253,7 @@ class StepBuffers:
         self._batches.clear()
 
     def narrow(self, batch_size: int) -> Batch:
-        """Return the views of the first `batch_size` rows, at the same addresses.
-
-        Raises:
-            ValueError: `batch_size` is outside 1..max_batch_size.
-        """
+        """Return the views of the first `batch_size` rows, at the same addresses; a ValueError refuses more."""
         if not 1 <= batch_size <= self.max_batch_size:
             raise ValueError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         if batch_size not in self._batches:
@@ -274,13 +266,7 @@ class StepBuffers:
         return self._batches[batch_size]
 
     def staging(self, block: str) -> dict[str, np.ndarray]:
-        """Return the host arrays of a staging block, ready to be written; `upload` sends them.
-
-        Waits, where it must, for the last upload of this block to have read them.
-
-        Raises:
-            ValueError: there is no such block.
-        """
+        """Return the host arrays of a staging block, once its last upload has read them; `upload` sends them."""
         if block not in self._blocks:
             raise ValueError(f"no staging block {block!r}; there are {sorted(self._blocks)}")
         self._blocks[block].wait()
@@ -290,9 +276,6 @@ class StepBuffers:
         """Move a staging block to the device in one copy, with the tails past `live_rows` set to their pads.
 
         The block of the first staged slot carries `live_rows` too.
-
-        Raises:
-            ValueError: `live_rows` is outside 0..max_batch_size, or there is no such block.
         """
         if not 0 <= live_rows <= self.max_batch_size:
             raise ValueError(f"live_rows must be in 0..max_batch_size={self.max_batch_size}, got {live_rows!r}")
@@ -311,11 +294,9 @@ class StepBuffers:
             self.relay(Change(block, [live_rows], self._blocks[block].host.numpy().tobytes()))
 
     def upload_rows(self, name: str, rows: Sequence[int]) -> None:
-        """Move some rows of one staged slot to the device, neighbours in one copy; all else is left as it is there.
+        """Move some rows, ascending, of a staged slot to the device, neighbours in one copy; all else stays there.
 
-        Args:
-            name: of a slot whose first dimension follows the batch.
-            rows: ascending.
+        The slot's first dimension follows the batch.
         """
         block = self._blocks[self.slots[name].staged or ""]
         block.upload_rows(name, rows)
@@ -323,13 +304,7 @@ class StepBuffers:
             self.relay(Change(name, list(rows), block.arrays[name][rows].tobytes()))
 
     def write(self, name: str, first: int, values: np.ndarray) -> None:
-        """Move some rows of a slot that is not staged to the device.
-
-        Args:
-            name: of the slot.
-            first: row that is written.
-            values: of each row from there on, or of its first columns.
-        """
+        """Move `values` of the rows from `first` on, or of their first columns, to a slot that is not staged."""
         columns = values.shape[1] if values.ndim > 1 else 1
         rows = self._tensors[name][first : first + len(values)]
         (rows[:, :columns] if values.ndim > 1 else rows).copy_(torch.from_numpy(values))
@@ -367,11 +342,7 @@ class StepBuffers:
         """Make rows live for a step over `rows` of them, and give those behind their pads, unless they have them.
 
         They have them while one user's steps follow one another with as many live rows; else anything stands there.
-
-        Args:
-            live_rows: of the step.
-            rows: that the step computes.
-            user: whose step it is: any object that stays the same.
+        `user` is any object that stays the same.
         """
         if live_rows == self._live_rows and user is self._user and rows <= self._padded:
             return
@@ -383,22 +354,14 @@ class StepBuffers:
         self._user = user
 
     def pad(self, live_rows: int, rows: int | None = None) -> None:
-        """Fill every slot's tail past `live_rows` with its pad.
-
-        Args:
-            live_rows: rows that are left as they are.
-            rows: where the tails end, such as a bucket's; None: at the capacity.
-        """
+        """Fill every slot's tail past `live_rows` with its pad, as far as `rows`, or up to the capacity."""
         for slot in self.slots.values():
             tail = self._tail(slot, live_rows, rows)
             if tail is not None:
                 tail.fill_(slot.pad)
 
     def poison(self, live_rows: int) -> None:
-        """Fill every slot's tail past `live_rows` with hostile values: NaN, and the largest and smallest integers.
-
-        For tests of the padding law: a step must give the same bits for the live rows whatever stands in the tails.
-        """
+        """Fill every slot's tail past `live_rows` with NaN and the largest and smallest integers, for tests."""
         for slot in self.slots.values():
             tail = self._tail(slot, live_rows)
             if tail is None or not tail.numel():
@@ -428,11 +391,7 @@ class StepBuffers:
         self.frozen = False
 
     def verify_addresses(self) -> None:
-        """Check that every tensor is still where it was allocated.
-
-        Raises:
-            FrozenError: one was moved (`set_`, `resize_`, `.data = ...`), with its name.
-        """
+        """Raise a FrozenError if a tensor was moved (`set_`, `resize_`, `.data = ...`)."""
         for name, tensor in self._tensors.items():
             if tensor.data_ptr() != self._addresses[name]:
                 raise FrozenError(f"slot {name!r} was moved after it was allocated: graphs point at its old memory")

@@ -1,8 +1,6 @@
 """FlashInfer's module path of the same name: `from graphdecode.decode import ...`."""
 
-from typing import Any
-
-from graphdecode.errors import beyond_flashinfer
+from graphdecode.surfaces import flashinfer
 from graphdecode.surfaces.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -14,7 +12,4 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "single_decode_with_kv_cache",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{beyond_flashinfer(name)}")
+__getattr__ = flashinfer.__getattr__

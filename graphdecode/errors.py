@@ -18,7 +18,7 @@ class ArgumentError(GraphdecodeError, ValueError):
 
 
 class ConfigError(ArgumentError):
-    """A configuration that cannot be used; the message names the file, the key and the line or value."""
+    """A configuration cannot be used; the message names the file, the key and the line or value."""
 
 
 class ClosedError(GraphdecodeError, RuntimeError):
@@ -26,12 +26,7 @@ class ClosedError(GraphdecodeError, RuntimeError):
 
 
 class AnswerError(GraphdecodeError, RuntimeError):
-    """An answer that had begun had to be given up; the message says why.
-
-    Args:
-        message: for a person.
-        code: for a program; None: there is no more to say than the message.
-    """
+    """An answer that had begun had to be given up; the message says why, and `code` the same to a program, or None."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -48,12 +43,7 @@ def cause(error: Exception) -> str:
 
 
 def shown(value: Any, *, plain: bool = False) -> str:
-    """Return a value for a message: short, on one line, and never an error of its own.
-
-    Args:
-        value: anything at all; an integer of many digits has no text in Python.
-        plain: without the quotes that a text has in Python.
-    """
+    """Return a value, whatever it is, for a message: short, on one line; a text without quotes where `plain`."""
     try:
         text = value if plain and isinstance(value, str) and value.isprintable() else repr(value)
     except Exception:  # whatever a stranger's object stumbles over when it is shown
@@ -72,7 +62,7 @@ _OF_FLASHINFER = {  # part of a name there -> what serves instead
 
 
 def beyond_flashinfer(name: str) -> str:
-    """Return what is to be said of a name that FlashInfer has, and its surface here has not; nothing of others."""
+    """Return what there is instead of a name of FlashInfer that its surface here has not; nothing of others."""
     found = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
     if found is None:
         return ""

@@ -28,19 +28,14 @@ _REGISTRIES: list[_Registry] = []  # that may be registered in from outside
 
 
 class EntryPoints:
-    """The entry points of a registry.
+    """The entry points of a group.
 
-    Each leads to a module, which registers what it brings when it is imported, or to an object, which is handed on.
-
-    Args:
-        group: of the entry points.
-        register: takes the name of an entry point, and its object.
-        registry: what it registers them in.
+    Each leads to a module, which registers what it brings in `registry` when it is imported, or to an object, which is
+    handed to `register` with the entry point's name.
     """
 
     def __init__(self, group: str, register: Callable[[str, Any], None], registry: _Registry) -> None:
-        self._group = group
-        self._register = register
+        self._group, self._register = group, register
         self._is_finding = self._found = False
         _REGISTRIES.append(registry)
 
@@ -63,11 +58,7 @@ class EntryPoints:
 
 
 def load_modules(files: Sequence[str | Path]) -> None:
-    """Import files that register what they bring, each once in a process.
-
-    Raises:
-        ArgumentError: there is no such file, or it raises while it is imported.
-    """
+    """Import files that register what they bring, each once in a process; an ArgumentError says why one cannot be."""
     for file in files:
         path = Path(file).expanduser().resolve()
         with _TAKING:
@@ -76,11 +67,7 @@ def load_modules(files: Sequence[str | Path]) -> None:
 
 
 def refuse_taken(what: str, name: str, taken: bool, replace: bool) -> None:
-    """Refuse to register something under a name that is taken.
-
-    Raises:
-        ArgumentError: it is, and is not to be replaced.
-    """
+    """Raise an ArgumentError for a name that is registered already, unless it is to be replaced."""
     if taken and not replace:
         raise ArgumentError(f"{what} {shown(name, plain=True)} is registered already; replace=True takes its place")
 
@@ -110,13 +97,9 @@ def _restore(before: list[_Registry], failed: str) -> None:
         held = registry.copy() if saved is None else saved
         registry.clear()
         if isinstance(registry, dict):
-            registry.update((key, value) for key, value in dict(held).items() if not _is_of(failed, value))
+            registry.update((k, v) for k, v in dict(held).items() if getattr(v, "__module__", None) != failed)
         else:
-            registry.extend(value for value in held if not _is_of(failed, value))
-
-
-def _is_of(module: str, value: Any) -> bool:
-    return getattr(value, "__module__", None) == module
+            registry.extend(value for value in held if getattr(value, "__module__", None) != failed)
 
 
 def _named(entry: EntryPoint) -> str:

@@ -34,10 +34,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def host_memory(root: Path = Path("/")) -> Memory:
-    """Return the machine's memory, or what is left of it by the limits of the control groups that this process is in.
-
-    Linux's `proc` and `sys` lie in `root`.
-    """
+    """Return the machine's memory, or what control groups leave of it; Linux's `proc` and `sys` lie in `root`."""
     told, total = _numbers(root / "proc/meminfo"), _BOUNDLESS
     with suppress(AttributeError, ValueError, OSError):
         total = 1024 * told.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

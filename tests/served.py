@@ -19,7 +19,7 @@ import httpx2 as httpx
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 120
-AT_LENGTH = bool(os.environ.get("GRAPHDECODE_AT_LENGTH"))  # as tools/check at-length asks
+AT_LENGTH = bool(os.environ.get("GRAPHDECODE_AT_LENGTH"))
 
 
 class Served:

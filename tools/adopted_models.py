@@ -1,4 +1,4 @@
-"""Random checkpoints of architectures that have no family in graphdecode, for its tests and for measuring."""
+"""Random checkpoints of architectures without a family in graphdecode, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from graphdecode.models import resolve_model_path
 
 
 class Sizes(NamedTuple):
-    """What all of them have, under whatever names."""
+    """What all of them have, under their own names."""
 
     vocab_size: int
     hidden_size: int
@@ -37,15 +37,13 @@ class Sizes(NamedTuple):
     max_position_embeddings: int
 
     def fields(self, **others: Any) -> dict[str, Any]:
-        """Return these and others under the usual names, without tokens that mean something."""
         return self._asdict() | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None} | others
 
     def grouped(self, **others: Any) -> dict[str, Any]:
-        """Return the fields of a model whose query heads share keys two by two."""
         return self.fields(num_key_value_heads=self.num_attention_heads // 2, **others)
 
     def windowed(self, **others: Any) -> dict[str, Any]:
-        """Return the fields of a model whose layers see 20 tokens and all of them in turn."""
+        """Return the fields of a model whose layers alternate between a window of 20 tokens and full attention."""
         kinds = ("sliding_attention", "full_attention")
         layer_types = [kinds[layer % 2] for layer in range(self.num_hidden_layers)]
         return self.grouped(sliding_window=20, layer_types=layer_types, **others)
@@ -76,7 +74,7 @@ ADOPTED: dict[str, Callable[[Sizes], PreTrainedConfig]] = {
 
 
 def save_random(config: PreTrainedConfig, folder: Path) -> Path:
-    """Write a random checkpoint, with the demo's tokenizer beside it; its numbers are so large that answers vary."""
+    """Write a random checkpoint with the demo's tokenizer; its weights are large enough that outputs vary."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     spread = 0.15 * (64 / config.hidden_size) ** 0.5

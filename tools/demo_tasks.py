@@ -36,11 +36,7 @@ def _word(rng: random.Random) -> str:
 
 
 def solve(prompt: str) -> str:
-    """Return the right answer to `prompt`.
-
-    Numbers and words longer than the model was trained on are solved too. Raises `ValueError` for a prompt that is
-    not one of the three tasks.
-    """
+    """Return the right answer to `prompt`; raise `ValueError` if it is not one of the three tasks."""
     match = _PROMPT.fullmatch(prompt)
     if match is None:
         raise ArgumentError(f"prompt must look like '12+30=', 'rev word=' or 'sort word=', got {prompt!r}")
@@ -50,10 +46,7 @@ def solve(prompt: str) -> str:
 
 
 def sample(task: str, rng: random.Random) -> tuple[str, str]:
-    """Draw one `(prompt, answer)` of `task`; the same state of `rng` gives the same sample.
-
-    Raises `ValueError` if `task` is not in `TASKS`.
-    """
+    """Draw one `(prompt, answer)` of `task`; the same state of `rng` gives the same sample."""
     if task not in TASKS:
         raise ArgumentError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     prompt = f"{_number(rng)}+{_number(rng)}=" if task == "add" else f"{task} {_word(rng)}="

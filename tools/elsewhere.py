@@ -1,19 +1,18 @@
-"""What another environment's interpreter runs for a comparison; it imports nothing of this project.
+"""Programs that another environment's interpreter runs for a comparison; they import nothing of this project.
 
     python tools/elsewhere.py llama-gguf FILE.gguf THREADS [plain]            seconds of llama.cpp, line by line
     python tools/elsewhere.py llama-lookup FILE.gguf DRAFTS THREADS [plain]   tokens of its prompt lookup, line by line
     python tools/elsewhere.py llama-server PLAIN OPTIONS                      its server
-    python tools/elsewhere.py llama-logits FILE.gguf FILE OUT                 its logits behind token ids
+    python tools/elsewhere.py llama-logits FILE.gguf FILE OUT                 its logits after token ids
     python tools/elsewhere.py llama-ids FILE.gguf FILE                        its token ids of lines of text
     python tools/elsewhere.py llama-quantize FILE.gguf OUT TYPE               a file in another of its types
     python tools/elsewhere.py vllm-tokens FOLDER                              seconds of vLLM in bf16, line by line
     python tools/elsewhere.py perplexity transformers|vllm MODEL DTYPE FILE   perplexities of token ids
-    python tools/elsewhere.py write-nf4 PLAIN OUT UNDONE [nested]             a checkpoint in nf4 by bitsandbytes
+    python tools/elsewhere.py write-nf4 PLAIN OUT DEQUANTIZED [nested]        a checkpoint in nf4 by bitsandbytes
     python tools/elsewhere.py unpack MODEL OUT                                GPTQ or AWQ as vLLM's functions unpack it
 
-Those that go line by line answer lines of JSON until standard input ends: each line has `prompts`, lists of token ids,
-and `new_tokens`. Decoding is greedy. With `plain` llama.cpp's weights stay as the file has them: for processors
-on which its repacked ones crash.
+Programs that go line by line answer JSON lines with `prompts`, lists of token ids, and `new_tokens`, greedily. With
+`plain`, llama.cpp repacks no weights: on some processors repacked ones crash.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Prompts = list[list[int]]
 
 
 def answers_alone() -> TextIO:
-    """Return standard output, to which nothing else is written from now on: what a library says is no answer."""
+    """Return standard output for answers alone; what libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -49,11 +48,7 @@ def answer_lines(answered: Callable[[Prompts, int], dict[str, Any]], answers: Te
 
 
 def llama_cpp_of(is_plain: bool = False) -> Any:
-    """Return the module, which says nothing from now on.
-
-    Args:
-        is_plain: let it repack no weights, by default of whatever loads a model.
-    """
+    """Return the module, silenced; with `is_plain`, it repacks no weights."""
     import llama_cpp
 
     low = llama_cpp.llama_cpp
@@ -101,7 +96,7 @@ class Sequences:
         self._batches: dict[int, Any] = {}  # by the tokens of each sequence
 
     def _batch(self, length: int) -> Any:
-        """Return llama.cpp's memory for so many tokens of each sequence; logits are asked for behind the last."""
+        """Return llama.cpp's batch for so many tokens of each sequence; logits are of the last."""
         if length not in self._batches:
             total = self._count * length
             batch = self._batches[length] = self._api.llama_batch_init(total, 0, 1)
@@ -112,7 +107,7 @@ class Sequences:
         return self._batches[length]
 
     def decode(self, tokens: Any, position: int) -> Any:
-        """Append tokens [sequences, new] from a position on, and return the greedy next ones."""
+        """Append tokens [sequences, new] at a position, and return the greedy next ones."""
         import numpy as np
 
         batch = self._batch(tokens.shape[1])
@@ -126,7 +121,7 @@ class Sequences:
         return logits.argmax(axis=1)
 
     def answer(self, prompts: Any, new_tokens: int) -> tuple[list[Any], dict[str, float]]:
-        """Return the greedy tokens by step, and the seconds up to the first and of a step behind it."""
+        """Return the greedy tokens by step, the seconds to the first, and those of a step after it."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         began = time.perf_counter()
         found = [self.decode(prompts, 0)]
@@ -137,14 +132,13 @@ class Sequences:
         return found, {"seconds": first - began, "step_seconds": (time.perf_counter() - first) / steps}
 
     def close(self) -> None:
-        """Free the batches and the cache."""
         for batch in self._batches.values():
             self._api.llama_batch_free(batch)
         self._api.llama_free(self._context)
 
 
 def llama_gguf(file: str, threads: str, plain: str = "") -> None:
-    """Answer with the `seconds` up to the first tokens and `step_seconds` behind them; prompts have one length."""
+    """Answer with the `seconds` to the first tokens, and `step_seconds`; prompts have one length."""
     import numpy as np
 
     api = llama_cpp_of(bool(plain))
@@ -161,14 +155,12 @@ def llama_gguf(file: str, threads: str, plain: str = "") -> None:
 
 
 def llama_server(plain: str, *options: str) -> None:
-    """Be llama-cpp-python's server; `plain` is empty, or not."""
     llama_cpp_of(bool(plain))
     sys.argv[1:] = options
     runpy.run_module("llama_cpp.server", run_name="__main__", alter_sys=True)
 
 
 def llama_logits(file: str, ids: str, out: str) -> None:
-    """Write the logits behind each of some token ids, a list in a file of JSON, as an array of numpy's."""
     import numpy as np
 
     given = json.loads(Path(ids).read_text())
@@ -179,7 +171,7 @@ def llama_logits(file: str, ids: str, out: str) -> None:
 
 
 def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
-    """Answer with the `tokens` of each prompt, one behind the other, and `tokens_per_second` behind the first ones."""
+    """Answer with the `tokens` of each prompt, one at a time, and `tokens_per_second` after the first ones."""
     api = llama_cpp_of(bool(plain))
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -208,14 +200,12 @@ def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
 
 
 def llama_ids(file: str, lines: str) -> None:
-    """Print the token ids of lines, a list of texts in a file of JSON; special tokens are read as such."""
     model = llama_cpp_of().Llama(file, vocab_only=True, verbose=False)
     texts = json.loads(Path(lines).read_text())
     print(json.dumps([model.tokenize(text.encode(), add_bos=True, special=True) for text in texts]))
 
 
 def llama_quantize(file: str, out: str, kind: str) -> None:
-    """Write a file in another of llama.cpp's types, all of it in that one."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -233,7 +223,7 @@ def vllm_of(model: str, dtype: str, cache_gib: int, **options: Any) -> tuple[Any
 
 
 def vllm_tokens(folder: str) -> None:
-    """Answer as `llama-gguf` does; a step's time is that of a whole answer less that of one token."""
+    """Answer as `llama-gguf` does; a step's time is a long run's less a short one's."""
     answers = answers_alone()
     sizes = {"max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 4096}
     llm, params_of = vllm_of(folder, "bfloat16", 2, enable_prefix_caching=False, **sizes)
@@ -253,7 +243,6 @@ def vllm_tokens(folder: str) -> None:
 
 
 def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], float]:
-    """Return what finds the perplexity of ids with transformers, whose quantizer is told to undo what it can."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -271,7 +260,6 @@ def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], 
 
 
 def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
-    """Return what finds the perplexity of ids with vLLM's build for CPUs."""
     llm, params_of = vllm_of(model, dtype, 1, max_model_len=1024, max_num_seqs=1, enforce_eager=True)
 
     def perplexity(ids: list[int]) -> float:
@@ -284,15 +272,14 @@ def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
 
 
 def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
-    """Print the perplexity of each list of token ids in a file of JSON, by its name."""
     answers = answers_alone()
     of_ids = {"transformers": perplexity_by_transformers, "vllm": perplexity_by_vllm}[reader](model, dtype)
     found = {name: of_ids(ids) for name, ids in json.loads(Path(file).read_text()).items()}
     print(json.dumps(found), file=answers, flush=True)
 
 
-def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
-    """Write a checkpoint in nf4, and in float32 what bitsandbytes' own functions undo it to."""
+def write_nf4(plain: str, out: str, dequantized: str, nested: str = "") -> None:
+    """Write a checkpoint in nf4, and in float32 what bitsandbytes dequantizes it to."""
     import bitsandbytes
     import torch
     from safetensors.torch import load_file, save_file
@@ -303,18 +290,18 @@ def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
     rest = shutil.ignore_patterns(MODEL_FILE)
     shutil.copytree(plain, out, ignore=rest)
     model.save_pretrained(out)
-    shutil.copytree(plain, undone, ignore=rest)
+    shutil.copytree(plain, dequantized, ignore=rest)
     tensors = load_file(Path(plain) / MODEL_FILE)
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             state = module.weight.quant_state
-            state.dtype = torch.float32  # else what is undone is rounded once more
+            state.dtype = torch.float32  # else weights are rounded once more
             tensors[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
-    save_file(tensors, Path(undone) / MODEL_FILE, metadata={"format": "pt"})
+    save_file(tensors, Path(dequantized) / MODEL_FILE, metadata={"format": "pt"})
 
 
 def unpack(model: str, out: str) -> None:
-    """Write a file of safetensors with each quantized weight of GPTQ's or AWQ's in float32."""
+    """Write safetensors with each GPTQ or AWQ weight in float32."""
     import torch
     from safetensors.torch import load_file, save_file
     from vllm.model_executor.layers.quantization.auto_awq import _REVERSE_AWQ_PACK_ORDER

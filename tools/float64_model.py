@@ -19,17 +19,12 @@ class Float64Model:
     """A Llama in float64, from a GGUF file or a checkpoint folder (Touvron et al., 2023, section 2.2).
 
     Args:
-        path: of the file or folder.
-        cache: what keys and values are rounded to, for each token and head: "int8" (codes times the largest value over
-            127, which is bfloat16; keys are mixed by a Hadamard matrix before), "fp8" (e4m3), or "auto", which rounds
-            nothing.
+        path: of the file or folder; another architecture is a ValueError.
+        cache: the rounding of keys and values per token and head: "int8" (codes times the largest value over 127, in
+            bfloat16; keys are multiplied by a Hadamard matrix first), "fp8" (e4m3), or "auto" (none).
 
     Attributes:
-        sure: how many tokens of the last call have keys and values, as have all before them, that are as far from where
-            they round to another neighbour as float32 is from float64.
-
-    Raises:
-        ValueError: the model is no Llama.
+        sure: leading tokens of the last call whose keys and values float32 cannot round otherwise.
     """
 
     def __init__(self, path: Path, cache: str = "auto") -> None:
@@ -80,7 +75,7 @@ class Float64Model:
         return read
 
     def _cached(self, x: Tensor) -> Tensor:
-        """Return heads [tokens, heads, head_dim] as a cache keeps them; note where others might round otherwise."""
+        """Return heads [tokens, heads, head_dim] as the cache rounds them; note where float32 might round otherwise."""
         if self._cache != "auto":
             error = _ERROR * x.abs().amax(-1, keepdim=True)
             moved = self._rounded(x + error) - self._rounded(x - error)
@@ -99,12 +94,12 @@ class Float64Model:
 
     @torch.no_grad()
     def log_probabilities(self, ids: list[int]) -> Tensor:
-        """Return float64 [tokens, vocab]: those of what follows each token."""
+        """Return the log-probabilities after each token, float64 [tokens, vocab]."""
         return self.logits(ids).log_softmax(-1)
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:
-        """Return float64 [tokens, vocab] of what follows each token."""
+        """Return the logits after each token, float64 [tokens, vocab]."""
         self.sure = len(ids)
         hidden = self._read("token_embd.weight")[ids]
         count, head_dim = len(ids), hidden.shape[1] // self.heads
@@ -148,7 +143,7 @@ class Float64Model:
 
 
 def _hadamard(dim: int) -> Tensor:
-    """Return an orthonormal matrix, float64 [dim, dim], that mixes blocks of as many channels as a power of two has."""
+    """Return an orthonormal Hadamard matrix, float64 [dim, dim], in blocks of the largest power of two."""
     size = dim & -dim
     parity = [[(-1.0) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
     block = torch.tensor(parity, dtype=torch.float64) / math.sqrt(size)

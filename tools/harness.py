@@ -37,7 +37,7 @@ LlamaPython = Annotated[Path | None, typer.Option(help="The interpreter that has
 
 
 def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0.2) -> Found:
-    """Return what a call gives as soon as that is true."""
+    """Wait until a call returns something true, and return that."""
     end = time.monotonic() + seconds
     while not (found := ready()):
         if time.monotonic() > end:
@@ -47,12 +47,11 @@ def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0
 
 
 def command_of(program: str, *arguments: object) -> list[str]:
-    """Return what starts a program of this folder, such as `bench`, by this interpreter."""
+    """Return the command of a program of this folder, such as `bench`."""
     return [sys.executable, str(TOOLS / program), *map(str, arguments)]
 
 
 def numbers(text: str, option: str = "a list") -> list[int]:
-    """Parse numbers that are separated by commas."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -60,7 +59,7 @@ def numbers(text: str, option: str = "a list") -> list[int]:
 
 
 def names(text: str, known: Iterable[str], option: str) -> list[str]:
-    """Parse names that are separated by commas."""
+    """Parse names separated by commas."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if unknown := [name for name in found if name not in known]:
         raise ArgumentError(f"{option} has unknown names: {', '.join(unknown)}; there are {', '.join(known)}")
@@ -91,7 +90,7 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.per
 def step_seconds(
     answer: Callable[[int], object], new_tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the time of one decode step: a long answer less a short one, so that prefill does not count."""
+    """Return the time of one decode step: a long run less a short one, so that prefill does not count."""
     short = seconds_of(lambda: answer(1), clock)
     return (seconds_of(lambda: answer(new_tokens + 1), clock) - short) / new_tokens
 
@@ -104,36 +103,36 @@ def perplexity(llm: LLM, ids: list[int]) -> float:
 
 
 def moments(outputs: Iterable[RequestOutput]) -> tuple[float, float, float]:
-    """Return when the first of some requests came, when the last had its first token, and when the last ended."""
+    """Return when the first request arrived, when the last had its first token, and when the last finished."""
     metrics = [output.metrics for output in outputs]
     arrived, first = (each.arrival_time for each in metrics), (each.first_token_time or 0.0 for each in metrics)
     return min(arrived), max(first), max(each.finished_time or 0.0 for each in metrics)
 
 
 def record(device: object = "cpu", /, **facts: Any) -> dict[str, Any]:
-    """Return what a result begins with: the machine as it is now, and what is known of the run."""
+    """Return the beginning of a result: the environment, and facts of the run."""
     return {"environment": describe_environment(resolve_device(str(device)))} | facts
 
 
 def read(out: Path | None, **empty: Any) -> dict[str, Any]:
-    """Return what a file of results holds; where there is none, what an empty one would."""
+    """Return a result file's content, or an empty result."""
     return json.loads(out.read_text()) if out is not None and out.exists() else empty
 
 
 def write(out: Path | None, found: Mapping[str, Any]) -> None:
-    """Write a result, and make its folder; without a file, nothing."""
+    """Write a result, and make its folder; do nothing without a file."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def replaced(rows: Iterable[Mapping[str, Any]], new: Mapping[str, Any], *keys: str) -> list[Mapping[str, Any]]:
-    """Return rows with a new one in the place of the one that has the same values of some keys."""
+    """Return rows with a new one in place of the one that has the same keys."""
     return [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
 
 
 def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[str]:
-    """Return a row of a table: each column's format with the row's fields, or "-" where it has no such figure."""
+    """Return a row's cells: each column's format of the row's fields, or "-" if it has no such field."""
     found = []
     for form in columns.values():
         try:
@@ -144,13 +143,7 @@ def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[str]:
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> Table:
-    """Return a table for the terminal.
-
-    Args:
-        columns: headings, and how `str.format` makes a cell of a row's fields, such as `"{step_ms[p50]:.2f}"`.
-        rows: their fields.
-        title: above the table.
-    """
+    """Return a table; columns are headings and formats of a row's fields, such as `"{step_ms[p50]:.2f}"`."""
     made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for heading in columns:
         made.add_column(heading, justify="right")
@@ -160,19 +153,17 @@ def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: 
 
 
 def show(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
-    """Print a table; see `table`."""
     wide_console().print(table(columns, rows, title))
 
 
 def markdown(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a table in Markdown; see `table`."""
     lines = [list(columns), *(cells(columns, row) for row in rows)]
     first, *others = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, "|---" * len(columns) + "|", *others])
 
 
 def rewrite_tables(document: Path, parts: Iterable[str]) -> None:
-    """Write tables in the place of those that a document has between its comments `figures` and `end of figures`."""
+    """Replace the tables between a document's comments `figures` and `end of figures`."""
     begin, end = "<!-- figures: ", "<!-- end of figures -->"
     before, _, rest = document.read_text().partition(begin)
     who, _, shown = rest.partition("\n")
@@ -180,11 +171,7 @@ def rewrite_tables(document: Path, parts: Iterable[str]) -> None:
 
 
 def told_by(command: Sequence[object], **options: Any) -> Any:
-    """Return what a command prints as its last line, in JSON; `options` are those of `subprocess.run`.
-
-    Raises:
-        RuntimeError: it failed; with the last line of its errors, all of which are shown.
-    """
+    """Return the JSON that a command prints as its last line; raise RuntimeError with its last error if it fails."""
     ran = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
     print(ran.stderr, end="", file=sys.stderr)
     if ran.returncode:
@@ -193,7 +180,7 @@ def told_by(command: Sequence[object], **options: Any) -> Any:
 
 
 def elsewhere(python: Path | str, *arguments: object) -> list[str]:
-    """Return what starts a program of `elsewhere.py` by another environment's interpreter."""
+    """Return the command of a program of `elsewhere.py` in another environment."""
     return [str(python), str(TOOLS / "elsewhere.py"), *map(str, arguments)]
 
 
@@ -204,15 +191,12 @@ class Answering:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, asked: Any) -> Any:
-        """Return its answer."""
         print(json.dumps(asked), file=self._process.stdin, flush=True)
         return self.hear()
 
     def hear(self) -> Any:
-        """Return its next line."""
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
         self._process.communicate()

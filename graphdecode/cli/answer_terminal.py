@@ -1,4 +1,4 @@
-"""Output of an answer in a terminal: word wrap, hidden typing, progress of the prompt."""
+"""Output in a terminal: word wrap, hidden typing, progress of the prompt."""
 
 from __future__ import annotations
 
@@ -17,40 +17,37 @@ from rich.cells import cell_len
 if TYPE_CHECKING:
     from graphdecode.text import Conversation
 
-_SILENT_SECONDS = 1.0  # before the first token, until the progress of the prompt is shown
+_SILENT_SECONDS = 1.0  # until the progress of the prompt is shown
 _TAB = 8
-_OBEYED = ("Cc", "Cs")  # categories of Unicode: control characters, and halves of surrogate pairs
-_TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # what stands around them
+_CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # of bidirectional text
 _LONGEST_PERIOD = 64  # tokens
-_REPEATS, _REPEATED_TOKENS = 4, 48  # at the end of an answer that repeats itself, both at least
+_REPEATS, _REPEATED_TOKENS = 4, 48  # both at least
 
 
 class WrappedText:
-    """Prints pieces of text on standard output; in a terminal, a word that reaches the edge moves to the next line.
-
-    What a terminal would obey, such as an escape sequence, is shown there and not sent.
-    """
+    """Prints text on standard output; in a terminal words are wrapped, and control characters are shown escaped."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
         self._column = 0
-        self._word = ""  # the last one on this line, so far; a word that fills a line is none
+        self._word = ""  # the last word on this line; a word that fills a line does not count
 
     def write(self, piece: str) -> None:
-        """Print a piece of the text at once."""
+        """Print a piece."""
         if self._is_terminal:
             width = shutil.get_terminal_size().columns
             piece = "".join(self._placed(sign, width - 1) for sign in piece)
         print(piece, end="", flush=True)
 
     def _placed(self, sign: str, limit: int) -> str:
-        """Return what prints a sign where at most `limit` columns of a line are used."""
+        """Return the output for a character, with at most `limit` columns of a line used."""
         if sign == "\n":
             self._column, self._word = 0, ""
             return sign
         if sign == "\t":
             sign = " " * (_TAB - self._column % _TAB)
-        elif unicodedata.category(sign) in _OBEYED or sign in _TURNING:
+        elif unicodedata.category(sign) in _CONTROLS or sign in _DIRECTIONS:
             sign = sign.encode("unicode_escape").decode()
         size = cell_len(sign)
         if self._column + size <= limit:
@@ -62,7 +59,7 @@ class WrappedText:
             self._column = 0
             return "\n"
         back = cell_len(word)
-        if back == self._column:  # it began this line
+        if back == self._column:  # the word began this line
             self._column = size
             return "\n" + sign
         self._column, self._word = back + size, word + sign
@@ -114,7 +111,7 @@ def reading_shown(conversation: Conversation) -> Iterator[None]:
 
 @contextmanager
 def beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Let a thread work meanwhile; what it is given is set when it is to end, and its end is waited for."""
+    """Run `work` in a thread meanwhile; its event is set at the end, and the thread is joined."""
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
     thread.start()
@@ -126,7 +123,7 @@ def beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]
 
 
 def repeats_at_the_end(token_ids: Sequence[int]) -> int:
-    """Return how often an answer repeats itself at its end; 0: not at all."""
+    """Return how often an output repeats itself at its end; 0: not at all."""
     for period in range(1, _LONGEST_PERIOD + 1):
         run = 0
         while run + period < len(token_ids) and token_ids[-1 - run] == token_ids[-1 - run - period]:

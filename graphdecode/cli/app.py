@@ -1,7 +1,6 @@
-"""The commands, and how an error leaves the program.
+"""The commands, and the handling of errors.
 
-The files of the commands import what is light, and their bodies the rest: help, version and a mistyped option answer
-before torch could be imported.
+Commands import heavy modules in their bodies, so that help, version and a mistyped option need no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from graphdecode.config.key import keys_of
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
-_SIGNALLED = 128  # and the signal's number, as shells count
+_SIGNALLED = 128  # plus the signal's number, as in shells
 _BROKEN_PIPE = 1  # as Python's own
 _REPORT = (
     "this is a bug in graphdecode: please report it with the command, the lines above and what "
@@ -40,14 +39,12 @@ _REPORT = (
 
 
 def versions() -> str:
-    """Return the versions that say most, in one line."""
-    return ", ".join(
-        [f"graphdecode {graphdecode.__version__}", *(f"{name} {_of(name)}" for name in ("torch", "triton"))]
-    )
+    """Return the main versions in one line."""
+    return f"graphdecode {graphdecode.__version__}, torch {_of('torch')}, triton {_of('triton')}"
 
 
 def state() -> str:
-    """Return the facts for a bug report, one a line."""
+    """Return the facts for a bug report, one per line."""
     import torch
 
     from graphdecode.kernels.native import library
@@ -64,9 +61,9 @@ def state() -> str:
             "plain weights in float16": resolve_dtype("auto", torch.float16, device),
             "integers of few bits": resolve_dtype("auto", torch.bfloat16, device, few_bits=True),
         }
-        told = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
-        last = [library.describe(), f"dtype auto: {told}"]
-    except GraphdecodeError as error:  # what the environment asks for is not there
+        chosen = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
+        last = [library.describe(), f"dtype auto: {chosen}"]
+    except GraphdecodeError as error:  # an environment variable is wrong
         last = [f"error: {error}"]
     return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), *last])
 
@@ -98,7 +95,7 @@ app.command(epilog="Example: graphdecode check mypackage.step:step")(check)
 app.command(epilog="Example: graphdecode inspect --model demo --json")(inspect)
 
 for _group in (app, models, buckets):
-    for _command in _group.registered_commands:  # typer breaks lines where docstrings do, all but the first paragraph
+    for _command in _group.registered_commands:  # typer keeps the line breaks of docstrings behind the first paragraph
         _paragraphs = (getdoc(_command.callback) or "").split("\n\n")
         _command.help = "\n\n".join(" ".join(each.split("\n")) for each in _paragraphs)
 
@@ -121,18 +118,14 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
     ] = False,
 ) -> None:
-    """Take the options for the help; `main` looks for `--debug`."""
+    """Declare the options; `main` reads `--debug`."""
 
 
 def _occupy_standard_streams() -> None:
-    """Open what a shell has closed, or the next file that is opened has its number, and gets what is printed.
-
-    Raises:
-        ArgumentError: standard output is closed.
-    """
+    """Open closed standard streams, whose numbers other files would get; raise ArgumentError if output is closed."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
-        number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the stream's own
+        number = os.open(os.devnull, os.O_RDWR)  # the lowest free number: the stream's own
         setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
     if "stdout" in closed:
         raise ArgumentError("standard output is closed, so there is nowhere to write to")
@@ -145,7 +138,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def _as_typed(message: str) -> str:
-    """Return an error that begins with a setting's name with the option's in its place, where that was given."""
+    """Replace the name of a setting at the beginning of an error by the option, if that was given."""
     name, _, rest = message.partition(" ")
     fields = {name} | {key.field for config in OPTIONS for key in keys_of(config) if key.name == name}
     command: Any = typer.main.get_command(app)
@@ -159,24 +152,24 @@ def _as_typed(message: str) -> str:
 def main() -> None:
     """Run the command line.
 
-    What the user can put right (an error of this package, a wrong option, a file or disk that does not serve) is one
-    line and exit code 2, with `--debug` a traceback. Anything else is a bug: a traceback, how to report it, and 1.
+    An error of the user (a wrong option, file or disk) is one line and exit code 2; a traceback with `--debug`. Any
+    other error is a bug: a traceback, how to report it, and exit code 1.
     """
     before = signal.signal(signal.SIGTERM, _end)
     try:
         _occupy_standard_streams()
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-        status = app(arguments, standalone_mode=False)  # what `typer.Exit` says, or None
+        status = app(arguments, standalone_mode=False)  # of `typer.Exit`, or None
         sys.stdout.flush()
         sys.exit(status)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(_SIGNALLED + signal.SIGINT)
     except BrokenPipeError:
-        # who reads standard output has left; Python would say so once more when it flushes at its end
+        # else Python reports it again at its final flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
     except Exception as error:
-        is_usage = hasattr(error, "format_message")  # of Typer, whose base class of errors is private
+        is_usage = hasattr(error, "format_message")  # typer's base class of errors is private
         if not (is_usage or isinstance(error, (GraphdecodeError, OSError))):
             traceback.print_exc()
             print_error(_REPORT)
@@ -186,7 +179,7 @@ def main() -> None:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         if isinstance(error, OSError) and error.filename is not None:
             message = f"{error.filename}: {cause(error)}"
-        if message:  # a command that shows its help says nothing more
+        if message:  # not behind the help of a command
             print_error(_as_typed(" ".join(message.split())))
         sys.exit(2)
     finally:

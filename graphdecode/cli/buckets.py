@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import query_widths
-from graphdecode.cli.options import ConfigOption, check_new_file, overriding, settings_of, wide_console
+from graphdecode.cli.options import ConfigOption, overriding, settings_of, table_of, wide_console
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -52,24 +54,15 @@ def tune(
     --measure the ladders are tried out on a model: the measured step, time of capture, memory of the graphs.
     """
     for option, path in (("--out", out), ("--report", report)):
-        if path is not None:
-            check_new_file(option, path)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ArgumentError(f"{option} must be a file in a folder that exists, got {path}")
     settings = settings_of(config)
     measuring = settings_of(config, **overrides)
-    from graphdecode.models import resolve_device
+    from graphdecode.profiling import tuner
     from graphdecode.profiling.comparison import read_profile
-    from graphdecode.profiling.environment import describe_environment
     from graphdecode.profiling.ladder_trial import try_ladders
-    from graphdecode.profiling.tuner import (
-        SCHEMA_VERSION,
-        GraphCost,
-        StepCost,
-        compare_ladders,
-        query_costs,
-        read_batch_sizes,
-    )
 
-    counts = read_batch_sizes(record)
+    counts = tuner.read_batch_sizes(record)
     base = settings.buckets
     top, today = base.max_batch_size, base.ladder
     if max(counts) > top:
@@ -79,24 +72,19 @@ def tune(
         )
     base = base.with_limits(max_graphs=len(today) if max_graphs is None else max_graphs)
     measured = read_profile(profile) if profile else None
-    cost = StepCost.linear(top) if measured is None else StepCost.from_profile(measured, top)
-    graph_cost = None if measured is None else GraphCost.from_profile(measured, top)
-    figures = compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
+    cost = tuner.StepCost.linear(top) if measured is None else tuner.StepCost.from_profile(measured, top)
+    graph_cost = None if measured is None else tuner.GraphCost.from_profile(measured, top)
+    figures = tuner.compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
     console = wide_console()
     console.print(_ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
-    wide = [] if measured is None else query_costs(measured)
+    wide = [] if measured is None else tuner.query_costs(measured)
     if wide:
         console.print(_query_table(wide))
     if counts.total() < _FEW_STEPS:
-        console.print(
-            f"{record} has {counts.total()} steps alone: the ladder fits these, and perhaps no other load; record some "
-            "minutes of what is served",
-            style="yellow",
-            soft_wrap=True,
-        )
-    tuned = figures[-1]
-    tuned_settings = replace(settings, buckets=base.with_limits(batch_sizes=list(tuned.sizes)))
-    out.write_text(tuned_settings.to_toml(), encoding="utf-8")
+        few = f"{record} has {counts.total()} steps alone: the ladder fits these, and perhaps no other load"
+        console.print(f"{few}; record some minutes of what is served", style="yellow", soft_wrap=True)
+    tuned = replace(settings, buckets=base.with_limits(batch_sizes=list(figures[-1].sizes)))
+    out.write_text(tuned.to_toml(), encoding="utf-8")
     console.print(f"wrote {out}", soft_wrap=True)
     trial: Trial | None = None
     if measure:
@@ -106,8 +94,11 @@ def tune(
         )
         _print_trial(console, trial, figures)
     if report is not None:
+        from graphdecode.models import resolve_device
+        from graphdecode.profiling.environment import describe_environment
+
         document = {
-            "schema": SCHEMA_VERSION,
+            "schema": tuner.SCHEMA_VERSION,
             "environment": describe_environment(resolve_device(measuring.device)),
             "cost": cost.source,
             "max_batch_size": top,
@@ -122,82 +113,66 @@ def tune(
 
 
 def _ladder_table(title: str, figures: list[LadderFigures]) -> Table:
-    table = Table(title=title, box=box.SIMPLE)
-    table.add_column("ladder", no_wrap=True)
-    for head in ("graphs", "expected ms", "last graph saves", "padding", "capture ms", "graphs MiB"):
-        table.add_column(head, justify="right")
-    table.add_column("batch sizes")
-    for row in figures:
-        table.add_row(
-            row.name,
-            str(len(row.sizes)),
-            f"{row.expected_ms:.4f}",
-            "" if row.gain_ms is None else f"{row.gain_ms:.4f} ({row.gain_ms / (row.gain_ms + row.expected_ms):.1%})",
-            f"{100 * row.padding_share:.1f}%",
-            "?" if row.capture_ms is None else f"{row.capture_ms:.0f}",
-            "?" if row.pool_bytes is None else f"{row.pool_bytes / 2**20:.2f}",
-            " ".join(str(size) for size in row.sizes),
-        )
-    return table
+    columns: dict[str, Callable[[LadderFigures], str]] = {
+        "ladder": lambda row: row.name,
+        "graphs": lambda row: str(len(row.sizes)),
+        "expected ms": lambda row: f"{row.expected_ms:.4f}",
+        "last graph saves": lambda row: (
+            "" if row.gain_ms is None else f"{row.gain_ms:.4f} ({row.gain_ms / (row.gain_ms + row.expected_ms):.1%})"
+        ),
+        "padding": lambda row: f"{100 * row.padding_share:.1f}%",
+        "capture ms": lambda row: "?" if row.capture_ms is None else f"{row.capture_ms:.0f}",
+        "graphs MiB": lambda row: "?" if row.pool_bytes is None else f"{row.pool_bytes / 2**20:.2f}",
+        "batch sizes": lambda row: " ".join(map(str, row.sizes)),
+    }
+    return table_of(figures, columns, left=["ladder", "batch sizes"], title=title, box=box.SIMPLE)
 
 
 def _query_table(costs: list[QueryCost]) -> Table:
-    widths = sorted({cost.queries for cost in costs})
     cells = {(cost.bucket, cost.queries): f"{cost.step_ms:.4f} ({cost.break_even:.2f})" for cost in costs}
-    table = Table(title="step ms by rows and queries (tokens a row and step that break even)", box=box.SIMPLE)
-    table.add_column("rows", justify="right")
-    for width in widths:
-        table.add_column(f"{width} queries" if width > 1 else "1 query", justify="right")
-    for bucket in sorted({cost.bucket for cost in costs}):
-        table.add_row(str(bucket), *(cells.get((bucket, width), "") for width in widths))
-    return table
+
+    def cell(width: int, bucket: int) -> str:
+        return cells.get((bucket, width), "")
+
+    columns: dict[str, Callable[[int], str]] = {"rows": str}
+    for width in sorted({cost.queries for cost in costs}):
+        columns[f"{width} queries" if width > 1 else "1 query"] = partial(cell, width)
+    title = "step ms by rows and queries (tokens a row and step that break even)"
+    return table_of(sorted({cost.bucket for cost in costs}), columns, title=title, box=box.SIMPLE)
 
 
 def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -> None:
     from graphdecode.profiling.tuner import TODAY
 
-    table = Table(
-        title=f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
-        f"{trial.rounds} rounds of {trial.steps} steps in turn",
-        box=box.SIMPLE,
+    ladders, ratios = trial.ladders, {row.name: trial.ratio(row.name, TODAY) for row in figures}
+    columns: dict[str, Callable[[LadderFigures], str]] = {
+        "ladder": lambda row: row.name,
+        "graphs": lambda row: str(len(row.sizes)),
+        "step ms": lambda row: f"{ladders[row.name].step_ms:.4f}",
+        "of today": lambda row: f"{ratios[row.name].median:.3f}",
+        "quietest round": lambda row: f"{ratios[row.name].quiet:.3f}",
+        "noise": lambda row: f"{100 * ratios[row.name].noise:.1f}%",
+        "expected of today": lambda row: f"{row.expected_ms / figures[0].expected_ms:.3f}",
+        "capture ms": lambda row: f"{ladders[row.name].capture_ms:.0f}",
+        "graphs MiB": lambda row: f"{ladders[row.name].pool_bytes / 2**20:.2f}",
+    }
+    title = (
+        f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
+        f"{trial.rounds} rounds of {trial.steps} steps in turn"
     )
-    table.add_column("ladder", no_wrap=True)
-    for head in (
-        "graphs",
-        "step ms",
-        "of today",
-        "quietest round",
-        "noise",
-        "expected of today",
-        "capture ms",
-        "graphs MiB",
-    ):
-        table.add_column(head, justify="right")
-    for row in figures:
-        own, ratio = trial.ladders[row.name], trial.ratio(row.name, TODAY)
-        table.add_row(
-            row.name,
-            str(len(row.sizes)),
-            f"{own.step_ms:.4f}",
-            f"{ratio.median:.3f}",
-            f"{ratio.quiet:.3f}",
-            f"{100 * ratio.noise:.1f}%",
-            f"{row.expected_ms / figures[0].expected_ms:.3f}",
-            f"{own.capture_ms:.0f}",
-            f"{own.pool_bytes / 2**20:.2f}",
-        )
-    console.print(table)
-    tuned, ratio = figures[-1].name, trial.ratio(figures[-1].name, TODAY)
+    console.print(table_of(figures, columns, left=["ladder"], title=title, box=box.SIMPLE))
+    tuned = figures[-1].name
     console.print(
-        f"{tuned}: {trial.ladders[tuned].step_ms:.4f} ms a step, {trial.ladders[TODAY].step_ms:.4f} today, "
-        f"{ratio.median:.3f} of it (the median over rounds, each beside its own of today): {ratio.verdict}",
+        f"{tuned}: {ladders[tuned].step_ms:.4f} ms a step, {ladders[TODAY].step_ms:.4f} today, "
+        f"{ratios[tuned].median:.3f} of it (the median over rounds, each beside its own of today): "
+        f"{ratios[tuned].verdict}",
         highlight=False,
         soft_wrap=True,
     )
 
 
 class _FileByDefault(typer.core.TyperGroup):
-    """A command group whose first word may be a file or an option instead of a command: `show` is meant then."""
+    """A command group whose default command is `show`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -226,8 +201,8 @@ def show(
     from graphdecode.models import describe_model, resolve_device, resolve_dtype
 
     described = describe_model(model, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
-    place = resolve_device(config.device)
-    chosen = resolve_dtype(config.dtype, described.dtype, place, few_bits=described.few_bits, compiles=False)
+    device = resolve_device(config.device)
+    chosen = resolve_dtype(config.dtype, described.dtype, device, few_bits=described.few_bits, compiles=False)
     console = wide_console()
     console.print(_bucket_table(config.buckets))
     batch_size, share = config.buckets.ladder.worst_padding()
@@ -238,17 +213,16 @@ def show(
         console.print(
             f"{config.speculation} drafts: each bucket also with {widths} queries a row, a graph each", highlight=False
         )
-    console.print(_memory_table(config, model, described, chosen, place))
+    console.print(_memory_table(config, model, described, chosen, device))
 
 
 def _bucket_table(config: BucketConfig) -> Table:
     table = Table("bucket", "batch sizes", "worst padding", title=f"{len(config.ladder)} buckets")
-    below = 0
+    first = 1
     for bucket in config.ladder:
-        first = below + 1
         sizes = str(bucket) if first == bucket else f"{first}-{bucket}"
         table.add_row(str(bucket), sizes, f"{100 * (bucket - first) / bucket:.0f}%")
-        below = bucket
+        first = bucket + 1
     return table
 
 
@@ -263,17 +237,13 @@ def _memory_table(
     free, weights = free_bytes(device), kept_bytes(model, settings, dtype, device, quantize=engine.quantize)
     parameters = num_parameters(settings)
     keeps = ", most of them in few bits as they came" if weights < parameters * dtype.itemsize else ""
-    widths = captured_widths(engine)
-    capacity = plan_capacity(config, settings, cache_dtype, device, max(free - weights, 0), widths)
+    available = max(free - weights, 0)
+    capacity = plan_capacity(config, settings, cache_dtype, device, available, captured_widths(engine))
     pages, per_row = capacity.total_num_pages, capacity.pages_per_row
     cache = capacity.page_bytes * (pages + 1)
     left = free - weights - cache
     name = str(dtype).removeprefix("torch.")
     limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
-    table = Table(title=f"memory for {model} in {name} on {device.type}")
-    table.add_column("what")
-    table.add_column("MiB", justify="right")
-    table.add_column("of what")
     lines = (
         ("free now", free, f"on {device.type}"),
         ("weights", weights, f"{parameters / 1e6:.1f} million parameters in {name}{keeps}"),
@@ -286,9 +256,12 @@ def _memory_table(
         ),
         ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
     )
-    for what, size, of_what in lines:
-        table.add_row(what, f"{size / 2**20:.1f}", of_what)
-    return table
+    columns: dict[str, Callable[[tuple[str, int, str]], str]] = {
+        "what": lambda line: line[0],
+        "MiB": lambda line: f"{line[1] / 2**20:.1f}",
+        "of what": lambda line: line[2],
+    }
+    return table_of(lines, columns, left=["what", "of what"], title=f"memory for {model} in {name} on {device.type}")
 
 
 buckets.command(

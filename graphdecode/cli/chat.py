@@ -1,4 +1,4 @@
-"""`graphdecode chat`: talk with a model, in a session, in one line, or through a pipe."""
+"""`graphdecode chat`: a session, messages on the command line, or a message through a pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,11 +52,7 @@ _tell = partial(tell, style="dim")
 
 
 def make_prompt_session(**options: Any) -> PromptSession[str]:
-    """Return the line editor of a session, with its keys and the history of earlier sessions.
-
-    Args:
-        options: of prompt_toolkit's `PromptSession`, such as an input other than the terminal.
-    """
+    """Return the line editor of a session, with the history of earlier ones; `options` are of `PromptSession`."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
@@ -73,7 +68,7 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-        file.parent.chmod(0o700)  # what was said is nobody else's business
+        file.parent.chmod(0o700)  # private
         file.chmod(0o600)
         history = FileHistory(file)
     except OSError as error:
@@ -85,31 +80,20 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
 
 
 def history_file() -> Path:
-    """Return where the lines of earlier sessions are kept: under the user's folder for state."""
+    """Return the file of the history, in the user's folder for state."""
     default = os.environ.get("LOCALAPPDATA", "~") if os.name == "nt" else "~/.local/state"
     return Path(os.environ.get("XDG_STATE_HOME") or default).expanduser() / "graphdecode" / "chat_history"
 
 
 class ChatSession:
-    """Reads what a person types until they leave.
-
-    Args:
-        prompt: reads it, such as `make_prompt_session` returns.
-    """
+    """Reads messages and commands from `prompt`, and prints outputs, until the user leaves."""
 
     def __init__(self, conversation: Conversation, prompt: PromptSession[str]) -> None:
         self._conversation = conversation
         self._prompt = prompt
-        self._commands: dict[str, Callable[[str], None]] = {
-            "help": self._help,
-            **dict.fromkeys(_LEAVE, self._leave),
-            "reset": self._reset,
-            "save": self._save,
-            "system": self._system,
-        }
 
     def run(self) -> None:
-        """Read, answer, and read again, until somebody leaves."""
+        """Read and answer until the user leaves."""
         while True:
             try:
                 with beside("capturing", self._capture):
@@ -118,13 +102,13 @@ class ChatSession:
                     return
                 if line:
                     self._take(line)
-            except KeyboardInterrupt:  # what was typed is gone, as in a shell
+            except KeyboardInterrupt:  # drops the line, as in a shell
                 continue
             except EOFError:
                 return
 
     def _capture(self, done: threading.Event) -> None:
-        """Capture graphs that later answers may need, while somebody types."""
+        """Capture graphs while the user types."""
         while not done.is_set() and self._conversation.llm.engine.capture_waiting():
             pass
 
@@ -133,10 +117,8 @@ class ChatSession:
         try:
             if found is None:
                 self._answer(line)
-            elif found[1] in self._commands:
-                self._commands[found[1]](found[2] or "")
             else:
-                print_error(f"there is no command /{found[1]}; /help lists those that there are")
+                self._command(found[1], found[2] or "")
         except OSError as error:
             print_error(f"{cause(error)}: {error.filename}" if error.filename else cause(error))
         except GraphdecodeError as error:
@@ -157,26 +139,29 @@ class ChatSession:
         else:
             tell_figures(self._conversation)
 
-    def _help(self, _: str) -> None:
-        _tell(_HELP)
-
-    def _leave(self, _: str) -> None:
-        raise EOFError
-
-    def _reset(self, _: str) -> None:
-        self._conversation.reset()
-        _tell("what was said is forgotten")
-
-    def _system(self, text: str) -> None:
-        self._conversation.system = text or None
-        _tell("from now on: " + (text or "as the model's template has it"))
+    def _command(self, name: str, text: str) -> None:
+        match name:
+            case "help":
+                _tell(_HELP)
+            case "exit" | "quit":
+                raise EOFError
+            case "reset":
+                self._conversation.reset()
+                _tell("what was said is forgotten")
+            case "system":
+                self._conversation.system = text or None
+                _tell("from now on: " + (text or "as the model's template has it"))
+            case "save":
+                self._save(text)
+            case _:
+                print_error(f"there is no command /{name}; /help lists those that there are")
 
     def _save(self, name: str) -> None:
         if not name:
             print_error("/save needs the name of a file")
             return
         file, messages = Path(name).expanduser(), self._conversation.all_messages()
-        with file.open("x", encoding="utf-8") as opened:  # never over what is there
+        with file.open("x", encoding="utf-8") as opened:  # fails if it exists
             if file.suffix == ".json":
                 json.dump(messages, opened, ensure_ascii=False, indent=1)
             else:
@@ -185,7 +170,7 @@ class ChatSession:
 
 
 def answer(conversation: Conversation, text: str) -> None:
-    """Say something in a conversation, and print the answer on standard output as it comes."""
+    """Send a message, and print the output as it comes."""
     forgotten = conversation.num_forgotten
     shown = WrappedText()
     with contextlib.closing(conversation.say(text)) as pieces:
@@ -210,7 +195,7 @@ def answer(conversation: Conversation, text: str) -> None:
 
 
 def tell_figures(conversation: Conversation) -> None:
-    """Print the speed of the latest answer, and how much room is left, on standard error."""
+    """Print the speed of the latest output, and the tokens used, on standard error."""
     request = conversation.last
     metrics = None if request is None else request.metrics
     if request is None or metrics is None or metrics.finished_time is None:
@@ -228,7 +213,7 @@ def tell_figures(conversation: Conversation) -> None:
 
 
 def _tell_of_repeats(conversation: Conversation) -> None:
-    """Warn where the latest answer repeats itself."""
+    """Warn if the latest output repeats itself."""
     times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
     if times:
         _tell(
@@ -262,11 +247,11 @@ def chat(
     Without a message: a session in the terminal, where /help tells more; a text that is piped in is one message.
     """
     began = time.perf_counter()
-    turns = [" ".join(words), *(then or [])] if words else list(then or [])
-    is_session = not turns and sys.stdin.isatty()
-    if not turns and not is_session:
-        turns = [stdin_text().strip()]
-    if any(not turn.strip() for turn in turns):
+    messages = [" ".join(words), *(then or [])] if words else list(then or [])
+    is_session = not messages and sys.stdin.isatty()
+    if not messages and not is_session:
+        messages = [stdin_text().strip()]
+    if not all(message.strip() for message in messages):
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
     with typing_kept():  # for the first prompt
         settings = settings_of(config, **overrides)
@@ -274,12 +259,10 @@ def chat(
         from graphdecode.text import Conversation, RunSummary, render_chat
 
         given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-        SamplingParams(**given)  # what cannot be is said before a model is looked for
+        SamplingParams(**given)  # fails before the model is loaded, and so does a model without a template
         checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
-        messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]
-        render_chat(
-            checkpoint.tokenizer, messages, chat_template=chat_template
-        )  # no template: said before the weights are read
+        first = {"role": "user", "content": messages[0] if messages else "Hello"}
+        render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)
         settings = fitted(settings, [1], None, answers=1, trained_length=checkpoint.trained_length)
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
     with llm:
@@ -289,7 +272,7 @@ def chat(
             _greet(model, conversation)
             ChatSession(conversation, make_prompt_session()).run()
         else:
-            _say(conversation, turns, RunSummary(llm, load_seconds=time.perf_counter() - began))
+            _say(conversation, messages, RunSummary(llm, load_seconds=time.perf_counter() - began))
 
 
 def _greet(model: str, conversation: Conversation) -> None:
@@ -300,14 +283,14 @@ def _greet(model: str, conversation: Conversation) -> None:
     )
 
 
-def _say(conversation: Conversation, turns: list[str], summary: RunSummary) -> None:
-    """Print the answer to each turn, under what was said where there are several, and one line of figures."""
+def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -> None:
+    """Print the output for each message, and one line of figures."""
     outputs: list[RequestOutput] = []
     try:
-        for turn in turns:
-            if len(turns) > 1:
-                print(f">>> {turn}", flush=True)
-            answer(conversation, turn)
+        for message in messages:
+            if len(messages) > 1:
+                print(f">>> {message}", flush=True)
+            answer(conversation, message)
             if conversation.last is not None:
                 outputs.append(conversation.last)
     except KeyboardInterrupt:

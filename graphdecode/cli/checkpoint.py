@@ -14,9 +14,9 @@ from graphdecode.errors import ArgumentError
 class FoundCheckpoint(NamedTuple):
     """A model that can be loaded."""
 
-    path: Path  # of its folder or file
-    tokenizer: Any  # of transformers
-    trained_length: int  # tokens of a sequence that it was trained for
+    path: Path
+    tokenizer: Any
+    trained_length: int  # tokens of a sequence
 
 
 def find_checkpoint(
@@ -25,12 +25,11 @@ def find_checkpoint(
     """Resolve and check a model, and load its tokenizer.
 
     Args:
-        tokenizer: to take in the place of its own, or None.
-        settings: say who runs the model, and whether its own code may run.
-        max_sequence_length: as the option says, which must not be more than the model was trained for.
+        tokenizer: instead of the model's own.
+        max_sequence_length: of the option; at most what the model was trained for.
 
     Raises:
-        ArgumentError: there is no such model, or it cannot be loaded so.
+        ArgumentError: there is no such model, or it cannot be loaded.
     """
     from graphdecode.models import check_model, resolve_model_path
     from graphdecode.text import load_tokenizer
@@ -50,12 +49,11 @@ def find_checkpoint(
 def fitted(
     settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, answers: int, trained_length: int
 ) -> EngineConfig:
-    """Return the settings with their capacity reduced to what some prompts need, and no graph that they may not need.
+    """Return the settings with the capacity and the graphs that some prompts need, and no more.
 
     Args:
-        settings: rows, lengths and buckets at most.
-        prompt_lengths: tokens of each prompt, at least one prompt.
-        max_tokens: of each answer; None means that an answer may be as long as there is room.
+        prompt_lengths: tokens of each prompt; at least one prompt.
+        max_tokens: of each output; None: up to the capacity.
         trained_length: tokens of a sequence that the model was trained for.
     """
     from graphdecode.models import resolve_device
@@ -68,7 +66,7 @@ def fitted(
     if not isinstance(sizes, str):
         rows = buckets.ladder.bucket_for(rows)  # of the buckets that were chosen, the one that would run
         sizes = [size for size in buckets.ladder if size <= rows]
-    # a graph that is captured later finds the memory of a GPU given to the cache
+    # on a GPU the cache takes the memory that a later capture would need
     when = "idle" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
     fitting = replace(buckets, max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes, capture_when=when)
     return replace(settings, buckets=fitting)

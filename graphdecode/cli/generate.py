@@ -32,8 +32,6 @@ from graphdecode.errors import ArgumentError, cause
 if TYPE_CHECKING:
     from graphdecode import LLM, RequestOutput, SamplingParams
     from graphdecode.config import EngineConfig
-    from graphdecode.text import Stream
-    from graphdecode.text.answer import Answer
 
 
 @sampling(*ALL)
@@ -68,7 +66,7 @@ def generate(
     from graphdecode.text import RunSummary
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-    asked = SamplingParams(**given)  # what cannot be is said before a model is looked for
+    asked = SamplingParams(**given)  # fails before the model is loaded
     if record_batches is not None:
         check_record(record_batches)
     checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
@@ -77,7 +75,7 @@ def generate(
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
         try:
-            outputs = (_print_json if as_json else _print_text)(llm, texts, params)
+            outputs = _print_outputs(llm, texts, params, as_json)
         finally:
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
@@ -93,7 +91,7 @@ def generate(
 def _sized(
     settings: EngineConfig, checkpoint: FoundCheckpoint, texts: list[str], params: SamplingParams
 ) -> EngineConfig:
-    """Return settings whose capacity is what these prompts can use."""
+    """Return the settings with the capacity that these prompts need."""
     most = params.truncate_prompt_tokens
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
@@ -119,67 +117,49 @@ def _collect_prompts(arguments: list[str], options: list[str], file: Path | None
     return texts
 
 
-def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    """Stream the answers in the order of their prompts; all of them are computed side by side."""
-    from tqdm import tqdm
+def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: bool) -> list[RequestOutput]:
+    """Print the outputs in the order of their prompts: text as it comes, or one JSON line per prompt.
 
-    prompts = _streams(llm, texts, params)
-    hidden = len(texts) == 1 or sys.stdout.isatty()
-    with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
-        for text, streams in zip(texts, prompts, strict=True):
-            for number, stream in enumerate(streams, 1):
-                if len(texts) > 1 or params.n > 1:
-                    print(f">>> {text}" + (f" ({number} of {params.n})" if params.n > 1 else ""))
-                for piece in stream:
-                    print(piece, end="", flush=True)
-                print(flush=True)
-            bar.update()
-    return [streams[0].request for streams in prompts]
-
-
-def _streams(llm: LLM, texts: list[str], params: SamplingParams) -> list[list[Stream]]:
-    """Hand all prompts in; return the streams of each one's answers, or one that is empty where it was refused."""
-    from graphdecode.text import Stream
-
-    orders = [llm.intake.order(text, llm.intake.encode(text), params) for text in texts]
-    llm.router.submit(request for order in orders for request in order.requests)
-    refused: list[Answer | None] = [None]
-    return [[Stream(order.output, answer, llm.router) for answer in order.answers or refused] for order in orders]
-
-
-def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    """Print a line a prompt as it is answered, in the order of the prompts.
-
-    When interrupted: a line for each prompt that is left, with what there is; answers that are not complete have the
-    `finish_reason` "abort", and their line an `error`.
+    When interrupted, each remaining prompt still gets its line: incomplete outputs have the `finish_reason` "abort",
+    and the line an `error`.
     """
     from tqdm import tqdm
 
+    from graphdecode.text import Stream
     from graphdecode.text.router import DeferredInterrupt
 
-    prompts = _streams(llm, texts, params)
-    waiting = deque(streams[0].request for streams in prompts)
+    orders = [llm.input_processor.order(text, params) for text in texts]
+    llm.router.submit(orders)
+    waiting = deque(orders)
+    hidden = not as_json and (len(texts) == 1 or sys.stdout.isatty())
     try:
-        for streams in tqdm(prompts, desc="generating", unit="prompt", leave=False, disable=None):
-            for stream in streams:
-                for _ in stream:
-                    pass
-            with DeferredInterrupt():  # a line is printed whole, and once
-                _print_record(waiting.popleft())
+        with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
+            for text, order in zip(texts, orders, strict=True):
+                for number, answer in enumerate(order.answers or [None], 1):
+                    if not as_json and (len(texts) > 1 or params.n > 1):
+                        print(f">>> {text}" + (f" ({number} of {params.n})" if params.n > 1 else ""))
+                    for piece in Stream(order.output, answer, llm.router):
+                        if not as_json:
+                            print(piece, end="", flush=True)
+                    if not as_json:
+                        print(flush=True)
+                with DeferredInterrupt():  # a line is printed whole, and once
+                    waiting.popleft()
+                    if as_json:
+                        _print_record(order.output)
+                bar.update()
     finally:
         with DeferredInterrupt():
-            for streams in prompts[len(prompts) - len(waiting) :]:
-                for stream in streams:
-                    stream.close()
-            for request in waiting:
-                if any(answer.finish_reason == "abort" for answer in request.outputs):
-                    request.error = "interrupted before the answer was complete"
-                _print_record(request)
-    return [streams[0].request for streams in prompts]
+            llm.router.give_up([answer for order in waiting for answer in order.answers])
+            for order in waiting if as_json else ():
+                if any(output.finish_reason == "abort" for output in order.output.outputs):
+                    order.output.error = "interrupted before the answer was complete"
+                _print_record(order.output)
+    return [order.output for order in orders]
 
 
 def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
-    """Suggest the chat template where a chat model gives an empty answer to a plain prompt."""
+    """Suggest the chat template if a chat model gives an empty output."""
     silent = any(answer.finish_reason == "stop" and not answer.text.strip() for o in outputs for answer in o.outputs)
     if silent and llm.tokenizer.chat_template:
         tell(

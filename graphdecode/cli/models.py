@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, overriding, settings_of, tell, wide_console
+from graphdecode.cli.options import ConfigOption, overriding, settings_of, table_of, tell, wide_console
 from graphdecode.errors import ArgumentError, GraphdecodeError
 
 if TYPE_CHECKING:
@@ -48,10 +49,7 @@ def quantize(
     made = quantized_copy(
         model, out, to, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
     )
-    files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    tell(f"{size / 2**20:.1f} MiB of {to} written to")
-    typer.echo(made)
+    _tell_written(made, f" of {to}")
 
 
 @overriding()
@@ -72,8 +70,12 @@ def convert(
     from graphdecode.convert import converted_copy
 
     made = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
-    size = sum(file.stat().st_size for file in made.iterdir() if file.is_file())
-    tell(f"{size / 2**20:.1f} MiB written to")
+    _tell_written(made, "")
+
+
+def _tell_written(made: Path, of_what: str) -> None:
+    files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
+    tell(f"{sum(file.stat().st_size for file in files) / 2**20:.1f} MiB{of_what} written to")
     typer.echo(made)
 
 
@@ -82,18 +84,18 @@ models = typer.Typer(invoke_without_command=True, epilog="Example: graphdecode m
 
 @dataclass
 class ModelRecord:
-    """A model of this machine, and what it needs."""
+    """A model of this machine, and the memory that it needs."""
 
-    name: str  # what `--model` takes
+    name: str  # for `--model`
     place: str  # "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache"
-    path: str  # of its folder or file
+    path: str
     format: str  # "safetensors" or "gguf"
-    disk_bytes: int  # what its files take
-    error: str | None = None  # why it cannot be run here; None: it can, and the fields below are known
-    architecture: str | None = None  # Hugging Face's name of it
-    dtype: str | None = None  # that it would be computed in
-    weight_bytes: int | None = None  # of memory, in that dtype
-    max_sequence_length: int | None = None  # tokens of a sequence, by the configuration and the model
+    disk_bytes: int
+    error: str | None = None  # why it cannot run here; if None, the fields below are known
+    architecture: str | None = None  # Hugging Face's name
+    dtype: str | None = None  # for computing
+    weight_bytes: int | None = None  # of memory
+    max_sequence_length: int | None = None  # by the configuration and the model
     cache_bytes: int | None = None  # of memory, for one such sequence
     fits: bool | None = None  # whether both are free on the device now
 
@@ -114,10 +116,10 @@ def show(
         return
     settings = settings_of(config, **overrides)
     from graphdecode.models import resolve_device
-    from graphdecode.models.source import local_models
+    from graphdecode.models.source import INSTALLABLE, local_models
 
-    place = resolve_device(settings.device)
-    records = [_record(model, settings, place) for model in local_models()]
+    device = resolve_device(settings.device)
+    records = [_record(model, settings, device) for model in local_models()]
     if as_json:
         typer.echo(json.dumps([asdict(record) for record in records], indent=1))
         return
@@ -126,7 +128,12 @@ def show(
     for record in records:
         if record.error is not None:
             console.print(f"{record.name}: {record.error}", highlight=False, markup=False, soft_wrap=True)
-    _tell_of_others({record.name for record in records})
+    for model in INSTALLABLE:
+        if model.name not in {record.name for record in records}:
+            typer.echo(
+                f"to be installed with `graphdecode models install {model.name}`: {model.summary} "
+                f"({model.megabytes} MB, {model.licence})"
+            )
 
 
 @models.command(epilog="Example: graphdecode models install smollm2")
@@ -151,17 +158,13 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
     from graphdecode.models import check_model, kept_bytes, resolve_dtype
     from graphdecode.models.gguf.files import SUFFIX, models_in
 
-    is_gguf = model.path.suffix == SUFFIX or (model.path.is_dir() and bool(models_in(model.path)))
-    record = ModelRecord(
-        model.name, model.place, str(model.path), "gguf" if is_gguf else "safetensors", model.disk_bytes
-    )
+    path = model.path
+    kind = "gguf" if path.suffix == SUFFIX or (path.is_dir() and models_in(path)) else "safetensors"
+    record = ModelRecord(model.name, model.place, str(path), kind, model.disk_bytes)
     try:
-        described = check_model(
-            model.path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code
-        )
+        described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
         chosen = resolve_dtype(settings.dtype, described.dtype, device, few_bits=described.few_bits, compiles=False)
         one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
-        free = free_bytes(device)
         cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, chosen)
         capacity = plan_capacity(one_row, described, cache_dtype, device, available_bytes=2**62)
     except GraphdecodeError as error:
@@ -169,41 +172,27 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         return record
     record.architecture = described.architecture
     record.dtype = str(chosen).removeprefix("torch.")
-    record.weight_bytes = kept_bytes(model.path, described, chosen, device, quantize=settings.quantize)
+    record.weight_bytes = kept_bytes(path, described, chosen, device, quantize=settings.quantize)
     record.max_sequence_length = capacity.max_sequence_length
     record.cache_bytes = capacity.page_bytes * (capacity.total_num_pages + 1)  # one page is for padding
-    record.fits = record.weight_bytes + record.cache_bytes <= free
+    record.fits = record.weight_bytes + record.cache_bytes <= free_bytes(device)
     return record
 
 
 def _table(records: list[ModelRecord]) -> Table:
-    table = Table(box=box.SIMPLE)
-    table.add_column("model", no_wrap=True)
-    for head in ("from", "format", "architecture"):
-        table.add_column(head, overflow="fold")
-    for head in ("disk MiB", "weights MiB", "cache MiB", "of tokens", "fits now"):
-        table.add_column(head, justify="right", overflow="fold")
-    for record in records:
-        cells = [record.name, record.place, record.format, record.architecture or "", _mebibytes(record.disk_bytes)]
-        if record.error is None:
-            cells.append(f"{_mebibytes(record.weight_bytes)} {record.dtype}")
-            cells += [_mebibytes(record.cache_bytes), str(record.max_sequence_length), "yes" if record.fits else "no"]
-        else:
-            cells += ["", "", "", "cannot run"]
-        table.add_row(*cells)
-    return table
+    columns: dict[str, Callable[[ModelRecord], str]] = {
+        "model": lambda record: record.name,
+        "from": lambda record: record.place,
+        "format": lambda record: record.format,
+        "architecture": lambda record: record.architecture or "",
+        "disk MiB": lambda record: _mebibytes(record.disk_bytes),
+        "weights MiB": lambda record: f"{_mebibytes(record.weight_bytes)} {record.dtype or ''}".strip(),
+        "cache MiB": lambda record: _mebibytes(record.cache_bytes),
+        "of tokens": lambda record: str(record.max_sequence_length or ""),
+        "fits now": lambda record: "cannot run" if record.error else "yes" if record.fits else "no",
+    }
+    return table_of(records, columns, left=["model", "from", "format", "architecture"], box=box.SIMPLE)
 
 
 def _mebibytes(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.1f}"
-
-
-def _tell_of_others(names: set[str]) -> None:
-    from graphdecode.models.source import INSTALLABLE
-
-    for model in INSTALLABLE:
-        if model.name not in names:
-            typer.echo(
-                f"to be installed with `graphdecode models install {model.name}`: {model.summary} "
-                f"({model.megabytes} MB, {model.licence})"
-            )

@@ -1,4 +1,4 @@
-"""Shared by commands: options made from the tables of settings, messages on standard error, input."""
+"""Shared by commands: options from the tables of settings, messages on standard error, tables, input."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from graphdecode.config import BucketConfig, EngineConfig, ReplicaConfig, ServerConfig
 from graphdecode.config.key import Option
@@ -21,6 +22,7 @@ from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 from graphdecode.extensions import load_modules
 
+Row = TypeVar("Row")
 STDERR = Console(stderr=True)
 ModelOption = Annotated[
     str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id.")
@@ -30,9 +32,9 @@ TokenizerOption = Annotated[
     str | None, typer.Option(help="A folder, file or repository to take the tokenizer from; left out: the model's.")
 ]
 
-_REPEATED = {list[str]: "TEXT", list[int]: "ID"}  # what stands for a value of options that may be repeated
-_LEAST_WIDTH = 118  # of tables where standard output is no terminal
-OF_A_MODEL = (  # the settings that commands take which run a model
+_REPEATED = {list[str]: "TEXT", list[int]: "ID"}  # metavars of options that may be repeated
+_LEAST_WIDTH = 118  # of tables if standard output is no terminal
+OF_A_MODEL = (  # settings of the commands that run a model
     "device",
     "dtype",
     "quantize",
@@ -56,14 +58,33 @@ OF_A_CHAT = (
 
 
 def wide_console() -> Console:
-    """Return a console on standard output that gives wide tables their width in a file, where COLUMNS says no other."""
+    """Return a console on standard output, wide enough for tables in a file unless COLUMNS says otherwise."""
     console = Console()
-    is_as_it_is = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
-    return console if is_as_it_is else Console(width=max(console.width, _LEAST_WIDTH))
+    has_width = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return console if has_width else Console(width=max(console.width, _LEAST_WIDTH))
+
+
+def table_of(
+    rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]], left: Iterable[str] = (), **options: Any
+) -> Table:
+    """Return a table with a line for each row.
+
+    Args:
+        columns: what writes a cell, by its column's head.
+        left: heads of columns that are aligned left; the first of them is not wrapped.
+        options: of rich's `Table`.
+    """
+    table, left = Table(**options), tuple(left)
+    for head in columns:
+        justify: Any = "left" if head in left else "right"
+        table.add_column(head, justify=justify, no_wrap=head in left[:1], overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
+    return table
 
 
 def field_options(config: type) -> dict[str, Any]:
-    """Return the options that a dataclass states for its fields, as typer takes them, by the fields' names."""
+    """Return typer's options for the fields of a dataclass, by name."""
     hints = get_type_hints(config, localns={"Sequence": list, "Mapping": _Pairs})
     return {
         each.name: _annotated(each, hints[each.name])
@@ -73,7 +94,7 @@ def field_options(config: type) -> dict[str, Any]:
 
 
 class _Pairs(dict[Any, Any]):
-    """A mapping, which comes as texts at the shell."""
+    """A mapping, given as texts at the shell."""
 
 
 def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
@@ -94,11 +115,7 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
 def taking(
     name: str, options: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command some options; those that were given come together as one argument, a dict.
-
-    Args:
-        read: makes of what was given what the command gets.
-    """
+    """Give a command some options, which it gets as one argument: a dict of those that were given, through `read`."""
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -117,7 +134,7 @@ def taking(
     return with_options
 
 
-OPTIONS: dict[type, dict[str, Any]] = {  # of all settings, by their fields
+OPTIONS: dict[type, dict[str, Any]] = {  # of all settings, by field
     config: field_options(config) for config in (BucketConfig, EngineConfig, ServerConfig, ReplicaConfig)
 }
 
@@ -128,20 +145,14 @@ def chosen(config: type, *fields: str) -> dict[str, Any]:
 
 
 def overriding(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of some settings of an engine; those that were given come as `overrides`.
-
-    Args:
-        fields: of `BucketConfig` and `EngineConfig`, beside `load_modules`, which every such command takes.
-    """
+    """Give a command the options of some fields of `BucketConfig` and `EngineConfig`, and `load_modules`, as
+    `overrides`."""
     known = OPTIONS[BucketConfig] | OPTIONS[EngineConfig]
     return taking("overrides", {name: known[name] for name in (*fields, "load_modules")})
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
-    """Return the settings of a configuration file, or the defaults, with options; load the modules that they name.
-
-    Args:
-        config: the file, or None.
+    """Return the settings of a configuration file (None: the defaults) with options, and load their modules.
 
     Raises:
         ArgumentError: the file or an option cannot be used.
@@ -151,32 +162,8 @@ def settings_of(config: Path | None, **options: Any) -> EngineConfig:
     return found
 
 
-def check_new_file(option: str, path: Path) -> None:
-    """Refuse a file that could not be written, before anything is measured.
-
-    Raises:
-        ArgumentError: it is a folder, or in no folder.
-    """
-    if path.is_dir() or not path.parent.is_dir():
-        raise ArgumentError(f"{option} must be a file in a folder that exists, got {path}")
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Read whole numbers that are separated by commas.
-
-    Raises:
-        ArgumentError: there is none, or something else.
-    """
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ArgumentError(
-            f"{option} must be whole numbers separated by commas, such as 1,8,64; got {text!r}"
-        ) from None
-
-
 def stdin_text() -> str:
-    """Return all that standard input holds.
+    """Return the text of standard input.
 
     Raises:
         ArgumentError: it is no text.
@@ -189,13 +176,13 @@ def stdin_text() -> str:
 
 def print_error(message: str) -> None:
     """Print an error as one line on standard error."""
-    # a name out of a stranger's file may hold what moves a terminal's cursor, or cannot be encoded
+    # names from files may hold control characters, or surrogates
     safe = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message)
     tell(f"error: {safe}", style="red", is_prose=False)
 
 
 def tell(message: str, style: str | None = None, *, is_prose: bool = True) -> None:
-    """Print a message on standard error; in a terminal prose ends its lines behind words, and all else is as it is."""
+    """Print a message on standard error; in a terminal prose is wrapped at words."""
     is_exact = not (is_prose and STDERR.is_terminal)
     STDERR.print(message, style=style, highlight=False, soft_wrap=is_exact, markup=False)
 
@@ -205,16 +192,11 @@ ALL = tuple(_OPTIONS)
 
 
 def sampling(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of some fields of `SamplingParams`; those that were given come as `sampling`."""
+    """Give a command the options of some fields of `SamplingParams`, as `sampling`."""
     return taking("sampling", {name: _OPTIONS[name] for name in fields}, _with_biases)
 
 
 def _with_biases(given: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of `SamplingParams`; token ids and numbers of biases are read from what was typed.
-
-    Raises:
-        ArgumentError: a bias is none.
-    """
     biases = {}
     for text in given.get("logit_bias", ()):
         token, _, value = text.partition("=")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, numbers, overriding, settings_of, wide_console
+from graphdecode.cli.options import ConfigOption, overriding, settings_of, table_of, wide_console
 from graphdecode.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from graphdecode.profiling.comparison import PointChange
 
 
 @overriding("device", "dtype", "quantize", "model_impl")
@@ -34,7 +37,12 @@ def profile(
     console = wide_console()
     if compare is not None:
         raise typer.Exit(_print_comparison(console, *compare, tolerance))
-    lengths = numbers("--contexts", contexts)
+    try:
+        lengths = [int(part) for part in contexts.split(",")]
+    except ValueError:
+        raise ArgumentError(
+            f"--contexts must be whole numbers separated by commas, such as 1,8,64; got {contexts!r}"
+        ) from None
     if steps < 1:
         raise ArgumentError(f"--steps must be >= 1, got {steps}")
     if out.exists() and not out.is_dir():
@@ -74,23 +82,18 @@ def _print_comparison(console: Console, before: Path, after: Path, tolerance: fl
 
     comparison = compare_profiles(read_profile(before), read_profile(after))
     slower, unclear = comparison.slower(tolerance), comparison.unclear(tolerance)
-    table = Table(title=f"{before} -> {after}: median step, and that of the quickest round")
-    heads = ("bucket", "context", "before ms", "after ms", "after/before", "quickest rounds", "noise")
-    for head in heads:
-        table.add_column(head, justify="right")
-    table.add_column("")
-    for change in comparison.changes:
-        table.add_row(
-            str(change.bucket),
-            str(change.context),
-            f"{change.before_ms:.4f}",
-            f"{change.after_ms:.4f}",
-            f"{change.ratio:.3f}",
-            f"{change.quiet_ratio:.3f}",
-            f"{100 * change.noise:.1f}%",
-            "slower" if change in slower else "too noisy to tell" if change in unclear else "",
-        )
-    console.print(table)
+    columns: dict[str, Callable[[PointChange], str]] = {
+        "bucket": lambda change: str(change.bucket),
+        "context": lambda change: str(change.context),
+        "before ms": lambda change: f"{change.before_ms:.4f}",
+        "after ms": lambda change: f"{change.after_ms:.4f}",
+        "after/before": lambda change: f"{change.ratio:.3f}",
+        "quickest rounds": lambda change: f"{change.quiet_ratio:.3f}",
+        "noise": lambda change: f"{100 * change.noise:.1f}%",
+        "": lambda change: "slower" if change in slower else "too noisy to tell" if change in unclear else "",
+    }
+    title = f"{before} -> {after}: median step, and that of the quickest round"
+    console.print(table_of(comparison.changes, columns, left=[""], title=title))
     for difference in comparison.differences:
         console.print(f"not the same in both: {difference}", style="yellow", markup=False)
     console.print(

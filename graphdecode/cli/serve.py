@@ -46,16 +46,12 @@ _OF_THE_SERVER = (
     "allowed_hosts",
     "log_requests",
 )
-_AHEAD = 2  # requests under way for each row: a row that is free finds its next request there
+_AHEAD = 2  # requests in flight for each row
 _ENDLESS = 2**31 - 1
 
 
 def check_extra(doing: str, extra: str = "serve") -> None:
-    """Refuse to go on without the packages of an extra.
-
-    Raises:
-        ArgumentError: one is missing.
-    """
+    """Raise ArgumentError if a package of an extra is missing."""
     missing = [name for name in _NEEDED[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ArgumentError(f"{doing} needs {', '.join(missing)}: pip install 'graphdecode[{extra}]'")
@@ -64,14 +60,7 @@ def check_extra(doing: str, extra: str = "serve") -> None:
 def service_maker(
     model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig
 ) -> Callable[[], Service]:
-    """Return a picklable factory of a model's service, which is not started yet.
-
-    Args:
-        tokenizer: to take in the place of its own, or None.
-
-    Raises:
-        ArgumentError: there is no such model, or it cannot be loaded so.
-    """
+    """Return a picklable factory of a model's service; for arguments and errors see `find_checkpoint`."""
     from graphdecode import __version__
     from graphdecode.models import generation_defaults
     from graphdecode.server.service import Service
@@ -80,7 +69,7 @@ def service_maker(
     checkpoint = find_checkpoint(model, tokenizer, settings)
     if limits.chat_template is not None:
         checkpoint.tokenizer.chat_template = read_template(Path(limits.chat_template).expanduser())
-        render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # what is no template is said now
+        render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # raises if it is no template
     return partial(
         Service,
         checkpoint.path,
@@ -95,28 +84,16 @@ def service_maker(
 
 
 def prepare_ray(doing: str, several: ReplicaConfig) -> None:
-    """Check that Ray is installed, and set the environment that it reads at import.
-
-    Args:
-        several: the replicas; without an address they are on a Ray of this machine, which nobody else shall reach.
-
-    Raises:
-        ArgumentError: it is missing.
-    """
+    """Set the environment that Ray reads at import; raise ArgumentError if it is not installed."""
     check_extra(doing, "ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if several.ray_address is None:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # it listens on the loopback interface alone
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # listens on the loopback interface alone
         os.environ.setdefault("RAY_worker_niceness", "0")  # engines are no work for the background
 
 
 def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
-    """Return the settings of each of several engines, which share a machine's memory on a CPU.
-
-    Args:
-        settings: of one engine that has the machine for itself.
-        several: how many there are at most, and whether all are on this machine.
-    """
+    """Return the settings of each of several engines; on a CPU they share the machine's memory."""
     import torch
 
     on_gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
@@ -161,33 +138,26 @@ def _run(
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
-    if several.wanted and not several.direct:
-        _run_behind_proxies(make_service, settings, limits, several)
+    if several.wanted and not several.direct:  # behind Ray's proxies
+        from graphdecode.server.replicas.cluster import Cluster
+
+        if several.ray_address is None or limits.port == 0:  # the proxies of a cluster may have the port already
+            with bind(limits.host, limits.port) as free:
+                limits = replace(limits, port=free.getsockname()[1])
+        service = make_service()
+        ready = partial(_say_ready, service, f"http://{limits.host}:{limits.port}")
+        asyncio.run(Cluster(make_service, settings, limits, several, "proxy").run(ready))
         return
     bound = bind(limits.host, limits.port)
-    service, address = make_service(), f"http://{limits.host}:{bound.getsockname()[1]}"
+    service = make_service()
+    ready = partial(_say_ready, service, f"http://{limits.host}:{bound.getsockname()[1]}")
     if several.wanted:
         from graphdecode.server.replicas.cluster import Cluster
 
         cluster = Cluster(make_service, settings, limits, several, "direct")
-        asyncio.run(run(cluster, cluster.app, bound, lambda: _say_ready(service, address)))
+        asyncio.run(run(cluster, cluster.app, bound, ready))
     else:
-        asyncio.run(run(service, lambda: make_app(service), bound, lambda: _say_ready(service, address)))
-
-
-def _run_behind_proxies(
-    make_service: Callable[[], Service], settings: EngineConfig, limits: ServerConfig, several: ReplicaConfig
-) -> None:
-    import asyncio
-
-    from graphdecode.server.replicas.cluster import Cluster
-    from graphdecode.server.run import bind
-
-    if several.ray_address is None or limits.port == 0:  # the proxies of a cluster may listen on their port already
-        with bind(limits.host, limits.port) as free:
-            limits = replace(limits, port=free.getsockname()[1])
-    service, address = make_service(), f"http://{limits.host}:{limits.port}"
-    asyncio.run(Cluster(make_service, settings, limits, several, "proxy").run(lambda: _say_ready(service, address)))
+        asyncio.run(run(service, lambda: make_app(service), bound, ready))
 
 
 def _say_ready(service: Service, address: str) -> None:
@@ -223,7 +193,7 @@ def batch(
     from graphdecode.server.batch import BatchInput, BatchOutput
 
     settings = settings_of(config, **overrides)
-    # nobody else waits here: what a server refuses for their sake is answered in its turn
+    # there are no other clients to be fair to
     endless = {"max_waiting": _ENDLESS, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
     limits = load_server_config(config, **endless, **serving)
     several = load_replica_config(config, **scale)

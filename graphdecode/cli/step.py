@@ -1,4 +1,4 @@
-"""The commands that look into steps: `graphdecode check` and `graphdecode inspect`."""
+"""`graphdecode check` and `graphdecode inspect`: a step and its graphs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -25,12 +23,11 @@ if TYPE_CHECKING:
     from graphdecode.engine.runner import Runner
     from graphdecode.graphs import GraphReport, GraphTable
 
-_REPLAYS = 3  # of each bucket, so that the report has something to count
+_REPLAYS = 3  # of each bucket, for the report
 _BESIDE = {"prompts": "prompts, by tokens", "mixed": "mixed steps, by rows + tokens of prompts"}
 
 
-@dataclass(frozen=True)
-class _UserStep:
+class _UserStep(NamedTuple):
     """A user's step, from a module."""
 
     step: Callable[[Batch], None]
@@ -45,25 +42,19 @@ def _load(target: str) -> _UserStep:
 
     module_name, _, function = target.partition(":")
     sys.path.insert(0, ".")
-    module = _imported(module_name)
-    step, buffers = getattr(module, function or "step", None), getattr(module, "buffers", None)
-    if not callable(step) or not isinstance(buffers, StepBuffers):
-        raise ArgumentError(f"{target}: the module needs that function, and a StepBuffers named buffers")
-    between_steps = getattr(module, "between_steps", None)
-    if between_steps is not None and not callable(between_steps):
-        raise ArgumentError(f"{module_name}.between_steps must be a function, got {between_steps!r}")
-    return _UserStep(
-        step, buffers, getattr(module, "constants", ()), between_steps, getattr(module, "batch_sizes", None)
-    )
-
-
-def _imported(module_name: str) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if "importlib" in last.filename else f" at {last.filename}:{last.lineno}"
-        raise ArgumentError(f"{module_name} cannot be imported{place}: {type(error).__name__}: {error}") from error
+        where = "" if "importlib" in last.filename else f" at {last.filename}:{last.lineno}"
+        raise ArgumentError(f"{module_name} cannot be imported{where}: {type(error).__name__}: {error}") from error
+    names = (function or "step", "buffers", "between_steps", "batch_sizes")
+    step, buffers, between_steps, batch_sizes = (getattr(module, name, None) for name in names)
+    if not callable(step) or not isinstance(buffers, StepBuffers):
+        raise ArgumentError(f"{target}: the module needs that function, and a StepBuffers named buffers")
+    if between_steps is not None and not callable(between_steps):
+        raise ArgumentError(f"{module_name}.between_steps must be a function, got {between_steps!r}")
+    return _UserStep(step, buffers, getattr(module, "constants", ()), between_steps, batch_sizes)
 
 
 def check(
@@ -81,8 +72,8 @@ def check(
     """
     from graphdecode.graphs import check as find_hazards
 
-    given = _load(target)
-    findings = find_hazards(given.step, given.buffers, constants=given.constants, between_steps=given.between_steps)
+    step, buffers, constants, between_steps, _ = _load(target)
+    findings = find_hazards(step, buffers, constants=constants, between_steps=between_steps)
     console = Console()
     if not findings:
         console.print(f"{target} can be captured", highlight=False)
@@ -126,11 +117,11 @@ def inspect(
 
     runner, drawn = None, svg if dot is None else dot
     if target is not None:
-        given = _load(target)
-        rows = given.buffers.max_batch_size
-        ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
+        step, buffers, constants, _, sizes = _load(target)
+        rows = buffers.max_batch_size
+        ladder = BucketLadder.auto(rows) if sizes is None else BucketLadder(sizes, rows)
         _check_drawn(drawn, ladder)
-        graphs: GraphTable = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
+        graphs: GraphTable = GraphManager(step, buffers, ladder, constants=constants)
     else:
         _check_drawn(drawn, settings.buckets.ladder)
         runner = load_runner(model, settings, progress=True)
@@ -151,13 +142,13 @@ def inspect(
 
 
 def _check_drawn(bucket: int | None, ladder: BucketLadder) -> None:
-    """Refuse a bucket that there will not be, before anything is loaded or captured."""
+    """Refuse an unknown bucket before anything is loaded or captured."""
     if bucket is not None and bucket not in ladder.sizes:
         raise ArgumentError(f"bucket must be one of {list(ladder.sizes)}, got {bucket}")
 
 
 def _show(graphs: GraphTable, runner: Runner | None, as_json: bool) -> None:
-    """Print what the graphs of a step hold, and those of a model's prompts."""
+    """Print the graphs of a step, and of a model's prompts."""
     beside: dict[str, GraphReport] = {}
     if runner is not None:
         runner.graphs.capture(kinds=list(_BESIDE))

@@ -50,11 +50,7 @@ class Key:
     meaning: str  # one sentence or two, for the reference
 
     def check(self, value: Any, where: str | None = None) -> None:
-        """Refuse a value that the key does not take.
-
-        Raises:
-            ConfigError: naming the key, or `where` it stands, the value and what it must be.
-        """
+        """Raise a ConfigError naming the key, or `where` it stands, for a value that the key does not take."""
         if not self.values.accepts(value):
             raise ConfigError(f"{where or self.name} must be {self.values.expected}, got {shown(value)}")
 
@@ -69,13 +65,7 @@ def key(
     flag: str | None = None,
     help: str | None = None,
 ) -> Any:
-    """Return a dataclass field that is a key, and can be an option of commands.
-
-    Args:
-        name: in the file, where it differs from the field's.
-        flag: of the option, where it differs from the field's name.
-        help: of the option, where it differs from the meaning's first sentence.
-    """
+    """Return a dataclass field that is a key; `name` in the file, `flag` and `help` of commands where they differ."""
     shown_help = help or meaning.partition(". ")[0].rstrip(".") + "."
     limits = "May be repeated." if isinstance(default, tuple) else values.limits
     has_default = default is not None and not isinstance(default, (bool, tuple))
@@ -98,6 +88,12 @@ def keys_of(config: Any) -> tuple[Key, ...]:
     )
 
 
+def check_keys(config: Any) -> None:
+    """Raise a ConfigError for the first key of a configuration that has a value it does not take."""
+    for each in keys_of(config):
+        each.check(getattr(config, each.field))
+
+
 def integer(low: int, high: int = _MOST_INTEGER) -> Values:
     """Return the integers of a range; a bool is none."""
     limits = f"At least {low}." if high == _MOST_INTEGER else f"{low} to {high}."
@@ -112,10 +108,9 @@ def long_integer() -> Values:
 
 def fraction() -> Values:
     """Return the numbers above 0 and up to 1."""
+    accepts = number(0).accepts
     return Values(
-        "a number above 0 and at most 1",
-        lambda value: (_is_integer(value) or isinstance(value, float)) and 0 < value <= 1,
-        limits="Above 0, at most 1.",
+        "a number above 0 and at most 1", lambda value: accepts(value) and 0 < value <= 1, limits="Above 0, at most 1."
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
-from graphdecode.config.key import Option, Values
+from graphdecode.config.key import Option, Values, boolean
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
 from graphdecode.errors import ArgumentError, shown
 
@@ -30,7 +31,7 @@ _CHECKPOINTS = "Left out: the checkpoint's."
 class StructuredOutputsParams:
     """Structured output: only tokens that keep to it are sampled; names and meanings are vLLM's.
 
-    Exactly one of the first six is given.
+    Exactly one of the first five is given.
 
     Args:
         json: a JSON Schema, as a dict or as text: the answer is JSON that it admits, with properties in its order.
@@ -42,9 +43,6 @@ class StructuredOutputsParams:
         disable_any_whitespace: write no whitespace between the parts of JSON.
         disable_additional_properties: objects whose schema does not speak of them have no further properties.
         whitespace_pattern: a regular expression of the whitespace between the parts of JSON; left out: any.
-
-    Raises:
-        ValueError: none or several of the first six are given, or something is of a wrong type.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -96,13 +94,13 @@ class StructuredOutputsParams:
             raise ArgumentError(f"structured_outputs: {name} must be {expected}, got {shown(getattr(self, name))}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> bool:
     # an integer may be too large to become a float
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= _LARGEST)  # type: ignore[operator]
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(low <= value <= high)  # type: ignore[operator]
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
 def _is_listed(value: Any) -> bool:
@@ -110,31 +108,20 @@ def _is_listed(value: Any) -> bool:
     return value is None or (isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray))
 
 
-def _is_count(value: Any) -> bool:
-    return value is None or (_is_integer(value) and value >= -1)
-
-
 def _are_ids(value: Any) -> bool:
-    return _is_listed(value) and all(_is_integer(token) and token >= 0 for token in value or ())
+    return _is_listed(value) and all(_is_integer(token, 0) for token in value or ())
 
 
-_AT_LEAST_0 = Values("a number >= 0", lambda value: _is_number(value) and value >= 0)
-_PENALTY = Values("a number in [-2, 2]", lambda value: _is_number(value) and -2 <= value <= 2)
-_COUNT = Values("None or an integer >= -1", _is_count)
+_AT_LEAST_0 = Values("a number >= 0", lambda value: _is_number(value, 0))
+_PENALTY = Values("a number in [-2, 2]", lambda value: _is_number(value, -2, 2))
+_COUNT = Values("None or an integer >= -1", lambda value: value is None or _is_integer(value, -1))
 _IDS = Values("a list of token ids >= 0", _are_ids)
-_SWITCH = Values("True or False", lambda value: isinstance(value, bool))
+_SWITCH = boolean()
+_ANSWERS = Values(f"an integer in 1..{MAX_ANSWERS}", lambda n: _is_integer(n, 1, MAX_ANSWERS))
 
 
 def _param(default: Any, values: Values | None = None, help: str = "", *flags: str, metavar: str | None = None) -> Any:
-    """Return a field of `SamplingParams` with its values and its command-line option.
-
-    Args:
-        default: of the field.
-        values: what it takes, whatever the others are; None: that depends on them.
-        help: of the commands' option; "": there is none.
-        flags: of the option; left out: the field's name.
-        metavar: of the option.
-    """
+    """Return a field of `SamplingParams`: its default, what it takes whatever the others are, and its option's help."""
     return field(default=default, metadata={"values": values, "option": Option(help, flags, metavar) if help else None})
 
 
@@ -187,37 +174,31 @@ class SamplingParams:
         ValueError: a value outside its range, with the name, the value and the range.
     """
 
-    n: int = _param(
-        1,
-        Values(f"an integer in 1..{MAX_ANSWERS}", lambda n: _is_integer(n) and 1 <= n <= MAX_ANSWERS),
-        "Answers to each prompt.",
-        "-n",
-        "--n",
-    )
+    n: int = _param(1, _ANSWERS, "Answers to each prompt.", "-n", "--n")
     temperature: float = _param(1.0, _AT_LEAST_0, f"0 is greedy. {_CHECKPOINTS}")
     top_k: int = _param(
         0,
-        Values("an integer >= -1", lambda k: _is_integer(k) and -1 <= k < 2**31),
+        Values("an integer >= -1", lambda k: _is_integer(k, -1, 2**31 - 1)),
         f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}",
     )
     top_p: float = _param(
         1.0,
-        Values("a number in (0, 1]", lambda p: _is_number(p) and 0 < p <= 1),
+        Values("a number in (0, 1]", lambda p: _is_number(p, 0, 1) and p > 0),
         f"Of the likeliest tokens of this much mass. {_CHECKPOINTS}",
     )
     min_p: float = _param(
         0.0,
-        Values("a number in [0, 1]", lambda p: _is_number(p) and 0 <= p <= 1),
+        Values("a number in [0, 1]", lambda p: _is_number(p, 0, 1)),
         f"Of the tokens at least this likely beside the likeliest. {_CHECKPOINTS}",
     )
     seed: int | None = _param(
         None,
-        Values("None or a 64-bit integer", lambda s: s is None or (_is_integer(s) and -(2**63) <= s < 2**63)),
+        Values("None or a 64-bit integer", lambda s: s is None or _is_integer(s, -(2**63), 2**63 - 1)),
         "Of the sampling; left out: the configuration's.",
     )
     repetition_penalty: float = _param(
         1.0,
-        Values("a number in [0.001, 1000]", lambda value: _is_number(value) and 1e-3 <= value <= 1e3),
+        Values("a number in [0.001, 1000]", lambda value: _is_number(value, 1e-3, 1e3)),
         f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}",
     )
     presence_penalty: float = _param(0.0, _PENALTY, "Taken from logits of generated tokens.")
@@ -266,7 +247,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each place of the prompt.")
     truncate_prompt_tokens: int | None = _param(
         None,
-        Values("None, -1 or an integer >= 1", lambda kept: _is_count(kept) and kept != 0),
+        Values("None, -1 or an integer >= 1", lambda kept: kept is None or (_is_integer(kept, -1) and kept != 0)),
         "Last tokens of a longer prompt that are kept; -1: those that leave room.",
     )
     skip_special_tokens: bool = _param(True, _SWITCH, "Out of the text.")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphdecode.config.key import auto_or, boolean, integer, key, keys_of, matching, none_or, number, one_of, texts
+from graphdecode.config.key import auto_or, boolean, check_keys, integer, key, matching, none_or, number, one_of, texts
 from graphdecode.errors import ConfigError
 
 SERVER = "server"  # the section
 REPLICAS = "replicas"  # the section
-# Of the way down, at a time. Requests under way tell little of what few replicas could take: 17 that are half busy have
+# Of the way down, at a time. Requests in flight tell little of what few replicas could take: 17 that are half busy have
 # as many as one that is full, and one step down to what these would fill leaves a backlog that takes more than 17.
 DOWNSCALING_FACTOR = 0.25
 
@@ -30,10 +30,7 @@ class ServerConfig:
         SERVER,
         (),
         texts("KEY"),
-        "Who brings one of them as a bearer token may use /v1; none: everybody may. The environment's "
-        "GRAPHDECODE_API_KEY adds one.",
-        help="Who brings one of them as a bearer token may use /v1; none: everybody may. GRAPHDECODE_API_KEY adds one.",
-        flag="--api-key",
+        "Who brings one of them as a bearer token may use /v1; none: everybody may. GRAPHDECODE_API_KEY adds one.",
     )
     served_model_name: str | None = key(
         SERVER, None, none_or(matching(r"\S+", "a name", "NAME"), '"my-model"'), "What clients call the model."
@@ -57,14 +54,9 @@ class ServerConfig:
     max_answers: int = key(SERVER, 128, integer(1), "Answers of one prompt: the largest n.")
     request_timeout_s: float = key(SERVER, 600.0, number(0), "A request is given up after so long; 0: never.")
     idle_timeout_s: float = key(
-        SERVER,
-        30.0,
-        number(0),
-        "A client that sends no whole request, or takes nothing, for so long is let go; 0: never.",
+        SERVER, 30.0, number(0), "A client that sends no whole request, or takes nothing, is let go then; 0: never."
     )
-    drain_timeout_s: float = key(
-        SERVER, 30.0, number(0), "How long running work may go on when the server is told to end."
-    )
+    drain_timeout_s: float = key(SERVER, 30.0, number(0), "How long work may go on when the server is told to end.")
     cors_origins: tuple[str, ...] | list[str] = key(
         SERVER, (), texts("ORIGIN"), 'Origins whose pages may call the server; "*" is all.', flag="--cors-origin"
     )
@@ -81,16 +73,12 @@ class ServerConfig:
         "A file with the template, in Jinja, that conversations go through; left out: the model's own.",
     )
     trust_request_chat_template: bool = key(
-        SERVER,
-        False,
-        boolean(),
-        "Let requests bring their own `chat_template`. It is a program, which runs in a child with limits.",
+        SERVER, False, boolean(), "Let requests bring their own `chat_template`: a program, run in a child with limits."
     )
     log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
 
     def __post_init__(self) -> None:
-        for each in keys_of(self):
-            each.check(getattr(self, each.field))
+        check_keys(self)
         for name in ("api_keys", "allowed_hosts", "cors_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -107,16 +95,14 @@ class ReplicaConfig:
         REPLICAS,
         None,
         none_or(integer(1), "2"),
-        "Engines; left out, and without autoscale: one, without Ray.",
+        "Engines that share the requests, on Ray; left out, and without autoscale: one, without Ray.",
         flag="--replicas",
-        help="Engines that share the requests, on Ray; left out: one, without Ray.",
     )
     autoscale: str | None = key(
         REPLICAS,
         None,
         none_or(matching(r"[1-9]\d*:[1-9]\d*", "MIN:MAX", "MIN:MAX"), '"1:4"'),
-        "Engines at least and at most.",
-        help="Engines at least and at most, on Ray, as the load asks for; in place of --replicas.",
+        "Engines at least and at most, on Ray, as the load asks for; in place of a number.",
     )
     ray_address: str | None = key(
         REPLICAS,
@@ -132,31 +118,22 @@ class ReplicaConfig:
     )
     fronts: int = key(REPLICAS, 1, integer(1), "Processes behind Ray's proxies that choose an engine for each request.")
     slack: int = key(
-        REPLICAS,
-        8,
-        integer(0),
-        "Requests by which an engine may be ahead of the least loaded one, and still get a request whose prompt's "
-        "beginning it has seen.",
+        REPLICAS, 8, integer(0), "Requests by which an engine may be ahead and still get one whose beginning it knows."
     )
     routing: str = key(
         REPLICAS,
         "prefix",
         one_of("prefix", "random"),
-        "Who gets a request: prefix is the least loaded and, within slack, who has the beginning of its prompt; random "
-        "is there to compare with.",
+        "Who gets a request: the least loaded and, within slack, who has the beginning of its prompt; or anybody.",
     )
     target_requests: int | str = key(
-        REPLICAS,
-        "auto",
-        auto_or(integer(1)),
-        "Requests of an engine that autoscaling aims at; auto: a quarter of max_batch_size.",
+        REPLICAS, "auto", auto_or(integer(1)), "Requests of an engine to aim at; auto: a quarter of max_batch_size."
     )
     upscale_delay_s: float = key(REPLICAS, 10.0, number(0), "Load must be above the target for so long.")
     downscale_delay_s: float = key(REPLICAS, 300.0, number(0), "Load must be below the target for so long.")
 
     def __post_init__(self) -> None:
-        for each in keys_of(self):
-            each.check(getattr(self, each.field))
+        check_keys(self)
         least, most = self.bounds
         if least > most:
             raise ConfigError(f"autoscale must be MIN:MAX with MIN at most MAX, got {self.autoscale!r}")
@@ -178,5 +155,5 @@ class ReplicaConfig:
 
 
 def target_requests(rows: int) -> int:
-    """Return how many requests each replica should have under way, so that it can take more while others start."""
+    """Return how many requests each replica should have in flight, so that it can take more while others start."""
     return max(rows // 4, 1)

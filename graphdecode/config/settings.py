@@ -17,6 +17,7 @@ from graphdecode.config.key import (
     Key,
     auto_or,
     boolean,
+    check_keys,
     fraction,
     integer,
     integers,
@@ -35,6 +36,10 @@ from graphdecode.config.vllm_names import DTYPES, SETTINGS, check_known
 from graphdecode.errors import ArgumentError, ConfigError
 
 _DTYPES = "auto|float32|bfloat16|float16"
+_QUANTIZE = (
+    "Quantized weights: int8, int4, fp8, q8_0 or q4_k round while they are read; gguf keeps a file's blocks or "
+    "refuses; none expands all. Left out: as the checkpoint has them, where there are kernels for it."
+)
 _AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
 
 
@@ -48,10 +53,7 @@ class BucketConfig:
 
     max_batch_size: int = key("capacity", 64, integer(1, 65536), "Rows: sequences that are decoded at the same time.")
     max_sequence_length: int = key(
-        "capacity",
-        4096,
-        integer(1),
-        "Prompt plus generated tokens of one sequence; the smaller of this and what the model was trained for counts.",
+        "capacity", 4096, integer(1), "Tokens of one sequence, prompt and answer, as far as the model was trained for."
     )
     page_size: int = key("capacity", 16, integer(1, 65536), "Tokens of one page of the key-value cache.")
     total_num_pages: int | str = key(
@@ -59,10 +61,7 @@ class BucketConfig:
     )
     memory_fraction: float = key("capacity", 0.9, fraction(), "See total_num_pages.")
     max_logprobs: int = key(
-        "capacity",
-        20,
-        integer(1, 2**20),
-        "Log-probabilities at one place that a request may ask for, beside its token's.",
+        "capacity", 20, integer(1, 2**20), "Log-probabilities at one place that a request may ask for."
     )
     max_stop_token_ids: int = key(
         "capacity", 128, integer(1, 4096), "Tokens that may end an answer, those of the model included."
@@ -72,14 +71,10 @@ class BucketConfig:
         "capacity", 128, integer(1, 65536), "Sequences of tokens that a request's bad_words may be; a word can be two."
     )
     max_automata: int = key(
-        "capacity",
-        8,
-        integer(1, 65536),
-        "Forms (`structured_outputs` of choices or a regex) that rows follow on the device at the same time; the host "
-        "masks the rows of others.",
+        "capacity", 8, integer(1, 65536), "Structured outputs (choices, regex) that are followed on the device at once."
     )
     max_automaton_states: int = key(
-        "capacity", 1024, integer(0, 2**20), "States that all of them have together; 0 leaves every form to the host."
+        "capacity", 1024, integer(0, 2**20), "States that all of them have together; 0 leaves every one to the host."
     )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
         "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
@@ -99,12 +94,12 @@ class BucketConfig:
         "loop",
         1,
         integer(1, 4096),
-        "Decode steps for each time that the host looks at the tokens. With more than one, the steps of a launch are "
-        "a loop on the device, which ends when all rows are finished; requests join and leave between launches only.",
+        "Decode steps of a launch: a loop on the device, which ends when all rows are finished. The host looks at "
+        "tokens, and requests join and leave, between launches only.",
     )
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_keys(self)
         if not isinstance(self.batch_sizes, str):
             object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
             too_large = [size for size in self.batch_sizes if size > self.max_batch_size]
@@ -120,11 +115,7 @@ class BucketConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> BucketConfig:
-        """Read these settings from a file, which may hold those of an `EngineConfig` too; all of it is checked.
-
-        Raises:
-            ConfigError: the file cannot be read, is no TOML, has an unknown key, a wrong type or an impossible value.
-        """
+        """Read these settings from a file, which may hold those of an `EngineConfig` too; all of it is checked."""
         return EngineConfig.load(path).buckets
 
     def to_toml(self) -> str:
@@ -155,11 +146,7 @@ class EngineConfig:
         f"{_AUTO_PREFILL_TOKENS['cpu']} on a CPU.",
     )
     target_itl_ms: float = key(
-        "scheduling",
-        0.0,
-        number(0),
-        "Milliseconds between two tokens of an answer: while answers run, prompts are computed in chunks small enough "
-        "to keep it, as far as a step alone does. 0: none.",
+        "scheduling", 0.0, number(0), "Milliseconds between two tokens, for which prompts are cut smaller; 0: none."
     )
     device: str = key(
         "model",
@@ -171,21 +158,16 @@ class EngineConfig:
         "model",
         "auto",
         matching(_DTYPES, "auto, float32, bfloat16 or float16", _DTYPES),
-        "Of activations, weights that are not in few bits, and the cache where kv_cache_dtype is auto; auto is the "
-        "checkpoint's where the device can compute in it, and float16 on a CPU for integers of few bits.",
-        help="Type of activations, cache, and weights that are not in few bits; auto is the checkpoint's where the "
-        "device can compute in it, and float16 on a CPU for weights of few bits.",
+        "Type of activations, cache, and weights that are not quantized; auto is the checkpoint's where the device can "
+        "compute in it, and float16 on a CPU for quantized weights.",
     )
     seed: int = key("model", 0, long_integer(), "Of the requests that bring none.")
     quantize: str | None = key(
         "model",
         None,
         none_or(matching(r"[a-z][\w-]*", "a weight form's name", "FORM"), '"int8"'),
-        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k. What a checkpoint "
-        "has in few bits stays so unasked, a GGUF file's blocks too; gguf refuses where these cannot be kept, none "
-        "expands all. Forms that are registered from outside go by their own names.",
-        help="Weights in few bits: int8, int4, fp8, q8_0 or q4_k round while they are read; gguf keeps a file's blocks "
-        "or refuses; none expands all. Left out: as the checkpoint has them, where there are kernels for it.",
+        f"{_QUANTIZE} Forms that are registered from outside go by their own names.",
+        help=_QUANTIZE,
     )
     quantize_group_size: int | None = key(
         "model",
@@ -198,10 +180,8 @@ class EngineConfig:
         "model",
         "auto",
         one_of("auto", "fp8", "fp8_e4m3", "int8"),
-        "Of cached keys and values; auto is the model's. Those of 8 bits hold twice as many tokens as 16 bits in the "
-        "same memory. int8 has a scale for each token and head; fp8, which is fp8_e4m3, has the checkpoint's, or none, "
-        "three bits of each number's fraction, and nothing beyond 448 times the scale.",
-        help="Type of cached keys and values; auto is the model's. 8 bits hold twice as many tokens as 16.",
+        "Type of cached keys and values; auto is the model's. 8 bits hold twice as many tokens as 16. int8 has a scale "
+        "for each token and head; fp8, which is fp8_e4m3, has the checkpoint's, or none.",
     )
     batch_invariant: bool = key(
         "model",
@@ -222,27 +202,20 @@ class EngineConfig:
         "model",
         "auto",
         one_of("auto", "shared", "gloo", "nccl"),
-        "How they exchange what they compute: memory that they share, on one machine's CPU, or torch.distributed by "
-        "gloo or NCCL. auto is NCCL between GPUs, and shared memory on a CPU with a C compiler.",
+        "How they exchange what they compute: shared memory on one machine's CPU (it needs a C compiler), or "
+        "torch.distributed by gloo or NCCL, which auto takes between GPUs.",
     )
     rank_limit_seconds: float = key(
-        "model",
-        30.0,
-        number(0.1),
-        "Seconds without a sign of life of one of them, or in wait for it, after which all end and an error names it.",
+        "model", 30.0, number(0.1), "Without a heartbeat of one of them for so long, all end, and an error names it."
     )
     model_impl: str = key(
         "model",
         "auto",
         one_of("auto", "native", "transformers"),
-        "Who runs the model: a family of graphdecode, or transformers' own module over graphdecode's cache, attention "
-        "and graphs. auto takes a family where there is one.",
+        "Who runs the model: a family of graphdecode, which auto prefers, or transformers' own module over our cache.",
     )
     trust_remote_code: bool = key(
-        "model",
-        False,
-        boolean(),
-        "Run the Python code that comes with a checkpoint, where transformers needs it to run the model.",
+        "model", False, boolean(), "Run the Python code that comes with a checkpoint, where transformers needs it."
     )
     load_modules: tuple[str, ...] | list[str] = key(
         "model",
@@ -256,7 +229,7 @@ class EngineConfig:
         "model",
         None,
         none_or(matching(r"\S+", "the name of a registered step"), '"count-up"'),
-        "The kind of step that is run, in place of decoding and speculation: one that was registered from outside.",
+        "The step that is run in place of decoding and speculation: one that was registered from outside.",
     )
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
@@ -265,10 +238,9 @@ class EngineConfig:
         "speculation",
         "off",
         one_of("off", "ngram", "model"),
-        "Guess tokens ahead, and verify several of a row in one step; the answers stay the same. ngram: what followed "
-        "the last tokens where they stood before in the prompt or the answer. model: what a small model says.",
-        help="Guess tokens ahead, and verify several in one step; the answers stay the same. ngram guesses by what "
-        "stood before, model by a small model that the configuration names.",
+        "Guess tokens ahead, and verify several in one step; the answers stay the same. ngram guesses by what stood "
+        "before in the prompt or the answer, model by a small model that the configuration names.",
+        help="Guess tokens ahead, and verify several in one step: ngram by what stood before, model by a small model.",
         name="method",
         flag="--speculate",
     )
@@ -283,8 +255,7 @@ class EngineConfig:
         "speculation",
         "auto",
         auto_or(integer(1, MOST_DRAFTS)),
-        f"Guesses of a row and step. auto takes up to {MOST_DRAFTS}, as many as pay by what steps cost and how many "
-        "were right lately; a number verifies as many wherever there are guesses.",
+        f"Drafts of a row and step, always; auto takes up to {MOST_DRAFTS}, as many as pay.",
     )
     ngram_min: int = key("speculation", 2, integer(1, 64), "Tokens that must have stood before for a guess.")
     ngram_max: int = key("speculation", 5, integer(1, 64), "Tokens that are compared; the longest match counts.")
@@ -302,7 +273,7 @@ class EngineConfig:
                 object.__setattr__(self, "device", str(self.device))
         if isinstance(self.load_modules, (list, tuple)):  # other processes may have another current folder
             object.__setattr__(self, "load_modules", tuple(map(_absolute, self.load_modules)))
-        _check(self)
+        check_keys(self)
         if self.step_kind is not None and self.speculation != "off":
             raise ConfigError(f"method must be 'off' where step_kind is {self.step_kind!r}, got {self.speculation!r}")
         if self.speculation == "model" and self.draft_model is None:
@@ -312,17 +283,13 @@ class EngineConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> EngineConfig:
-        """Read a configuration file; keys that it leaves out keep their defaults.
-
-        Raises:
-            ConfigError: the file cannot be read, is no TOML, has an unknown key, a wrong type or an impossible value.
-        """
+        """Read a configuration file; keys that it leaves out keep their defaults; see `ConfigDocument.read`."""
         return cls._from(ConfigDocument.read(path, _keys()))
 
     @classmethod
     def _from(cls, document: ConfigDocument) -> EngineConfig:
-        sections = {name: values for name, values in document.values.items() if name not in (SERVER, REPLICAS)}
-        given = {name: value for values in sections.values() for name, value in values.items()}
+        sections = (document.values[name] for name in document.values if name not in (SERVER, REPLICAS))
+        given = {name: value for section in sections for name, value in section.items()}
         try:
             return cls().with_settings(**given)
         except ConfigError as error:
@@ -339,11 +306,7 @@ class EngineConfig:
     def of(
         cls, config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None, **keywords: Any
     ) -> EngineConfig:
-        """Return a configuration from what was given, or the defaults, with some fields overridden.
-
-        Args:
-            config: a configuration, the path of a file, a dict of sections as in a file, or None for the defaults.
-            keywords: fields to override, the buckets' too; those that a caller left out must be left out here too.
+        """Return a configuration from what was given, or the defaults, with some fields, the buckets' too, overridden.
 
         Raises:
             ConfigError: a value cannot be used, or the file cannot.
@@ -361,17 +324,14 @@ class EngineConfig:
         elif isinstance(config, BucketConfig):
             config = cls(buckets=config)
         elif not isinstance(config, EngineConfig):
-            expected = (
-                "an EngineConfig, a BucketConfig, the path of a configuration file, a dict of its sections, or None"
+            raise ArgumentError(
+                "config must be an EngineConfig, a BucketConfig, the path of a configuration file, a dict of its "
+                f"sections, or None, got {config!r:.80}"
             )
-            raise ArgumentError(f"config must be {expected}, got {config!r:.80}")
         return config.with_settings(**_with_speculation(keywords))
 
     def to_toml(self) -> str:
-        """Return the file that `load` reads back to the same configuration.
-
-        The buckets are written in full; of [scheduling] and [model] what differs from the defaults.
-        """
+        """Return the file that `load` reads back: the buckets in full, of the rest what differs from the defaults."""
         changed = [each for each in keys_of(self) if getattr(self, each.field) != each.default]
         return "\n".join([self.buckets.to_toml(), *([written(self, changed)] if changed else [])])
 
@@ -383,11 +343,7 @@ class EngineConfig:
 
 
 def load_server_config(path: str | Path | None, **changes: Any) -> ServerConfig:
-    """Read the section [server] of a configuration file, all of which is checked; without a file it is the defaults.
-
-    Args:
-        path: of the file.
-        changes: fields that count for more.
+    """Read the section [server] of a configuration file, all of which is checked; `changes` count for more.
 
     Raises:
         ConfigError: as `EngineConfig.load`.
@@ -425,8 +381,3 @@ def _absolute(file: Any) -> Any:
     """Return a path from the root; what is no path is left for the check."""
     is_path = isinstance(file, (str, Path)) and file != ""
     return str(Path(file).expanduser().absolute()) if is_path else file
-
-
-def _check(config: BucketConfig | EngineConfig) -> None:
-    for each in keys_of(config):
-        each.check(getattr(config, each.field))

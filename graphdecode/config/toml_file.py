@@ -16,19 +16,12 @@ from graphdecode.errors import ConfigError, cause, shown
 class ConfigDocument:
     """The keys of a configuration in TOML, or of a dict of its sections, checked one by one.
 
-    Args:
-        text: what it was read from, for the line of what is wrong.
-
-    Attributes:
-        values: section -> field of the configuration -> value, for what the file holds.
-
-    Raises:
-        ConfigError: it has an unknown key, a wrong type or an impossible value.
+    `text` is what it was read from, for the line of what is wrong; `values` is section -> field of the configuration ->
+    value. A ConfigError says that a key is unknown, or that a value is of a wrong type or impossible.
     """
 
     def __init__(self, name: str, document: Mapping[str, Any], keys: Iterable[Key], text: str = "") -> None:
-        self._name = name
-        self._text = text
+        self._name, self._text = name, text
         sections: dict[str, dict[str, Key]] = {}
         for key in keys:
             sections.setdefault(key.section, {})[key.name] = key
@@ -47,11 +40,7 @@ class ConfigDocument:
 
     @classmethod
     def read(cls, path: str | Path, keys: Iterable[Key]) -> ConfigDocument:
-        """Read a file.
-
-        Raises:
-            ConfigError: it cannot be read, is no TOML, or says what cannot be.
-        """
+        """Read a file; a ConfigError says that it cannot be read, is no TOML, or says what cannot be."""
         try:
             text = Path(path).read_text(encoding="utf-8")
             return cls(str(path), tomllib.loads(text), keys, text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from graphdecode.errors import ArgumentError
@@ -51,21 +51,28 @@ class Unsupported(NamedTuple):
 
 
 _ONE_DEVICE = Unsupported("devices share a model by tensor_parallel_size: each has a part of every layer", (None, 1))
+_NO_DEVICE = _ONE_DEVICE._replace(neutral=(None, False))
 _REPLICAS = Unsupported("`graphdecode serve --replicas N` runs several engines; LLM is one", (None, 1, False))
 _NO_LORA = Unsupported("adapters are not read: merge the adapter into the checkpoint", (None, False))
 _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
+_GENERATES = Unsupported("a model generates", (None, "auto", "generate"))
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
-_OWN_TOKENIZER = Unsupported("the tokenizer is what transformers' AutoTokenizer reads from its folder", (None, "auto"))
 _NOT_HERE = Unsupported("this is a matter of vLLM's own workings, which are not these", (None, False))
+_NO_BEAMS = Unsupported("beams are not searched", (None, 1.0))
+_CONFIG_JSON = Unsupported("change config.json in a copy of the folder", (None, {}))
+_ANY_LENGTH = Unsupported("a graph serves every length", (None, 8192))
+_NO_PYTHON = Unsupported("a step is a graph, and calls no Python: logit_bias, penalties, min_tokens", (None, [], ()))
+_BUCKETS = Unsupported("the sections [buckets] and [capture] of config say what is captured")
+_SPECULATION = Unsupported("speculative_config says how tokens are guessed ahead, as in vLLM")
 
 SAMPLING_PARAMS: dict[str, Unsupported] = {
     "best_of": Unsupported("ask for n answers with logprobs=0 and keep the one with the best cumulative_logprob"),
     "use_beam_search": Unsupported("sample n answers instead", (None, False)),
-    "length_penalty": Unsupported("beams are not searched", (None, 1.0)),
-    "early_stopping": Unsupported("beams are not searched", (None, False)),
+    "length_penalty": _NO_BEAMS,
+    "early_stopping": _NO_BEAMS._replace(neutral=(None, False)),
     "flat_logprobs": Unsupported("log-probabilities come as a list of dicts, one for each token", (None, False)),
-    "logits_processors": Unsupported("a step is a graph, and calls no Python: logit_bias, penalties, min_tokens"),
+    "logits_processors": _NO_PYTHON._replace(neutral=(None,)),
     "output_kind": Unsupported("LLM.generate gives whole answers, LLM.stream pieces, AsyncLLM.generate all so far"),
     "guided_decoding": Unsupported("structured_outputs is its name now"),
     "extra_args": Unsupported("there is nothing that would read them", (None, {})),
@@ -79,52 +86,30 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
 }
 
 
+def _each(names: str, entry: Unsupported) -> dict[str, Unsupported]:
+    return dict.fromkeys(names.split(), entry)
+
+
 LLM_KEYWORDS: dict[str, Unsupported] = {
-    "task": Unsupported("a model generates", (None, "auto", "generate")),
-    "runner": Unsupported("a model generates", (None, "auto", "generate")),
-    "convert": Unsupported("a model generates", (None, "auto", "none")),
-    "tokenizer_mode": _OWN_TOKENIZER,
-    "allowed_local_media_path": _NO_MEDIA,
-    "allowed_media_domains": _NO_MEDIA,
-    "limit_mm_per_prompt": _NO_MEDIA,
-    "mm_processor_kwargs": _NO_MEDIA,
-    "disable_mm_preprocessor_cache": _NO_MEDIA,
-    "enable_mm_embeds": _NO_MEDIA,
-    "interleave_mm_strings": _NO_MEDIA,
-    "media_io_kwargs": _NO_MEDIA,
+    **_each("task runner", _GENERATES),
+    "convert": _GENERATES._replace(neutral=(None, "auto", "none")),
+    "tokenizer_mode": Unsupported("the tokenizer is what transformers' AutoTokenizer reads", (None, "auto")),
+    **_each("allowed_local_media_path allowed_media_domains limit_mm_per_prompt mm_processor_kwargs", _NO_MEDIA),
+    **_each("disable_mm_preprocessor_cache enable_mm_embeds interleave_mm_strings media_io_kwargs", _NO_MEDIA),
     "skip_mm_profiling": _NO_MEDIA,
     "enable_prompt_embeds": Unsupported("prompts are texts or token ids", (None, False)),
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _REPLICAS,
-    **dict.fromkeys(
-        (
-            "data_parallel_rank",
-            "data_parallel_start_rank",
-            "data_parallel_size_local",
-            "data_parallel_address",
-            "data_parallel_rpc_port",
-            "data_parallel_hybrid_lb",
-            "data_parallel_backend",
-        ),
-        _REPLICAS,
-    ),
-    "decode_context_parallel_size": _ONE_DEVICE,
-    "worker_use_ray": _ONE_DEVICE._replace(neutral=(None, False)),
-    **dict.fromkeys(("enable_eplb", "enable_expert_parallel"), _ONE_DEVICE._replace(neutral=(None, False))),
-    "expert_placement_strategy": _ONE_DEVICE._replace(neutral=(None, "linear")),
-    "distributed_executor_backend": _ONE_DEVICE,
-    "disable_custom_all_reduce": Unsupported(
-        "collectives says how devices exchange what they compute", (None, False, True)
-    ),
-    "revision": _FOLDER,
-    "code_revision": _FOLDER,
-    "tokenizer_revision": _FOLDER,
+    **_each("pipeline_parallel_size decode_context_parallel_size distributed_executor_backend", _ONE_DEVICE),
+    **_each("worker_use_ray enable_eplb enable_expert_parallel", _NO_DEVICE),
+    "expert_placement_strategy": _NO_DEVICE._replace(neutral=(None, "linear")),
+    **_each("data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local", _REPLICAS),
+    **_each("data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_backend", _REPLICAS),
+    "disable_custom_all_reduce": Unsupported("collectives says how devices exchange results", (None, False, True)),
+    **_each("revision code_revision tokenizer_revision", _FOLDER),
     "download_dir": Unsupported("HF_HOME names the folder of what is fetched"),
     "hf_token": Unsupported("log in with `hf auth login`, or set HF_TOKEN"),
-    "hf_overrides": Unsupported("change config.json in a copy of the folder", (None, {})),
+    **_each("hf_overrides rope_scaling", _CONFIG_JSON),
+    "rope_theta": _CONFIG_JSON._replace(neutral=(None,)),
     "hf_config_path": Unsupported("config.json is the model folder's"),
-    "rope_scaling": Unsupported("change config.json in a copy of the folder", (None, {})),
-    "rope_theta": Unsupported("change config.json in a copy of the folder"),
     "served_model_name": Unsupported("there is no server in this object"),
     "load_format": Unsupported("weights are read from safetensors", (None, "auto", "safetensors")),
     "config_format": Unsupported("config.json is read as transformers writes it", (None, "auto", "hf")),
@@ -137,16 +122,17 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "kv_cache_memory_bytes": Unsupported("total_num_pages or memory_fraction say how large the cache is"),
     "disable_sliding_window": Unsupported("a model's window is part of it", (None, False)),
     "enable_chunked_prefill": Unsupported("prompts always come in chunks: max_prefill_tokens", (None, True)),
-    "max_seq_len_to_capture": Unsupported("a graph serves every length", (None, 8192)),
-    "max_context_len_to_capture": Unsupported("a graph serves every length", (None, 8192)),
-    "speculative_model": Unsupported("speculative_config says how tokens are guessed ahead, as in vLLM"),
-    "num_speculative_tokens": Unsupported("speculative_config says how many tokens are guessed ahead, as in vLLM"),
-    "optimization_level": Unsupported("the sections [buckets] and [capture] of config say what is captured"),
+    **_each("max_seq_len_to_capture max_context_len_to_capture", _ANY_LENGTH),
+    **_each("speculative_model num_speculative_tokens", _SPECULATION),
+    **_each("optimization_level compilation_config", _BUCKETS),
     "logprobs_mode": Unsupported("log-probabilities are of the model's own logits", (None, "raw_logprobs")),
+    **_each("disable_hybrid_kv_cache_manager kv_transfer_config kv_events_config attention_config", _NOT_HERE),
+    **_each("attention_backend show_hidden_metrics_for_version", _NOT_HERE),
     "prefix_caching_hash_algo": _NOT_HERE._replace(neutral=(None, "builtin", "sha256")),
-    "disable_cascade_attn": _NOT_HERE._replace(neutral=(None, False, True)),
-    "disable_hybrid_kv_cache_manager": _NOT_HERE,
-    "model_loader_extra_config": _NOT_HERE._replace(neutral=(None, {})),
+    **_each("disable_cascade_attn disable_async_output_proc", _NOT_HERE._replace(neutral=(None, False, True))),
+    **_each("model_loader_extra_config additional_config", _NOT_HERE._replace(neutral=(None, {}))),
+    "worker_cls": _NOT_HERE._replace(neutral=(None, "auto")),
+    "worker_extension_cls": _NOT_HERE._replace(neutral=(None, "")),
     "stream_interval": Unsupported("LLM.stream gives each piece as it comes", (None, 1)),
     "use_tqdm_on_load": Unsupported("progress=True shows bars while loading", (None, True, False)),
     "disable_log_requests": Unsupported("LLM logs no requests", (None, True, False)),
@@ -155,38 +141,21 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),
     "async_scheduling": Unsupported("the next step always runs while one is read, on a GPU", (None, False, True)),
     "reasoning_parser": Unsupported("answers are given as they are", (None, "")),
-    "logits_processors": Unsupported("a step is a graph, and calls no Python: see SamplingParams", (None, [], ())),
-    "logits_processor_pattern": Unsupported("a step is a graph, and calls no Python: see SamplingParams"),
-    "guided_decoding_backend": Unsupported("llguidance reads the forms of answers", (None, *_BACKENDS)),
+    "logits_processors": _NO_PYTHON,
+    "logits_processor_pattern": _NO_PYTHON._replace(neutral=(None,)),
+    "guided_decoding_backend": Unsupported("llguidance reads structured outputs", (None, *_BACKENDS)),
     "structured_outputs_config": Unsupported(
-        "llguidance reads the forms of answers, and StructuredOutputsParams says the rest",
-        (None, {}, *({"backend": name} for name in _BACKENDS)),
+        "StructuredOutputsParams says all of it", (None, {}, *({"backend": name} for name in _BACKENDS))
     ),
-    "enable_lora": _NO_LORA,
-    "lora_modules": _NO_LORA,
-    "max_loras": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "max_cpu_loras": _NO_LORA,
-    "fully_sharded_loras": _NO_LORA,
+    **_each("enable_lora lora_modules max_loras max_lora_rank max_cpu_loras fully_sharded_loras", _NO_LORA),
     "lora_dtype": _NO_LORA._replace(neutral=(None, "auto")),
     "enable_prompt_adapter": _NO_LORA,
-    "pooler_config": _NO_POOLING,
-    "override_pooler_config": _NO_POOLING,
+    **_each("pooler_config override_pooler_config", _NO_POOLING),
     "enable_sleep_mode": Unsupported("close() gives the memory back", (None, False)),
-    "kv_transfer_config": _NOT_HERE,
-    "kv_events_config": _NOT_HERE,
-    "compilation_config": Unsupported("the sections [buckets] and [capture] of config say what is captured"),
-    "attention_config": _NOT_HERE,
-    "attention_backend": _NOT_HERE,
     "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
-    "additional_config": _NOT_HERE._replace(neutral=(None, {})),
-    "worker_cls": _NOT_HERE._replace(neutral=(None, "auto")),
-    "worker_extension_cls": _NOT_HERE._replace(neutral=(None, "")),
     "preemption_mode": Unsupported("a preempted sequence is recomputed", (None, "recompute")),
     "use_v2_block_manager": Unsupported("there is one", (None, True, False)),
-    "disable_async_output_proc": _NOT_HERE._replace(neutral=(None, False, True)),
     "disable_log_stats": Unsupported("LLM.stats counts, and logs nothing", (None, True, False)),
-    "show_hidden_metrics_for_version": _NOT_HERE,
     "otlp_traces_endpoint": Unsupported("LLM.stats and RequestOutput.metrics hold the times"),
 }
 
@@ -194,8 +163,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
 # of LLM.generate, chat and stream
 CALL_KEYWORDS: dict[str, Unsupported] = {
     "prompt_token_ids": Unsupported('give token ids as prompts: [[1, 2, 3], ...] or {"prompt_token_ids": [1, 2, 3]}'),
-    "lora_request": _NO_LORA,
-    "prompt_adapter_request": _NO_LORA,
+    **_each("lora_request prompt_adapter_request", _NO_LORA),
     "guided_options_request": Unsupported("SamplingParams(structured_outputs=...) says the form of an answer"),
     "mm_processor_kwargs": _NO_MEDIA,
     "tokenization_kwargs": Unsupported("SamplingParams(truncate_prompt_tokens=...) cuts prompts", (None, {})),
@@ -222,26 +190,13 @@ LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what there is i
 
 
 def no_attribute(owner: object, name: str) -> NoReturn:
-    """Refuse an attribute that is not there; of a method of vLLM's, say what there is instead.
-
-    Raises:
-        AttributeError: always.
-    """
+    """Raise the AttributeError of an attribute that is not there; of a method of vLLM's, say what there is instead."""
     instead = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
     raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=owner)
 
 
 def check_known(given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse keywords that nobody knows.
-
-    Args:
-        given: their names.
-        known: the names that are listed.
-        others: what may have been meant beside these.
-
-    Raises:
-        TypeError: one is not known; the message says which may have been meant.
-    """
+    """Raise the TypeError of a keyword that nobody knows, with what may have been meant, of `known` or `others`."""
     known = list(known)
     for name in given:
         if name not in known:
@@ -251,11 +206,7 @@ def check_known(given: Iterable[str], known: Iterable[str], others: Iterable[str
 
 
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
-    """Return keywords without the names of a table, whose values must be neutral.
-
-    Raises:
-        ArgumentError: a name of the table asks for something.
-    """
+    """Return keywords without the names of a table; an ArgumentError says what to do instead of one not neutral."""
     kept = {}
     for name, value in given.items():
         if name not in table:
@@ -291,15 +242,7 @@ def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
 
     def refused(cls: _Class) -> _Class:
         construct = cls.__init__  # type: ignore[misc]
-        known = list(inspect.signature(construct).parameters)[1:]
-
-        @functools.wraps(construct)
-        def __init__(self: Any, *args: Any, **given: Any) -> None:
-            kept = without_unsupported(given, table)
-            check_known(kept, known)
-            construct(self, *args, **kept)
-
-        cls.__init__ = __init__  # type: ignore[misc]
+        cls.__init__ = _guarded(construct, table, list(inspect.signature(construct).parameters)[1:])  # type: ignore[misc]
         return cls
 
     return refused
@@ -308,20 +251,22 @@ def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
 def refusing_calls(*options: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Let a method take the neutral values of `CALL_KEYWORDS`, and refuse others by what to do instead.
 
-    Args:
-        options: the names of the keywords that it takes beside its parameters.
+    `options` are the keywords that it takes beside its parameters.
     """
 
     def refused(method: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         _, *own = inspect.signature(method).parameters.values()
-        known = [*(each.name for each in own if each.kind is not each.VAR_KEYWORD), *options]
-
-        @functools.wraps(method)
-        def called(*args: _Parameters.args, **given: _Parameters.kwargs) -> _Result:
-            kept: Any = without_unsupported(given, CALL_KEYWORDS) if given else given
-            check_known(kept, known)
-            return method(*args, **kept)
-
-        return called
+        known = [each.name for each in own if each.kind is not each.VAR_KEYWORD]
+        return _guarded(method, CALL_KEYWORDS, [*known, *options])
 
     return refused
+
+
+def _guarded(function: Any, table: Mapping[str, Unsupported], known: Sequence[str]) -> Any:
+    @functools.wraps(function)
+    def called(*args: Any, **given: Any) -> Any:
+        kept = without_unsupported(given, table) if given else given
+        check_known(kept, known)
+        return function(*args, **kept)
+
+    return called

@@ -16,10 +16,7 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a module as a process whose signals wait until it calls `leave_signals`, its imports over.
 
-    Args:
-        module: what it runs.
-        descriptors: open here, which it is given as its arguments; -1: none.
-        environment: variables that it has beside this process's, or with other values.
+    Its arguments are the `descriptors`, open here (-1: none); `environment` is beside this process's.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # which it inherits
     try:

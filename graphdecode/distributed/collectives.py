@@ -18,30 +18,21 @@ Agree = Callable[[str], None]  # returns when all ranks have said the same, and 
 class Collectives(ABC):
     """The collectives of one rank.
 
-    While a step is captured each of them is announced before it runs, and all ranks compare what they announce: its
-    place in the step, its name, its shape and its dtype. So a mismatch is an error that names it, before any rank waits
-    for what will not come.
+    While a step is captured each of them is announced before it runs, and all ranks compare what they announce: a
+    mismatch is an error that names it, before any rank waits for what will not come.
     """
 
     def __init__(self, rank: int, count: int, agree: Agree) -> None:
-        self.rank = rank
-        self.count = count
-        self._agree = agree
+        self.rank, self.count, self._agree = rank, count, agree
+        self.workspace: list[Tensor] = []  # what they write beside what they are given
         self._capturing: str | None = None
         self._order = 0
         self.manifests: dict[str, list[str]] = {}
 
-    @property
-    def workspace(self) -> list[Tensor]:
-        """Memory that they write beside what they are given."""
-        return []
-
     def all_reduce(self, x: Tensor, place: str) -> None:
-        """Replace `x` [rows, columns] by its sum over the ranks, with the same bits on each.
+        """Replace `x` [rows, columns], contiguous, by its sum over the ranks, with the same bits on each.
 
-        Args:
-            x: contiguous.
-            place: in the model, for messages.
+        `place` is where in the model, for messages.
         """
         self._announce("all_reduce", x, place)
         self._reduce(x)
@@ -49,10 +40,7 @@ class Collectives(ABC):
     def all_gather(self, out: Tensor, part: Tensor, place: str) -> None:
         """Write the columns of all ranks into `out` [rows, columns]; rank r has those from `columns * r // count` on.
 
-        Args:
-            out: contiguous.
-            part: [rows, the rank's columns], contiguous.
-            place: in the model, for messages.
+        `part` is [rows, the rank's columns]; both are contiguous. `place` is where in the model, for messages.
         """
         self._announce("all_gather", out, place)
         self._gather(out, part)
@@ -107,13 +95,8 @@ class SharedCollectives(Collectives):
 
     def __init__(self, rank: int, count: int, agree: Agree, board: Tensor) -> None:
         super().__init__(rank, count, agree)
-        self._board = board
+        self._board, self.workspace = board, [board]
         self._words = board.numpy()
-
-    @property
-    def workspace(self) -> list[Tensor]:
-        """The board."""
-        return [self._board]
 
     def _reduce(self, x: Tensor) -> None:
         shared_all_reduce(x, self._board, self.rank, self.count)
@@ -122,7 +105,7 @@ class SharedCollectives(Collectives):
         shared_all_gather(out, part, self._board, self.rank, self.count)
 
     def late(self) -> str | None:
-        """Return what went wrong in a collective, naming the rank; None if nothing did."""
+        """See `Collectives.late`."""
         found = int(self._words[LATE])
         if not found:
             return None
@@ -131,7 +114,7 @@ class SharedCollectives(Collectives):
         return f"rank {rank} of {self.count} {why} to a collective"
 
     def give_up(self, rank: int) -> None:
-        """End all waiting: a rank is gone."""
+        """See `Collectives.give_up`."""
         if not self._words[LATE]:
             self._words[LATE] = rank + 1
 

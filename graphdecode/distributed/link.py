@@ -39,20 +39,12 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Send a message; an OSError says that the other end is gone."""
         header = _HEADER.pack(message.kind, *message.numbers, len(message.payload))
         self._socket.sendall(header + message.payload)
 
     def receive(self) -> Message:
-        """Wait for a message.
-
-        Raises:
-            EOFError: the other end is gone.
-        """
+        """Wait for a message; an EOFError says that the other end is gone."""
         kind, *numbers, size = _HEADER.unpack(self._exactly(_HEADER.size))
         first, second, third = numbers
         return Message(kind, (first, second, third), bytes(self._exactly(size)))
@@ -81,15 +73,10 @@ class Link:
 
 
 class Watch(threading.Thread):
-    """Sends heartbeats, and reports a rank that has died or stalled.
+    """Sends heartbeats, and tells once, in this thread, which rank has died or stalled.
 
     A rank is stalled when no heartbeat came for the limit. That is counted in looks and not by the clock, so that
-    ranks which are stopped and go on together, as by Ctrl-Z, find nobody stalled.
-
-    Args:
-        peers: by rank, connected sockets that nothing else uses; they are owned.
-        limit_seconds: without a heartbeat.
-        tell: is called once, in this thread, with the rank and what became of it.
+    ranks which are stopped and go on together, as by Ctrl-Z, find nobody stalled. `peers` are sockets that it owns.
     """
 
     def __init__(
@@ -98,8 +85,7 @@ class Watch(threading.Thread):
         super().__init__(name="rank-watch", daemon=True)
         self._peers = dict(peers)
         self._every = min(limit_seconds / _HEARTBEATS_PER_LIMIT, _MOST_SECONDS)
-        self._limit = limit_seconds
-        self._tell = tell
+        self._limit, self._tell = limit_seconds, tell
         self._ends = threading.Event()
         for peer in self._peers.values():
             peer.setblocking(False)
@@ -144,10 +130,6 @@ class Watch(threading.Thread):
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):  # full, for it is stopped; or gone, which reading tells
                 peer.send(message)
-
-    def await_end(self) -> None:
-        """Wait until the watch is over: somebody was found gone, and told, or all have said that they end."""
-        self.join()
 
     def fail(self, text: str) -> None:
         """Send the others the reason why this rank is about to end."""

@@ -14,10 +14,8 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,16 +35,32 @@ _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # for a rank that was told to end
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """The settings that all ranks of a group share."""
 
-    count: int  # ranks
+    count: int  # type: ignore[assignment] # ranks
     device: str  # "cpu" or "cuda": rank i has the i-th GPU of its machine
     how: str  # "shared", "gloo" or "nccl"
     limit_seconds: float  # without a heartbeat, or in wait for another rank, after which a rank counts as stalled
     threads: int  # of each rank, on a CPU
     store: tuple[str, int] | None = None  # address and port of torch.distributed's store; None where there is none
+
+    @classmethod
+    def chosen(cls, count: int, device: str, how: str, limit_seconds: float) -> Terms:
+        """Return the terms of ranks that share the threads that torch has here; `how` may be "auto"."""
+        if how == "auto":
+            on_cpu = "gloo" if native.library() is None else "shared"
+            how = "nccl" if device == "cuda" else on_cpu
+        return cls(count, device, how, limit_seconds, max(torch.get_num_threads() // count, 1))
+
+    def to_bytes(self) -> bytes:
+        """Return them for another rank."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Terms:
+        """Return what `to_bytes` wrote."""
+        return cls(*json.loads(data))
 
 
 class Ranks(ABC):
@@ -55,33 +69,16 @@ class Ranks(ABC):
     collectives: Collectives  # what they compute together
 
     def __init__(self, rank: int, terms: Terms) -> None:
-        self.rank = rank
-        self.terms = terms
-
-    @property
-    def count(self) -> int:
-        """Ranks of the group."""
-        return self.terms.count
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        if self.terms.device == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda", self.rank % torch.cuda.device_count())
-
-    def _share_cores(self) -> None:
-        """Take no more of a CPU's threads than are this rank's."""
-        if self.terms.device == "cpu":
-            torch.set_num_threads(self.terms.threads)
+        self.rank, self.terms, self.count = rank, terms, terms.count
+        self.device = torch.device("cpu")
+        if terms.device == "cpu":
+            torch.set_num_threads(terms.threads)
+        else:
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
 
     @abstractmethod
     def agree(self, text: str) -> None:
-        """Return when all ranks have said the same.
-
-        Raises:
-            RankError: they have not; the message says who said what.
-        """
+        """Return when all ranks have said the same; a RankError says who said what else."""
 
     @abstractmethod
     def least(self, number: int) -> int:
@@ -92,27 +89,15 @@ class Ranks(ABC):
         if board is not None:
             return SharedCollectives(self.rank, self.count, self.agree, board)
         self.agree("joins the group")  # one may start long after the others, and joining has a limit
-        join_group(self.rank, self.terms, self.device)
+        if not dist.is_initialized() and self.terms.store is not None:
+            on_gpu = self.device if self.device.type == "cuda" else None  # NCCL connects here: no capture has to
+            if on_gpu is not None:
+                torch.cuda.set_device(on_gpu)
+            limit, (rank, count) = timedelta(seconds=self.terms.limit_seconds), (self.rank, self.count)
+            store = dist.TCPStore(*self.terms.store, count, is_master=False, timeout=limit)
+            whole = {"store": store, "timeout": limit, "rank": rank, "world_size": count, "device_id": on_gpu}
+            dist.init_process_group(self.terms.how, **whole)  # type: ignore[arg-type]
         return GroupCollectives(self.rank, self.count, self.agree)
-
-
-def join_group(rank: int, terms: Terms, device: torch.device) -> None:
-    """Make torch.distributed's default group."""
-    if dist.is_initialized() or terms.store is None:
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    host, port = terms.store
-    limit = timedelta(seconds=terms.limit_seconds)
-    store = dist.TCPStore(host, port, terms.count, is_master=False, timeout=limit)
-    bound = device if device.type == "cuda" else None  # NCCL connects here, so that no capture has to
-    dist.init_process_group(terms.how, store=store, rank=rank, world_size=terms.count, timeout=limit, device_id=bound)
-
-
-def leave_group() -> None:
-    """Give up torch.distributed's default group where there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Leader(Ranks):
@@ -126,13 +111,11 @@ class Leader(Ranks):
         board: torch.Tensor | None,
         processes: list[subprocess.Popen[bytes]],
     ) -> None:
+        self._own_threads = torch.get_num_threads()
         super().__init__(0, terms)
-        self._links = links
-        self._processes = processes
+        self._links, self._processes = links, processes
         self._failure: str | None = None
         self._closed = False
-        self._own_threads = torch.get_num_threads()
-        self._share_cores()
         self._watch = Watch(dict(enumerate(lives, 1)), terms.limit_seconds, self._lost)
         self._watch.start()
         at_exit = weakref.WeakMethod(self.close)
@@ -140,7 +123,6 @@ class Leader(Ranks):
         self.collectives = self.collectives_over(board)
 
     def _lost(self, rank: int, fate: str) -> None:
-        """Note what became of a rank, let nobody wait for it, and end the others."""
         if fate == "died" and self._processes:
             fate = _fate(self._processes[rank - 1])
         self._give_up(rank, f"rank {rank} of {self.count} {fate}")
@@ -164,11 +146,7 @@ class Leader(Ranks):
         return [process.pid for process in self._processes]
 
     def tell(self, kind: int, numbers: tuple[int, int, int] = (0, 0, 0), payload: bytes = b"") -> None:
-        """Send a command to the other ranks.
-
-        Raises:
-            RankError: one of them is gone.
-        """
+        """Send a command to the other ranks; a RankError says that one of them is gone."""
         message = Message(kind, numbers, payload)
         for rank, link in enumerate(self._links, 1):
             try:
@@ -206,20 +184,18 @@ class Leader(Ranks):
             self._gone(rank)
 
     def _gone(self, rank: int) -> NoReturn:
-        """Raise what the watch has to say of a rank whose link has ended."""
-        ends = time.monotonic() + _GRACE_SECONDS
-        while self._failure is None and time.monotonic() < ends:
-            time.sleep(_LOOK_SECONDS)
+        self._await_failure(_GRACE_SECONDS)
         self.check()
         self.fail(f"rank {rank} of {self.count} died")
         raise RankError(str(self._failure))
 
-    def check(self) -> None:
-        """Check that all ranks are alive and were in time.
+    def _await_failure(self, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while self._failure is None and time.monotonic() < ends:
+            time.sleep(_LOOK_SECONDS)
 
-        Raises:
-            RankError: one is gone, or was late; the message names it.
-        """
+    def check(self) -> None:
+        """Raise a RankError if a rank is gone, or was late."""
         if self._failure is None:
             late = self.collectives.late() if hasattr(self, "collectives") else None
             if late is None:
@@ -228,23 +204,13 @@ class Leader(Ranks):
         raise RankError(str(self._failure))
 
     def explain(self, error: BaseException) -> None:
-        """Record that this rank failed in the midst of something; the others cannot go on.
-
-        Raises:
-            RankError: it failed because another rank is gone.
-        """
+        """Record that this rank failed and the others cannot go on; a RankError says that another was the cause."""
         if isinstance(error, Exception) and not isinstance(error, GraphdecodeError):
             # gloo's, when a rank is gone, comes before the watch has seen it
-            ends = time.monotonic() + 2 * self._every
-            while self._failure is None and time.monotonic() < ends:
-                time.sleep(_LOOK_SECONDS)
+            self._await_failure(2 * min(self.terms.limit_seconds, 1.0))
             if self._failure is not None:
                 raise RankError(self._failure) from error
         self.fail(f"rank 0 of {self.count} failed: {type(error).__name__}: {error}")
-
-    @property
-    def _every(self) -> float:
-        return min(self.terms.limit_seconds, 1.0)
 
     def fail(self, text: str) -> None:
         """Say from now on that the group is of no use any more, and end the other ranks."""
@@ -252,11 +218,7 @@ class Leader(Ranks):
             self._give_up(0, text)
 
     def close(self, last: int | None = None) -> None:
-        """End the other ranks, and wait until they have.
-
-        Args:
-            last: the kind of message that tells them to; None: their links' end does.
-        """
+        """End the other ranks, by a message of the kind `last` or their links' end, and wait until they have."""
         if self._closed:
             return
         self._closed = True
@@ -274,8 +236,7 @@ class Leader(Ranks):
         for process in self._processes:
             process.wait()
         torch.set_num_threads(self._own_threads)
-        if self.terms.store is not None:
-            leave_group()
+        leave_group(self.terms)
 
 
 class Follower(Ranks):
@@ -284,7 +245,6 @@ class Follower(Ranks):
     def __init__(self, rank: int, terms: Terms, link: Link, life: socket.socket, board: torch.Tensor | None) -> None:
         super().__init__(rank, terms)
         self._link = link
-        self._share_cores()
         self._watch = Watch({0: life}, terms.limit_seconds, self._lost)
         self._watch.start()
         self.collectives = self.collectives_over(board)
@@ -296,15 +256,11 @@ class Follower(Ranks):
         os._exit(1)
 
     def receive(self) -> Message:
-        """Wait for what rank 0 tells.
-
-        Raises:
-            EOFError: it ended the group.
-        """
+        """Wait for what rank 0 tells; an EOFError says that it ended the group."""
         try:
             return self._link.receive()
         except EOFError:
-            self._watch.await_end()
+            self._watch.join()  # until all have said that they end, or one was found gone, and told
             raise
 
     def agree(self, text: str) -> None:
@@ -330,34 +286,13 @@ class Follower(Ranks):
         """Leave the group."""
         self._watch.close()
         self._link.close()
-        if self.terms.store is not None:
-            leave_group()
+        leave_group(self.terms)
 
 
-def shared_threads(count: int) -> int:
-    """Return the threads of each of some ranks that share those that torch has here."""
-    return max(torch.get_num_threads() // count, 1)
-
-
-def chosen(how: str, device: str) -> str:
-    """Return the way of the collectives that a name stands for."""
-    if how != "auto":
-        return how
-    if device == "cuda":
-        return "nccl"
-    return "gloo" if native.library() is None else "shared"
-
-
-def terms_text(terms: Terms) -> bytes:
-    """Return terms as JSON."""
-    return json.dumps(asdict(terms)).encode()
-
-
-def terms_of(text: bytes) -> Terms:
-    """Return the terms that `terms_text` made into JSON."""
-    given: Mapping[str, Any] = json.loads(text)
-    store = given["store"]
-    return Terms(**{**given, "store": None if store is None else (store[0], store[1])})
+def leave_group(terms: Terms) -> None:
+    """Give up torch.distributed's default group where the terms have made one."""
+    if terms.store is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _fate(process: subprocess.Popen[bytes]) -> str:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from graphdecode.distributed.child import start_child
 from graphdecode.distributed.link import Link, Message
-from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms, chosen, shared_threads, terms_of, terms_text
+from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.collective.shared_collectives import LIMIT_MS, board_words
 
@@ -54,20 +54,14 @@ def mapped_board(descriptor: int) -> Tensor:
 def start_ranks(count: int, device: str, how: str, limit_seconds: float, module: str) -> Leader:
     """Start the other ranks as processes of this machine, and return the end that leads them.
 
-    Args:
-        count: ranks, this process among them.
-        device: "cpu" or "cuda".
-        how: "auto", "shared", "gloo" or "nccl".
-        limit_seconds: see `Terms`.
-        module: what such a process runs; it is given the descriptors of link, life and board (-1: none).
+    The arguments are those of `Terms.chosen`, and the module that such a process runs: it is given the descriptors of
+    link, life and board (-1: none).
     """
-    how = chosen(how, device)
-    store = None
-    if how != "shared":
+    terms = Terms.chosen(count, device, how, limit_seconds)
+    if terms.how != "shared":
         held = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-        store = ("127.0.0.1", held.port)
-    terms = Terms(count, device, how, limit_seconds, shared_threads(count), store)
-    descriptor, board = new_board(count, limit_seconds) if how == "shared" else (-1, None)
+        terms = terms._replace(store=("127.0.0.1", held.port))
+    descriptor, board = new_board(count, limit_seconds) if terms.how == "shared" else (-1, None)
     links, lives, processes = [], [], []
     for rank in range(1, count):
         (link, their_link), (life, their_life) = socket.socketpair(), socket.socketpair()
@@ -76,21 +70,21 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
             processes.append(start_child(module, given))
         links.append(Link(link))
         lives.append(life)
-        links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms_text(terms)))
+        links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms.to_bytes()))
     if descriptor >= 0:
         os.close(descriptor)
     return Leader(terms, links, lives, board, processes)
 
 
 def follower_of(descriptors: list[int]) -> Follower:
-    """Return the end of a rank that `start_ranks` has started, given what it was given."""
+    """Return the end of a rank that `start_ranks` has started, given its descriptors."""
     link, life, board = descriptors
     connected = Link(socket.socket(fileno=link))
     hello = connected.receive()
     rank, leader, _ = hello.numbers
     _wake_behind(leader)
     mapped = mapped_board(board) if board >= 0 else None
-    return Follower(rank, terms_of(hello.payload), connected, socket.socket(fileno=life), mapped)
+    return Follower(rank, Terms.of_bytes(hello.payload), connected, socket.socket(fileno=life), mapped)
 
 
 def _wake_behind(parent: int) -> None:
@@ -113,10 +107,10 @@ class LaunchedRank:
 
     @classmethod
     def here(cls, count: int) -> LaunchedRank | None:
-        """Return this process's place among those that torchrun started; None where it has started none.
+        """Return this process's place; None where torchrun has started none.
 
         Raises:
-            ArgumentError: it has started another number of them than `count`.
+            ArgumentError: it has started another number of processes than `count`.
         """
         given = os.environ
         if "TORCHELASTIC_RUN_ID" not in given:
@@ -139,10 +133,8 @@ class LaunchedRank:
         machines = {store.get(f"machine/{rank}") for rank in range(self.count)}
         if how in ("auto", "shared") and device == "cpu" and len(machines) > 1:
             how = "gloo"
-        terms = Terms(self.count, device, chosen(how, device), limit_seconds, shared_threads(self.count))
-        if self.rank:
-            return self._follow(store)
-        return self._lead(store, terms)
+        terms = Terms.chosen(self.count, device, how, limit_seconds)
+        return self._follow(store) if self.rank else self._lead(store, terms)
 
     def _lead(self, store: dist.Store, terms: Terms) -> Leader:
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -151,7 +143,7 @@ class LaunchedRank:
             descriptor, board = new_board(terms.count, terms.limit_seconds)
         else:
             held = dist.TCPStore(self.host, 0, self.count, is_master=True, wait_for_workers=False)
-            terms = replace(terms, store=(self.host, held.port))
+            terms = terms._replace(store=(self.host, held.port))
         connected: dict[tuple[int, int], socket.socket] = {}
         with socket.create_server((self.host, 0)) as server:
             server.settimeout(_MEET_SECONDS)
@@ -168,7 +160,7 @@ class LaunchedRank:
                 connected[rank, which] = end
         links = [Link(connected[rank, 0]) for rank in range(1, self.count)]
         for rank, link in enumerate(links, 1):
-            link.send(Message(SAID, (rank, 0, 0), terms_text(terms)))
+            link.send(Message(SAID, (rank, 0, 0), terms.to_bytes()))
         leader = Leader(terms, links, [connected[rank, 1] for rank in range(1, self.count)], board, [])
         leader.least(0)  # all have mapped the board
         if descriptor >= 0:
@@ -184,7 +176,7 @@ class LaunchedRank:
             end.sendall(bytes.fromhex(token.decode()) + bytes((self.rank, which)))
             ends.append(end)
         link = Link(ends[0])
-        terms = terms_of(link.receive().payload)
+        terms = Terms.of_bytes(link.receive().payload)
         board: torch.Tensor | None = None
         if place:
             with open(place[0], "r+b") as file:
@@ -195,5 +187,4 @@ class LaunchedRank:
 
 
 def _machine() -> str:
-    """Return what tells this machine from others."""
     return _BOOT_ID.read_text() if _BOOT_ID.exists() else socket.gethostname()

@@ -58,10 +58,7 @@ def plan_capacity(
 ) -> Capacity:
     """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free, less what graphs will take.
 
-    `"auto"` never takes more pages than all rows at full length need.
-
-    Raises:
-        ValueError: not even one page fits.
+    "auto" never takes more pages than all rows at full length need; an ArgumentError says that not even one fits.
     """
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
@@ -114,8 +111,7 @@ def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, dev
     """Return the capacity that some settings give a model; see `plan_capacity`. Nothing is allocated.
 
     Raises:
-        ArgumentError: no memory of this machine could hold what they ask for, were there nothing else in it; names the
-            key that takes most, its value and the bytes.
+        ArgumentError: this machine could not hold it with nothing else in it; names the key that takes most.
     """
     config, memory = settings.buckets, total_bytes(device)
     cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, dtype)

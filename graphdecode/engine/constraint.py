@@ -22,15 +22,14 @@ class TokenAutomaton:
     """States, and where each token leads; state 0 is the beginning of an answer."""
 
     classes: np.ndarray  # int32 [vocab], of each token; those of one class lead to the same state from everywhere
-    # int32 [states, classes], the state that a class leads to; -1: it cannot come, or ends the text
-    following: np.ndarray
+    following: np.ndarray  # int32 [states, classes], the state that a class leads to; -1: none
     masks: np.ndarray  # int32 [states, ceil(vocab / 32)], bit i of word w is set where token 32 w + i may come
     accepts: np.ndarray  # bool [states], where the answer may end
     completes: np.ndarray  # bool [states], where nothing can follow
 
 
 class Guide(NamedTuple):
-    """An automaton over tokens that holds an answer to its form, and the state in which it stands."""
+    """The automaton of a structured output, and the state in which it stands."""
 
     automaton: TokenAutomaton
     state: int
@@ -48,24 +47,16 @@ class Constraint(ABC):
 
     @abstractmethod
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
-        """Write which tokens may come next, one bit a token.
+        """Write which tokens may come next, in int32 [ceil(vocab / 32)]: bit i of word w is for token 32 w + i.
 
-        Args:
-            words: int32 [ceil(vocab / 32)]; bit i of word w is for token 32 w + i.
-            stop_ids: tokens that end the answer, and may come wherever it may end.
-
-        Raises:
-            ConstraintError: finding that out takes more than it may.
+        `stop_ids` end the answer, and may come wherever it may end. A ConstraintError says that it takes too much.
         """
 
     @classmethod
     def fill_all(
         cls, constraints: Sequence[Self], stop_ids: Sequence[Sequence[int]]
     ) -> list[np.ndarray | ConstraintError]:
-        """Return for several answers of one engine what `fill` writes, or why it cannot; good until the next call.
-
-        Whoever steps calls it; `fill` may be called meanwhile by threads that hand requests in.
-        """
+        """Return for several answers of one engine what `fill` writes, or why it cannot; good until the next call."""
         found: list[np.ndarray | ConstraintError] = []
         for constraint, stops in zip(constraints, stop_ids, strict=True):
             found.append(words := np.empty(constraint.num_words, dtype=np.int32))
@@ -89,15 +80,14 @@ Constrain: TypeAlias = Callable[[str], Constraint]
 
 
 class AtLeast(Constraint):
-    """Holds an answer to a form, and from its end until it has `min_tokens`, as far as the form allows others."""
+    """Keeps to a constraint, and from its end until there are `min_tokens`, as far as others may come."""
 
     def __init__(self, constraint: Constraint, min_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.num_words = -(-vocab_size // MASK_BITS)
-        self._constraint = constraint
-        self._lacking = min_tokens
-        self._eos_token_ids = eos_token_ids
+        self._constraint, self._lacking, self._eos_token_ids = constraint, min_tokens, eos_token_ids
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
+        """Write which tokens may come next; see `Constraint.fill`."""
         """Write which tokens may come next; see `Constraint.fill`."""
         self._constraint.fill(words, stop_ids)
         if self._lacking > 0:
@@ -114,13 +104,11 @@ class AtLeast(Constraint):
 
 def allow(words: np.ndarray, token_ids: Sequence[int]) -> None:
     """Set the bits of some tokens in a mask of int32 words."""
-    bits = words.view(np.uint32)
     for token in token_ids:
-        bits[token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)
+        words.view(np.uint32)[token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)
 
 
 def forbid(words: np.ndarray, token_ids: Sequence[int]) -> None:
     """Clear the bits of some tokens in a mask of int32 words."""
-    bits = words.view(np.uint32)
     for token in token_ids:
-        bits[token // MASK_BITS] &= ~np.uint32(1 << token % MASK_BITS)
+        words.view(np.uint32)[token // MASK_BITS] &= ~np.uint32(1 << token % MASK_BITS)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -32,32 +31,24 @@ class Engine:
     """Generates tokens for many requests at once. It knows no text, and starts no thread.
 
     All methods may be called from any thread. Whoever calls `step` does the work of all. `add`, `finish` and `abort`
-    wait for no other thread's step: what they ask for is done before the next one; where none runs they do it at once,
-    which may mean to read what is under way.
+    wait for no other thread's step: they are done before the next one, or at once where none runs.
 
     Args:
-        runner: the model, its cache and its graphs.
+        runner: the model, its cache and its graphs, which are attributes here, too.
         seed: of the requests that bring none; an integer of 64 bits.
         target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
 
     Attributes:
         rules: what it can serve, as data that another process can hold too.
-        capacity: what fits.
-        model: the decoder.
-        cache: the key-value cache, whose pool can be asked for free and used pages.
-        graphs: the captured graphs of the step, one a bucket.
-        loop: does the rounds, and knows how far they may run ahead.
         stats: counts since the engine was made.
-        constrain: makes constraints of grammars, for whoever knows what tokens spell to set; without it requests that
-            bring a grammar are refused.
+        constrain: makes constraints of grammars, for whoever knows what tokens spell to set; None: it takes none.
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
         given: Any = seed  # of whoever calls
         if not isinstance(given, Integral) or isinstance(given, bool) or as_int64(int(given)) != given:
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
-        self.runner = runner
-        self.seed = seed
+        self.runner, self.seed = runner, seed
         self.model, self.cache, self.capacity, self.graphs = runner.model, runner.cache, runner.capacity, runner.graphs
         self.vocab_size = self.model.config.vocab_size
         # a token that is not in the vocabulary ends nothing
@@ -102,9 +93,7 @@ class Engine:
     def add(self, request: Request, constraint: Constraint | None = None) -> int:
         """Hand in a request, and return what names it in `step`'s events.
 
-        Args:
-            request: what is asked for.
-            constraint: what holds this answer to the request's grammar; None: it is made here where there is a grammar.
+        `constraint` is the one of the request's grammar; None: it is made here where there is a grammar.
 
         Raises:
             RequestError: it can never be served; nothing has changed.
@@ -113,9 +102,11 @@ class Engine:
         if self._closed:
             raise ClosedError("this engine was closed")
         rules, params = self.rules, request.sampling_params
-        rules.check_sampling(params, request.bad_words_token_ids, has_form=request.grammar is not None)
-        rules.check_prompt(request.prompt_token_ids, params.max_tokens)
-        params = rules.resolved(params)
+        if not request.is_checked:
+            rules.check(request)
+        if -1 in (params.logprobs, params.prompt_logprobs):
+            counts = {name: rules.counted(getattr(params, name)) for name in ("logprobs", "prompt_logprobs")}
+            params = params.unchecked(**counts)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids, held_back_ids = rules.stop_ids(params), rules.held_back_ids(params)
         constraint, mask = self._constraint(request, constraint, stop_ids)
@@ -124,7 +115,7 @@ class Engine:
             max_length = min(len(tokens) + params.max_tokens, max_length)
         sampled = params
         if constraint is not None:  # which sees to the least tokens of a form
-            sampled, held_back_ids = replace(params, min_tokens=0), ()
+            sampled, held_back_ids = params.unchecked(min_tokens=0), ()
         sampling = RowSampling.of(
             sampled,
             seed=derived_seed(self.seed, request_id) if params.seed is None else params.seed,
@@ -167,24 +158,11 @@ class Engine:
         return constraint, mask
 
     def abort(self, request_id: int) -> None:
-        """Give up a request: its row and pages are free before the next step, and no event names it any more.
+        """Give up a request that is known and has not ended: no event names it any more."""
+        self.finish(request_id, None)
 
-        One that has ended, or is not known, is left alone.
-        """
-        self._end(request_id, None)
-
-    def finish(self, request_id: int, num_tokens: int) -> None:
-        """End a request whose answer is complete, though its tokens do not say so: its text contains a stop text.
-
-        Like `abort`, but it counts as answered.
-
-        Args:
-            request_id: what `add` returned.
-            num_tokens: tokens of the answer; those that were generated beyond them are not counted.
-        """
-        self._end(request_id, num_tokens)
-
-    def _end(self, request_id: int, num_tokens: int | None) -> None:
+    def finish(self, request_id: int, num_tokens: int | None) -> None:
+        """Give up a request whose answer is complete with so many tokens (a stop text); None: like `abort`."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._gave_up = True
@@ -193,7 +171,7 @@ class Engine:
 
     def _remove(self, sequence: Sequence, num_tokens: int | None) -> None:
         was_there = self.loop.remove(sequence)
-        self._gave_up = True  # what was under way has given it tokens
+        self._gave_up = True  # what was in flight has given it tokens
         if num_tokens is not None:
             self.stats.generated_tokens -= sequence.num_generated - num_tokens
             self.stats.finished_answers += was_there
@@ -220,7 +198,6 @@ class Engine:
             self._torn = None
 
     def _give_up_all(self, why: Exception | str) -> None:
-        """Begin anew with empty books; the next step tells every owner."""
         error = why if isinstance(why, str) else f"the engine's step failed: {type(why).__name__}: {why}"
         self._inbox.clear()
         events = self.loop.reset()
@@ -237,9 +214,6 @@ class Engine:
         """Run one step for all requests: at most one prefill and one launch; return the events.
 
         A step that fails gives up every request, whose owners are told by the next step; later requests are served.
-
-        Raises:
-            ClosedError: the engine was closed.
         """
         with self._stepping:
             if self._closed:

@@ -47,9 +47,6 @@ def load_runner(
         progress: show a bar on standard error while loading.
         ranks: that share the model; all of them load it.
         keywords: settings that override those of `config`; see `EngineConfig`.
-
-    Raises:
-        ArgumentError: something cannot be used; the message says what and why.
     """
     settings = EngineConfig.of(config, **keywords)
     _load_outside(settings)
@@ -58,21 +55,17 @@ def load_runner(
     device = resolve_device(settings.device) if ranks is None else ranks.device
     shape = describe_shard(model, settings)
     plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device, few_bits=shape.few_bits), device)
-    sizes = settings.buckets.ladder.sizes
     load = partial(
         load_model,
         device=device,
         max_sequence_length=settings.buckets.max_sequence_length,
-        batch_sizes=sizes,
+        batch_sizes=settings.buckets.ladder.sizes,
         trust_remote_code=settings.trust_remote_code,
         progress=progress,
     )
     wanted = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
-    decoder = load(
-        model,
-        **{name: getattr(settings, name) for name in wanted},
-        shared=None if ranks is None else ranks.collectives,
-    )
+    given = {name: getattr(settings, name) for name in wanted}
+    decoder = load(model, **given, shared=None if ranks is None else ranks.collectives)
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:
         draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
@@ -91,22 +84,13 @@ def load_runner(
 
 
 def _load_outside(settings: EngineConfig) -> None:
-    """Import what settings name, and see that the step they ask for is there, before anything is loaded or started.
-
-    Raises:
-        ArgumentError: it cannot be imported, or there is no such step.
-    """
     load_modules(settings.load_modules)
     if settings.step_kind is not None:
         step_named(settings.step_kind)
 
 
 def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
-    """Return what the part of a model looks like that one rank has; with one rank, the model.
-
-    Raises:
-        ArgumentError: the model cannot be had, or cannot be split as the settings ask for.
-    """
+    """Return the shape of what one rank has of a model; an ArgumentError says that it cannot be had or split."""
     shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     count = settings.tensor_parallel_size
     if count == 1:
@@ -119,18 +103,10 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
 def load_engine(
     model: str | Path, config: EngineConfig, *, progress: bool = False, ranks: Leader | None = None
 ) -> Engine:
-    """Load a model, compile what prompts need, and capture the graphs.
+    """Load a model, compile what prompts need, and capture the graphs; see `load_runner`.
 
-    Args:
-        model: as for `load_runner`.
-        config: all settings.
-        progress: show bars on standard error.
-        ranks: processes to share the model with, which go on when the engine is closed; None: they are started where
-            the settings ask for some, and end with the engine.
-
-    Raises:
-        ArgumentError: something cannot be used; the message says what and why.
-        RankError: another rank failed.
+    `ranks` share the model, and go on when the engine is closed; None: they are started where the settings ask for
+    some, and end with the engine. A RankError says that one failed.
     """
     _load_outside(config)
     if config.tensor_parallel_size == 1:
@@ -157,12 +133,11 @@ def start_ranks_of(config: EngineConfig) -> Leader:
 
     Where torchrun has, and this is not the first of them, it follows here until rank 0 ends the group, and exits.
     """
-    count, device = config.tensor_parallel_size, resolve_device(config.device).type
+    count, how = config.tensor_parallel_size, (resolve_device(config.device).type, config.collectives)
     launched = LaunchedRank.here(count)
     if launched is None:
-        module = "graphdecode.engine.rank_process"
-        return start_ranks(count, device, config.collectives, config.rank_limit_seconds, module)
-    met = launched.meet(device, config.collectives, config.rank_limit_seconds)
+        return start_ranks(count, *how, config.rank_limit_seconds, "graphdecode.engine.rank_process")
+    met = launched.meet(*how, config.rank_limit_seconds)
     if isinstance(met, Follower):
         raise SystemExit(run(met, captured_runner))
     return met
@@ -225,15 +200,10 @@ def make_runner(
     ranks: Ranks | None = None,
     **keywords: Any,
 ) -> Runner:
-    """Size a loaded model's cache and lay out its buffers.
+    """Size a loaded model's cache and lay out its buffers; see `load_runner`.
 
-    Args:
-        decoder: the model; what the settings say of device, dtype and weights is settled.
-        config: all settings, or those of the buckets alone.
-        step: makes the kind of step that is captured; None: the one that the settings ask for.
-        draft: the small model that guesses, where the settings ask for one; its cache has as many pages.
-        ranks: that share the model, and agree on how many pages there are.
-        keywords: settings that override those of `config`.
+    `step` makes the kind of step that is captured, in place of the one that the settings ask for; `draft` is the small
+    model that guesses, whose cache has as many pages.
     """
     settings, device = EngineConfig.of(config, **keywords), decoder.device
     share = 1.0  # of the memory: caches of a small model, and ranks of one CPU, take the rest
@@ -246,12 +216,10 @@ def make_runner(
         share /= ranks.count
     if share < 1.0:
         settings = settings.with_settings(memory_fraction=settings.buckets.memory_fraction * share)
-    capacity = plan_room(settings, decoder.config, decoder.dtype, device)
-    mixes = pays(decoder)
+    capacity, mixes = plan_room(settings, decoder.config, decoder.dtype, device), pays(decoder)
     if ranks is not None:  # which differ by a bias
         settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
-        capacity = plan_room(settings, decoder.config, decoder.dtype, device)
-        mixes = bool(ranks.least(mixes))
+        capacity, mixes = plan_room(settings, decoder.config, decoder.dtype, device), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
     _check_states(settings, recurrent, draft)
     cache = PagedKVCache(
@@ -269,22 +237,18 @@ def make_runner(
         state_rows=buckets.max_batch_size if recurrent else 0,
     )
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
-    return kind(
-        StepSetting(
-            decoder,
-            cache.layers,
-            cache.trash_page,
-            cache.dtype,
-            buckets.page_size,
-            capacity.pages_per_row,
-            buckets,
-            settings.batch_invariant,
-            settings.prefill_tokens(device.type),
-            mixes,
-            cache.trash_state_row,
-        ),
-        cache,
-        capacity,
-        step=step or step_of(settings, draft),
-        around=(lambda _: nullcontext()) if ranks is None else ranks.collectives.captured,
+    setting = StepSetting(
+        decoder,
+        cache.layers,
+        cache.trash_page,
+        cache.dtype,
+        buckets.page_size,
+        capacity.pages_per_row,
+        buckets,
+        settings.batch_invariant,
+        settings.prefill_tokens(device.type),
+        mixes,
+        cache.trash_state_row,
     )
+    around = (lambda _: nullcontext()) if ranks is None else ranks.collectives.captured
+    return kind(setting, cache, capacity, step=step or step_of(settings, draft), around=around)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 _Constrained = dict[type[Any], list[tuple[int, Sequence]]]  # by the kind of the constraint: rows with their sequences
 
 
-class _UnderWay(NamedTuple):
+class _InFlight(NamedTuple):
     """A launch, and whose its rows are."""
 
     launch: Launch
@@ -40,22 +40,20 @@ class _UnderWay(NamedTuple):
 class EngineLoop:
     """Turns waiting sequences into finished ones, a step at a time.
 
-    On a GPU a launch is read while the next one runs; the rows of the two are the same, for whenever they are about to
-    change, what is under way is read first.
+    On a GPU a launch is read while the next one (`lookahead`) runs, over the same rows: before these change, what is in
+    flight is read.
 
     Attributes:
-        lookahead: launches that may be under way while an earlier one is read.
         worth_a_thread_seconds: on a CPU, masks that take less are filled before the step, and not beside it.
         ended: whose requests the events since somebody looked have ended.
         pace: chooses how many drafts a launch verifies; None for a step that has none.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
-        self.scheduler = scheduler
-        self.runner = runner
+        self.scheduler, self.runner = scheduler, runner
         self.stats = EngineStats()
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._staged: list[Sequence] = []
         self._repeated: LaunchPlan | None = None  # of the staged rows, while nothing but their tokens changes
         self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
@@ -82,13 +80,10 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._under_way or self._events)
+        return self.scheduler.has_work or bool(self._in_flight or self._events)
 
     def remove(self, sequence: Sequence) -> bool:
-        """Forget a sequence, unless it has ended; its row and pages are free for others. Return whether it was there.
-
-        What is under way is read first.
-        """
+        """Forget a sequence once what is in flight is read; return whether it was there, and had not ended."""
         if not sequence.finished:
             self._drain()
         if sequence.finished:
@@ -107,30 +102,26 @@ class EngineLoop:
         if plan is not None:
             launch = self.runner.launch(plan, None if plan.wanted.part == "whole" else self._fill_masks)
             self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-            self._under_way.append(
-                _UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
-            )
+            told = (self._logprobs, self._prefilled, self._since, self._found)
+            self._in_flight.append(_InFlight(launch, self._staged, *told))
         if self._to_prefill:
             self._prefill()
         may_look_ahead = goes_on and not self._held
-        while len(self._under_way) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
+        while len(self._in_flight) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
         return events
 
     def reset(self) -> list[Event]:
         """Forget everything that runs or waits, in whatever state a failed step left it; return what it gave so far."""
-        self._under_way.clear()
+        self._in_flight.clear()
         self._staged, self._to_prefill, self._repeated = [], [], None
         self.scheduler.reset()
         events, self._events = self._events, []
         return events
 
     def _enter_prompts(self) -> None:
-        """Choose chunks of prompts for this round; whose prompt ends with one feeds its last token in it, too.
-
-        Those that a launch can take along wait for it; the others are computed at once.
-        """
+        """Choose chunks of prompts for this round; those that no launch can take along are computed at once."""
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
         self._to_prefill = [chunk for _, chunk in chunks]
         self._prefilled = sum(len(chunk.token_ids) for chunk in self._to_prefill)
@@ -148,7 +139,6 @@ class EngineLoop:
             self._tell(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
 
     def _prefill(self) -> SequenceOf[StepLogprobs | None]:
-        """Compute the chunks that wait by themselves, and return the log-probabilities that each wants."""
         chunks, self._to_prefill = self._to_prefill, []
         if not chunks:
             return []
@@ -159,10 +149,10 @@ class EngineLoop:
         return found
 
     def _wants_more(self) -> bool:
-        """Whether any row lacks tokens that what is under way will not give it."""
-        if not self._under_way or self.scheduler.decoding != self._staged:
+        """Whether any row lacks tokens that what is in flight will not give it."""
+        if not self._in_flight or self.scheduler.decoding != self._staged:
             return True
-        ahead = sum(batch.launch.num_steps for batch in self._under_way)
+        ahead = sum(batch.launch.num_steps for batch in self._in_flight)
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
     def _planned(self) -> LaunchPlan | None:
@@ -180,7 +170,7 @@ class EngineLoop:
             return self._repeated
         is_new = not is_steady or (pages_changed and self.scheduler.decoding != self._staged)  # some were preempted
         if is_new:
-            self._drain()  # what is under way belongs to the rows as they were
+            self._drain()  # what is in flight belongs to the rows as they were
             if not self._stage(list(self.scheduler.decoding)):
                 return None
             num_steps = 1 if self._held else num_steps
@@ -202,15 +192,12 @@ class EngineLoop:
         return plan
 
     def _stage(self, rows: list[Sequence]) -> bool:
-        """Stage other rows; return whether there are any."""
         self._staged, self._held, self._found, self._repeated = [], {}, [], None
         if not rows:
             return False
         fresh = [row for row, sequence in enumerate(rows) if not sequence.num_generated]  # theirs are filled already
         for row, mask in _masks(_constrained(rows, fresh)).items():
-            kept = rows[row].sampling.token_mask
-            assert kept is not None
-            kept[:] = mask
+            np.copyto(rows[row].sampling.token_mask, mask)  # type: ignore[arg-type]
         self.runner.stage([sequence.row_inputs(self.scheduler.cache) for sequence in rows])
         self._staged = rows
         self._held = _constrained(rows, self.runner.step.guided_rows)
@@ -235,17 +222,13 @@ class EngineLoop:
         return queries
 
     def _fills_on_the_way(self, queries: int) -> bool:
-        """Whether the masks are to be filled while the step is computed; else fill them at once, where that is quicker.
-
-        Steps of several queries a row are one graph, so that theirs are filled at once, too.
-        """
+        """Whether the masks are to be filled while the step of one query a row is computed; else fill them now."""
         if queries == 1 and (not self.runner.is_on_host or self._mask_seconds > self.worth_a_thread_seconds):
             return True
         self._fill_masks()
         return False
 
     def _fill_masks(self) -> None:
-        """Write the masks of the held rows."""
         began = time.perf_counter()
         masks = _masks(self._held)
         self._mask_seconds = time.perf_counter() - began
@@ -258,7 +241,7 @@ class EngineLoop:
             self._steps_with_pages -= num_tokens
             return num_tokens, False
         self._steps_with_pages = 0
-        ahead = num_tokens + sum(len(batch.launch.steps) for batch in self._under_way)
+        ahead = num_tokens + sum(len(batch.launch.steps) for batch in self._in_flight)
         try:
             changed = self.scheduler.reserve(ahead)
             self._steps_with_pages = self.scheduler.steps_with_pages() - ahead
@@ -269,11 +252,11 @@ class EngineLoop:
             return self.scheduler.make_room(num_tokens), True
 
     def _drain(self) -> None:
-        while self._under_way:
+        while self._in_flight:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        batch = self._under_way.popleft()
+        batch = self._in_flight.popleft()
         launch, queries = batch.launch, batch.launch.queries
         steps = self.runner.read(launch, logprobs=batch.logprobs)
         for row, sequence in enumerate(batch.sequences):
@@ -296,7 +279,7 @@ class EngineLoop:
             self.pace.saw_step(launch.bucket, queries, seconds)
             self._count_drafts(batch, first_tokens[:ran], self.pace)
 
-    def _count_drafts(self, batch: _UnderWay, steps: list[StepTokens], pace: DraftPace) -> None:
+    def _count_drafts(self, batch: _InFlight, steps: list[StepTokens], pace: DraftPace) -> None:
         found = batch.found
         for step in steps:
             if step.drafts is None:
@@ -358,11 +341,10 @@ class EngineLoop:
 
 
 def _constrained(rows: list[Sequence], without: Collection[int] = ()) -> _Constrained:
-    """Return the constrained rows by the kind of their constraints, but for some."""
-    found: _Constrained = {}
+    found: _Constrained = defaultdict(list)
     for row, sequence in enumerate(rows):
         if sequence.constraint is not None and row not in without:
-            found.setdefault(type(sequence.constraint), []).append((row, sequence))
+            found[type(sequence.constraint)].append((row, sequence))
     return found
 
 

@@ -13,13 +13,13 @@ _STEP_TIMES_KEPT = 100_000
 
 @dataclass
 class RequestMetrics:
-    """When things happened, in seconds of `time.perf_counter`, and what it took.
+    """When things happened, in seconds of `time.perf_counter`, and what it took; None: not yet.
 
     Attributes:
         arrival_time: the request was handed in.
-        first_scheduled_time: it first got a row and pages; None before.
-        first_token_time: its first token was known to the host; None before.
-        finished_time: its last answer was finished; None before.
+        first_scheduled_time: it first got a row and pages.
+        first_token_time: its first token was known to the host.
+        finished_time: its last answer was finished.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
         num_preemptions: how often the request gave its pages back and was recomputed.
     """
@@ -38,13 +38,7 @@ class RequestMetrics:
 
 
 class DraftCounts(NamedTuple):
-    """Counts of drafts.
-
-    Attributes:
-        drafted: drafts that were verified.
-        accepted: of them, those that were what was sampled.
-        accepted_by_position: of the first, the second, ... draft of a run, how many were.
-    """
+    """Counts of drafts: verified ones, those that were accepted, and these by their place in a run of drafts."""
 
     drafted: int
     accepted: int
@@ -53,11 +47,10 @@ class DraftCounts(NamedTuple):
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made.
+    """Counts since the engine was made; the names of `spec_decode_*` are vLLM's.
 
     Attributes:
         generated_tokens: sampled tokens that were kept.
-        finished_answers: answers that came to their end.
         prefilled_tokens: tokens whose keys and values were computed by prefill.
         prefill_seconds: host time of prefills.
         mixed_steps: decode steps that took chunks of prompts along.
@@ -66,10 +59,6 @@ class EngineStats:
         step_seconds: time of the last decode steps: from the launch, or from the tokens of the step before where that
             is later, to the tokens.
         launch_seconds: of the host, for each of the last launches; without a GPU the launch is the work.
-        spec_decode_num_drafts: runs of drafts that were verified, one a row and step.
-        spec_decode_num_draft_tokens: drafts that were verified.
-        spec_decode_num_accepted_tokens: of them, those that were what was sampled.
-        spec_decode_num_accepted_tokens_per_pos: of the first, the second, ... draft of a run, how many were.
     """
 
     generated_tokens: int = 0
@@ -81,7 +70,6 @@ class EngineStats:
     bucket_steps: Counter[int] = field(default_factory=Counter)
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
     launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
-
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
@@ -111,7 +99,6 @@ class EngineStats:
         return 1.0 - live / computed if computed else 0.0
 
     def __str__(self) -> str:
-        """Return a summary in one line."""
         parts = [f"{self.generated_tokens} tokens in {self.finished_answers} finished answers"]
         parts.append(f"{self.prefilled_tokens} prompt tokens prefilled in {self.prefill_seconds:.2f} s")
         steps = f"{sum(self.batch_sizes.values())} decode steps"

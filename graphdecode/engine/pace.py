@@ -24,24 +24,17 @@ _CHUNK_WEIGHT = 0.3  # of what was seen last, in the averages
 
 
 class DraftPace:
-    """Chooses how many queries a row the next launch has.
+    """Chooses how many queries a row the next launch has, of the `widths` that there are steps for.
 
-    A draft's chance is an average over what was accepted lately where as many tokens spoke for it; steps that feed no
-    draft tell it too, for they say whether the first one would have been right. A step's time is the median of the
-    last ones of its kind. Speculation that does not pay is thereby switched off, and on again, at no cost. Drafts that
-    are not cheap are left out of plain steps, which then tell nothing: a few launches try them again, after a time that
-    doubles whenever they were tried in vain.
-
-    Args:
-        widths: queries of a row that there are steps for, ascending, 1 among them.
-        is_fixed: always verify all drafts that there are.
-        is_cheap: plain steps make drafts, too.
+    A draft's chance is an average over what was accepted lately where as many tokens spoke for it; a step's time is the
+    median of the last ones of its kind. So speculation that does not pay is switched off, and on again, at no cost.
+    Plain steps tell whether a cheap draft would have been right. They make no others: a few launches try these again,
+    after a time that doubles whenever they were tried in vain.
     """
 
     def __init__(self, widths: Sequence[int], *, is_fixed: bool = False, is_cheap: bool = True) -> None:
         self.widths = tuple(widths)
-        self._is_fixed = is_fixed
-        self._is_cheap = is_cheap
+        self._is_fixed, self._is_cheap = is_fixed, is_cheap
         self._patience = _PATIENCE[0]
         self._plain = 0  # launches since drafts paid, or were tried in vain
         self._times: dict[tuple[int, int], deque[float]] = {}
@@ -50,7 +43,7 @@ class DraftPace:
         self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # by match length: drafts, right ones
 
     def choose(self, bucket: int, found: Sequence[tuple[int, int]], most: int) -> int:
-        """Return the queries of a row for the next launch, of `bucket` rows and with room for `most` queries.
+        """Return the queries of a row, at most `most`, for the next launch of `bucket` rows.
 
         `found` are each row's drafts, and how many tokens speak for them.
         """
@@ -97,10 +90,7 @@ class DraftPace:
         return right / drafts
 
     def step_seconds(self, bucket: int, width: int) -> float:
-        """Return what a step of so many rows and queries takes, or is guessed to take by those that were measured.
-
-        Of a step that was seen a few times only, or long ago, nothing is known: a low guess lets it be tried.
-        """
+        """Return what a step takes, or a low guess by those that were measured, so that it is tried."""
         if self._is_known(bucket, width) and not self._is_forgotten(bucket, width):
             return median(self._times[bucket, width])
         known = {known: median(self._times[bucket, known]) for known in self.widths if self._is_known(bucket, known)}
@@ -115,7 +105,6 @@ class DraftPace:
         return len(self._times.get((bucket, width), ())) >= _LEAST_TIMES
 
     def _is_forgotten(self, bucket: int, width: int) -> bool:
-        """Whether a step's times are too old; to try those of drafts that are not cheap again would cost too much."""
         last = self._last_run.get((bucket, width), self._launches)
         return self._is_cheap and self._launches - last >= _FORGOTTEN_AFTER
 
@@ -153,16 +142,13 @@ def _expected(drafts: int, chance: float) -> float:
 class ChunkBudget:
     """Sizes chunks by what chunks and steps took so far.
 
-    Chunks change when an answer begins, and never what it says.
-
     Args:
         largest: tokens of a chunk where no row waits for its next token.
         target_seconds: between two tokens of a row, at most; 0: chunks are always as large as they may be.
     """
 
     def __init__(self, largest: int, target_seconds: float) -> None:
-        self._largest = largest
-        self.target_seconds = target_seconds
+        self._largest, self.target_seconds = largest, target_seconds
         self._step_seconds: float | None = None
         self._token_seconds: float | None = None  # of a prompt's token
 

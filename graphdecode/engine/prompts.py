@@ -47,7 +47,7 @@ class PromptChunk:
 
 
 class Prompts:
-    """Computes keys and values of prompts; logits only to score a prompt, for its last token is fed to a decode step.
+    """Computes keys and values of prompts, and logits to score them alone: the last token is fed to a decode step.
 
     Attributes:
         buffers: every tensor that a pass reads or writes; its rows are tokens.
@@ -55,20 +55,18 @@ class Prompts:
     """
 
     def __init__(self, setting: StepSetting) -> None:
-        self._model = setting.model
-        self._caches = setting.caches
+        self._model, self._caches = setting.model, setting.caches
         self._trash_page, self._trash_state_row = setting.trash_page, setting.trash_state_row
         self._page_size = setting.page_size
         self._longest = setting.max_pages_per_row * setting.page_size
         self.max_tokens = max_tokens = setting.prefill_tokens
         self._rows = rows = min(setting.config.max_batch_size, max_tokens)
+        longs = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), (rows + 1,))
+        shapes = dict.fromkeys(("rows", "positions"), ("batch",)) | longs
         slots = [
             Slot("tokens", ("batch",), torch.int64, pad=_DUMMY_TOKEN, staged=_CHUNKS),
-            Slot("rows", ("batch",), torch.int32, staged=_CHUNKS),
-            Slot("positions", ("batch",), torch.int32, staged=_CHUNKS),
-            Slot("cu_seqlens_q", (rows + 1,), torch.int32, staged=_CHUNKS),
-            Slot("cu_seqlens_kv", (rows + 1,), torch.int32, staged=_CHUNKS),
-            Slot("state_rows", (rows,), torch.int32, pad=setting.trash_state_row, staged=_CHUNKS),
+            *(Slot(name, shape, torch.int32, staged=_CHUNKS) for name, shape in shapes.items()),
+            Slot("state_rows", (rows,), torch.int32, pad=self._trash_state_row, staged=_CHUNKS),
             Slot("page_table", (rows, setting.max_pages_per_row), torch.int32, pad=self._trash_page, staged=_CHUNKS),
         ]
         device = self._model.device

@@ -41,15 +41,13 @@ class Command(IntEnum):
 class LeadingRunner(Runner):
     """A `Runner` whose model the other ranks have a part of.
 
-    They get what was staged, as bytes, and then the same pass or launch to run. Nothing is sent of a sequence but that,
-    and in a steady state one short message a launch. A failure in the midst of it is the group's: ranks that have not
-    done the same cannot go on together. With `ends_ranks` the other ranks end with this runner.
+    They get what was staged, as bytes, and then the same launch to run: in a steady state one short message a launch.
+    A failure in the midst of it is the group's. With `ends_ranks` the other ranks end with this runner.
     """
 
     def __init__(self, *arguments: Any, leader: Leader, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.ranks = leader
-        self.ends_ranks = True
+        self.ranks, self.ends_ranks = leader, True
 
     def lead(self, *, ends_ranks: bool) -> None:
         """Send commands from now on; up to here all ranks have done the same by themselves."""
@@ -108,8 +106,7 @@ def follow(ranks: Follower, load: Load) -> None:
     """Run the commands of rank 0, without a scheduler, until it ends the group.
 
     Raises:
-        GraphdecodeError: the model cannot be loaded or captured.
-        RankError: a collective did not come to its end.
+        GraphdecodeError: the model cannot be loaded or captured, or a collective did not come to its end.
     """
     runner: Runner | None = None
     while True:
@@ -121,8 +118,7 @@ def follow(ranks: Follower, load: Load) -> None:
             return
         if message.kind == Command.LOAD:
             told = json.loads(message.payload)
-            settings = EngineConfig.of(tomllib.loads(told["config"]))
-            runner = load(told["model"], settings, ranks)
+            runner = load(told["model"], EngineConfig.of(tomllib.loads(told["config"])), ranks)
             gc.collect()
             gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
         elif runner is not None and message.kind == Command.UNLOAD:
@@ -132,8 +128,7 @@ def follow(ranks: Follower, load: Load) -> None:
             gc.collect()
         elif runner is not None:
             _obey(message, runner, ranks)
-        late = ranks.collectives.late()
-        if late is not None:
+        if (late := ranks.collectives.late()) is not None:
             raise RankError(late)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -28,14 +28,13 @@ class Request:
 
     Args:
         prompt_token_ids: at least one token, each in the model's vocabulary.
-        sampling_params: with `n` 1, and without what is resolved above the engine: stop texts, bad words, forms of the
-            answer, cuts of the prompt; without a seed, one is derived from the engine's and the request's number.
-        bad_words_token_ids: sequences of tokens whose last one is not generated behind the others, in place of the
-            parameters' `bad_words`.
-        grammar: of the answer, in place of the parameters' `structured_outputs`: a text that the engine's `constrain`
-            can read; None: it may have any form.
+        sampling_params: with `n` 1, and without what is resolved above the engine: stop texts, bad words, structured
+            outputs, cuts of the prompt; without a seed, one is derived from the engine's and the request's number.
+        bad_words_token_ids: the tokens of `bad_words`.
+        grammar: of the structured output, for the engine's `constrain`; None: there is none.
         priority: the lowest is served first and preempted last; requests of one priority are served by their `turn`.
         turn: the lowest is served first; requests of one turn are served as they come.
+        is_checked: it was held against the engine's `rules` already.
     """
 
     prompt_token_ids: Sequence[int]
@@ -44,15 +43,14 @@ class Request:
     grammar: str | None = None
     priority: int = 0
     turn: float = 0.0
+    is_checked: bool = False
 
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities, natural logarithm, at the place of one token.
 
-    Attributes:
-        sampled: of the token.
-        rank: its place among all tokens, from 1, the most likely; of equals the lower id comes first.
-        top: the most likely tokens with their log-probabilities, most likely first, as many as were asked for.
+    `sampled` is of the token, `rank` its place among all, from 1 (of equals the lower id is first), `top` the most
+    likely tokens with theirs.
     """
 
     sampled: float
@@ -67,15 +65,12 @@ class Event(NamedTuple):
         request_id: what `Engine.add` returned.
         token_ids: the new tokens, the one that ended the answer included.
         logprobs: one entry for each of them; None where they were not asked for.
-        finish_reason: "stop" or "length" with the last tokens; "error" where the request had to be given up; None
-            before.
+        finish_reason: "stop" or "length" with the last tokens; "error" where the request had to be given up; else None.
         stop_reason: the token of `stop_token_ids` that ended the answer; None for end-of-sequence.
         metrics: times and counts of the request so far.
         error: why it was given up.
-        prompt_logprobs: with the first tokens, where they were asked for: one entry for each token of the prompt but
-            the first one.
-        error_code: what sort of error it was, for a program: "form_too_complex" where the answer's form could not be
-            followed further; None: no sort of its own.
+        prompt_logprobs: with the first tokens, where they were asked for: for each token of the prompt from the second.
+        error_code: for a program: "form_too_complex" where the structured output could not be followed further.
         completes: the last token ended the answer because nothing can follow it, and not because it is one that ends.
     """
 
@@ -106,12 +101,18 @@ class RequestRules:
     page_size: int  # tokens of a page of the cache
     sampling: SamplingCapacity  # how much one request may ask of sampling
 
-    def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
-        """Refuse a prompt that can never be served, with `max_tokens` to generate.
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served.
 
         Raises:
             RequestError: says what does not fit, and the range.
         """
+        params = request.sampling_params
+        self.check_sampling(params, request.bad_words_token_ids, has_form=request.grammar is not None)
+        self.check_prompt(request.prompt_token_ids, params.max_tokens)
+
+    def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
+        """Refuse a prompt that can never be served, with `max_tokens` to generate; see `check`."""
         if not len(tokens):
             raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
         capacity, vocab_size = self.capacity, self.vocab_size
@@ -127,7 +128,7 @@ class RequestRules:
             raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
 
     def check_sampling(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, has_form: bool) -> None:
-        """Refuse parameters of one answer, in tokens, that no prompt can be served with; see `check_prompt`."""
+        """Refuse parameters of one answer, in tokens, that no prompt can be served with; see `check`."""
         if params.n != 1:
             raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
         cut = params.truncate_prompt_tokens
@@ -164,7 +165,7 @@ class RequestRules:
             raise RequestError("none of allowed_token_ids is left by bad_words, and by stop tokens before min_tokens")
 
     def check_count(self, name: str, count: int | None, key: str) -> None:
-        """Refuse more of something than a row has room for, by a key of `SamplingCapacity`; see `check_prompt`."""
+        """Refuse more of something than a row has room for, by a key of `SamplingCapacity`; see `check`."""
         limit = getattr(self.sampling, key)
         if count is not None and count > limit:
             raise RequestError(
@@ -181,13 +182,6 @@ class RequestRules:
     def counted(self, logprobs: int | None) -> int | None:
         """Return how many log-probabilities are asked for; -1 is all of the vocabulary."""
         return self.vocab_size if logprobs == -1 else logprobs
-
-    def resolved(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters whose numbers of log-probabilities are counted."""
-        if -1 not in (params.logprobs, params.prompt_logprobs):
-            return params
-        logprobs, prompt_logprobs = self.counted(params.logprobs), self.counted(params.prompt_logprobs)
-        return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the tokens that end an answer."""

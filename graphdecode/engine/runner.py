@@ -19,7 +19,7 @@ from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, 
 from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.models import Chunks, Model
+from graphdecode.models import Model
 
 _HERE = nullcontext()
 
@@ -27,9 +27,7 @@ _HERE = nullcontext()
 class LaunchPlan(NamedTuple):
     """A launch of what is staged: all that the ranks of a model have to agree on."""
 
-    # the step as it is: rows that feed tokens, 0 for chunks by themselves; the queries of each; tokens of the chunks;
-    # and whether it runs in halves, between which the host does something
-    wanted: StepShape
+    wanted: StepShape  # the step as it is; in halves where the host does something in between
     steps: int = 1  # at most `steps_per_launch`; fewer run if all rows finish before. One with chunks, or in halves
     chunks: Sequence[PromptChunk] = ()  # of prompts
     catches_up: bool = False  # the chunks are for the source of drafts alone: tokens that plain steps fed
@@ -42,7 +40,7 @@ class LaunchPlan(NamedTuple):
     def to_bytes(self) -> bytes:
         """Return it for another rank; of chunks their lengths, for what they hold is staged."""
         sizes = [(len(chunk.token_ids), len(chunk.scored), chunk.num_logprobs) for chunk in self.chunks]
-        return json.dumps([self.wanted, self.steps, sizes, self.catches_up]).encode()
+        return json.dumps(self._replace(chunks=sizes)).encode()  # type: ignore[arg-type]
 
     @classmethod
     def of_bytes(cls, data: bytes) -> LaunchPlan:
@@ -53,18 +51,15 @@ class LaunchPlan(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Steps that are under way."""
+    """Steps that are in flight."""
 
     num_rows: int  # rows that they run over
-    # the numbers of their entries in the rings since the beginning; those that did not run leave no tokens
-    steps: range
+    steps: range  # their entries in the rings since the beginning; those that did not run leave no tokens
     bucket: int  # rows that were computed
     started: float  # in seconds of `time.perf_counter`
-    # what tells the host that they have come to their end; None where the launch is the work
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | None  # that they have come to their end; None where the launch is the work
     queries: int = 1  # of a row in each step, which has as many entries
-    # for each chunk of prompts by themselves the log-probabilities of the tokens that it has scored, or None
-    scores: Sequence[StepLogprobs | None] = ()
+    scores: Sequence[StepLogprobs | None] = ()  # of each chunk of prompts by themselves, where they are wanted
 
     @property
     def num_steps(self) -> int:
@@ -102,8 +97,7 @@ class Runner:
         model, config = setting.model, setting.config
         self.setting, self.model, self.cache, self.capacity = setting, model, cache, capacity
         self.is_on_host = model.device.type == "cpu"
-        self.steps_per_launch = config.steps_per_launch
-        self.steps_launched = 0
+        self.steps_per_launch, self.steps_launched = config.steps_per_launch, 0
         self.step, self.prompts = step(setting), Prompts(setting)
         self.buffers = self.step.buffers
         self.graphs = GraphTable(
@@ -150,7 +144,8 @@ class Runner:
             try:
                 shape = self.graphs.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
                 if shape is None:  # it takes more along than any graph holds
-                    shape, batch, chunks = wanted, self.buffers.narrow(wanted.rows), self._chunks(plan)
+                    shape, batch = wanted, self.buffers.narrow(wanted.rows)
+                    chunks = self.prompts.chunks(wanted.prompt_tokens, len(plan.chunks))
                     self.graphs.run_beyond(wanted, lambda: self.step.run(wanted, batch, chunks))
             except BaseException:
                 self.step.rewind(first)  # the host would look for later tokens in the wrong places
@@ -161,17 +156,10 @@ class Runner:
                 done.record()
         return Launch(wanted.rows, range(first, self.steps_launched), shape.rows, started, done, wanted.queries)
 
-    def _chunks(self, plan: LaunchPlan) -> Chunks:
-        return self.prompts.chunks(plan.wanted.prompt_tokens, len(plan.chunks))
-
     def _pass(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
-        """Compute prompts by themselves.
-
-        What is scored is outside of the table, for its logits are looked at as they come; and so is what a source of
-        drafts does with a prompt, which is no part of the model's pass.
-        """
+        """Compute prompts by themselves: scored ones outside of the table, whose logits are looked at as they come."""
         scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
-        chunks = self._chunks(plan)
+        chunks = self.prompts.chunks(plan.wanted.prompt_tokens, len(plan.chunks))
         is_scored = any(chunk.scored for chunk in plan.chunks)
         if not plan.catches_up and (is_scored or self.graphs.run(plan.wanted) is None):
             passed = self.graphs.run_beyond(plan.wanted, lambda: self.prompts.run(chunks))
@@ -207,7 +195,7 @@ class Runner:
         return self.graphs.capture_waiting()
 
     def close(self) -> None:
-        """Release the graphs, once what is under way has come to its end."""
+        """Release the graphs, once what is in flight has come to its end."""
         with self.here():
             if not self.is_on_host:
                 torch.cuda.synchronize(self.model.device)

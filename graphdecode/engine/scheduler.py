@@ -25,9 +25,8 @@ _TURN = attrgetter("turn")
 class Sequence:
     """A prompt and its tokens so far.
 
-    Keys and values are kept for all tokens but the last: the last one is fed to the next decode step, which writes its
-    keys and values and samples its successor. A prompt is no different: its last token is fed to a decode step, so a
-    token is sampled in one place only, and a sequence that was preempted goes on exactly where it was.
+    Keys and values are kept for all tokens but the last: the last one, of a prompt too, is fed to the next decode step,
+    which writes its keys and values and samples its successor.
     """
 
     request_id: int  # names it, in the engine and in the cache
@@ -40,7 +39,7 @@ class Sequence:
     sampling: RowSampling  # what the step is told of it
     metrics: RequestMetrics  # times and counts
     turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first, preempted last
-    constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
+    constraint: Constraint | None = None  # of its structured output; None: there is none
     cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
     drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
@@ -82,13 +81,7 @@ class Sequence:
         return min(self.cached_length + tokens_ahead, self.max_length)
 
     def accept(self, token_id: int) -> None:
-        """Take a sampled token, and decide whether it ends the answer.
-
-        The step that sampled it has also cached the token before it.
-
-        Raises:
-            ConstraintError: the constraint cannot be kept any further.
-        """
+        """Take a sampled token, whose step has cached the one before, and decide whether it ends the answer."""
         tokens, constraint = self.token_ids, self.constraint
         self.cached_length = len(tokens)
         tokens.append(token_id)
@@ -122,16 +115,13 @@ class Sequence:
 
 
 class Scheduler:
-    """Holds every sequence from its arrival to its end.
+    """Holds every sequence from its arrival to its end: it waits, gets a row and pages, is prefilled, and decoded.
 
-    A sequence waits, then is admitted (it gets a row and pages for all tokens it has), prefilled in chunks, and
-    decoded. `decoding` is in row order: row i of a decode step is its i-th sequence. The `max_batch_size` rows are
-    shared by the sequences being prefilled and decoded.
+    Row i of a decode step is the i-th sequence of `decoding`.
     """
 
     def __init__(self, cache: PagedKVCache, *, max_batch_size: int) -> None:
-        self.cache = cache
-        self.max_batch_size = max_batch_size
+        self.cache, self.max_batch_size = cache, max_batch_size
         self.waiting: list[Sequence] = []  # in the order of their turns
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -192,7 +182,7 @@ class Scheduler:
         # a prompt that is to be scored is computed whole: what is read from the cache has no logits
         cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids)
         # one page stays free for each running sequence that may want more: whoever enters must not push out who works
-        spare = sum(self._may_grow(admitted) for admitted in self.admitted)
+        spare = sum(map(self._may_grow, self.admitted))
         try:
             self.cache.reserve(sequence.request_id, len(sequence.token_ids))
             if self.cache.available_pages < spare:
@@ -200,8 +190,8 @@ class Scheduler:
         except CacheFullError:
             self.cache.free(sequence.request_id)
             return False
-        # where more than half of the pool stays free, all pages of the answer are taken at once: they lie side by side,
-        # and a page table that is complete never changes; whoever needs them more gets them back in `make_room`
+        # where more than half of the pool stays free, all pages of the answer are taken at once: its page table never
+        # changes; whoever needs them more gets them back in `make_room`
         if self.cache.pool.free - sequence.max_length // self.cache.page_size > self.cache.pool.total // 2:
             self.cache.reserve(sequence.request_id, sequence.max_length)
         sequence.cached_length = sequence.drafted_length = cached
@@ -213,15 +203,8 @@ class Scheduler:
         self.prefilling.append(sequence)
         return True
 
-    def _may_grow(self, sequence: Sequence) -> bool:
-        """Whether a sequence does not own yet all pages that it can ever need."""
-        return self._room(sequence) < sequence.max_length
-
     def prefilled(self, chunks: list[tuple[Sequence, PromptChunk]]) -> list[Sequence]:
-        """Record that chunks were computed; sequences whose prompts are complete join `decoding`.
-
-        Returns the sequences that have no token to generate, to be removed.
-        """
+        """Record that chunks were computed; whose prompt is complete joins `decoding`, or is returned to be removed."""
         for sequence, chunk in chunks:
             sequence.cached_length = sequence.drafted_length = chunk.end
             self.publish(sequence)
@@ -238,9 +221,8 @@ class Scheduler:
     def reserve(self, tokens_ahead: int) -> bool:
         """Make sure that each decoding sequence has pages for its next tokens; return whether any pages changed.
 
-        Where pages are plentiful, a page more is taken for everyone as soon as one sequence needs one, so that the
-        page table changes once in a page's length and not in nearly every step. A CacheFullError says that there are
-        not enough; some sequences may have got theirs.
+        Where pages are plentiful, a page more is taken for everyone as soon as one sequence needs one: the page table
+        changes once in a page's length. At a CacheFullError some sequences may have got theirs.
         """
         changed = [self._reserve(sequence, tokens_ahead) for sequence in self.decoding]
         if any(changed) and self.cache.available_pages >= 2 * len(self.decoding):
@@ -256,19 +238,25 @@ class Scheduler:
     def _room(self, sequence: Sequence) -> int:
         return len(self.cache.pages_of(sequence.request_id)) * self.cache.page_size
 
+    def _may_grow(self, sequence: Sequence) -> bool:
+        return self._room(sequence) < sequence.max_length
+
     def make_room(self, tokens_ahead: int) -> int:
         """Find pages for everybody's next tokens; return for how many of each, 1 to `tokens_ahead`.
 
-        Pages that were taken ahead are given back first. Where not even one token of everybody fits, those sequences
-        are preempted whose turn would come last. Nothing may be under way: they are recomputed from the tokens that the
-        host knows.
+        Pages taken ahead are given back first, then the last sequences are preempted. Nothing may be in flight.
         """
         for sequence in self.decoding:
             self.publish(sequence)
             self.cache.truncate(sequence.request_id, sequence.cached_length)
         tokens = range(1, tokens_ahead + 1)
         while not (fitting := bisect_right(tokens, self.cache.available_pages, key=self._missing_pages)):
-            self._preempt_last()
+            last = max(self.admitted, key=_TURN)
+            self._release(last)
+            last.cached_length = 0
+            last.metrics.num_preemptions += 1
+            self.num_preemptions += 1
+            self.add(last)
         self.reserve(fitting)
         return fitting
 
@@ -281,15 +269,6 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:
         return self.cache.reserve(sequence.request_id, sequence.length_ahead(tokens_ahead))
-
-    def _preempt_last(self) -> None:
-        """Take the pages of the sequence whose turn would come last; it waits for its turn to be recomputed."""
-        last = max(self.admitted, key=_TURN)
-        self._release(last)
-        last.cached_length = 0
-        last.metrics.num_preemptions += 1
-        self.num_preemptions += 1
-        self.add(last)
 
     def remove(self, sequence: Sequence, *, findable: bool = True) -> None:
         """Forget a sequence wherever it stands; its pages may serve others, unless they are not to be findable."""
@@ -324,11 +303,10 @@ def draft_gaps(sequences: Iterable[Sequence], cache: PagedKVCache, max_tokens: i
         if sequence.drafted_length >= sequence.cached_length - 1:
             continue
         pages = cache.pages_of(sequence.request_id)
-        while sequence.drafted_length < sequence.cached_length:
+        while (start := sequence.drafted_length) < sequence.cached_length:
             if room == 0:
                 passes.append([])
                 room = max_tokens
-            start = sequence.drafted_length
             end = min(start + room, sequence.cached_length)
             passes[-1].append(PromptChunk(sequence.token_ids[start:end], start, pages))
             room -= end - start

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ class StalePointerError(GraphdecodeError, RuntimeError):
     """A graph would read or write memory whose owner has left it."""
 
 
-@dataclass(frozen=True)
-class StalePointer:
+class StalePointer(NamedTuple):
     """An address in a graph that nobody owns any more."""
 
     bucket: int  # rows of the graph
@@ -47,33 +45,24 @@ class StalePointer:
 
 
 def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[StalePointer]:
-    """Yield each argument of a graph that points at memory which has another owner than at capture, or none.
-
-    An owner may have reallocated its storage in place (`resize_`), or taken another one (`set_`, `.data = ...`, a
-    parameter that was replaced in its module); memory that was never declared may have been freed, or have had no owner
-    even at capture.
-    """
+    """Yield each argument of a graph that points at memory which has another owner than at capture, or none."""
     problem_of = graph.problem_finder(owners)
     for node in graph.nodes:
         for argument in node.arguments:
-            problem = problem_of(argument)
-            if problem is not None:
+            if (problem := problem_of(argument)) is not None:
                 what = (argument.name, argument.address, argument.owner, problem, node.file, node.line)
                 yield StalePointer(bucket, node.name, *what, argument.is_certain)
 
 
 class Backend:
-    """Makes graphs that share a stream and a pool, and knows who owns the memory that they touch.
-
-    Its arguments are those of `GraphTable`: the buffers of rows, and of prompts; `name` is the back end's.
-    """
+    """Makes graphs that share a stream and a pool, and knows who owns the memory that they touch."""
 
     def __init__(
         self, *buffers: StepBuffers, constants: Iterable[Any] = (), name: str = "auto", warmup_steps: int = 2
     ) -> None:
         if warmup_steps < 1:
             raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps}")
-        self._buffers = buffers
+        self._buffers, self.device = buffers, buffers[0].device
         self.name = backend_for(name, self.device)
         self.owners = Owners(buffers[0], constants, buffers[1:])
         self._warmup_steps = warmup_steps
@@ -81,11 +70,6 @@ class Backend:
         self._blocks: list[Tensor] = []  # what recorded intermediates lie in
         self._has_recorded = False
         self._cuda_loops: CudaLoops | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the buffers."""
-        return self._buffers[0].device
 
     def _graph(self, step: Step, batch: Batch) -> StepGraph:
         if self.name == "cuda":
@@ -104,11 +88,7 @@ class Backend:
         return graph
 
     def captured(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
-        """Capture a step, and what follows it in a graph of its own; build a loop where there is one to govern it.
-
-        Raises:
-            CaptureError: one of them does what no graph can replay.
-        """
+        """Capture a step, and what follows it in a graph of its own; build a loop where there is one to govern it."""
         graphs: list[StepGraph] = []
         loop: StepLoop | None = None
         with on_device(self.device):
@@ -151,16 +131,12 @@ class Backend:
 
     def verify(self, stale: Iterable[StalePointer] = ()) -> None:
         """Check that nothing was moved; raise a StalePointerError of those given that certainly are addresses."""
-        certain = [pointer for pointer in stale if pointer.is_certain]
-        if certain:
+        if certain := [pointer for pointer in stale if pointer.is_certain]:
             raise StalePointerError("\n".join(map(str, certain)))
         self.owners.verify()
 
     def release(self, gone: Sequence[Ready], *, is_last: bool) -> None:
-        """Retire what was captured, a loop before the graphs that it is made of.
-
-        With the last ones the pool goes, too: what is captured later begins anew.
-        """
+        """Retire what was captured, a loop before its graphs; with the last ones the pool goes, too."""
         for ready in gone:
             if ready.loop is not None:
                 ready.loop.close()
@@ -183,11 +159,7 @@ class Backend:
 def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_memory: bool = True) -> None:
     """Run a step under observation: hazards get a name, and what happens only once gets done.
 
-    What it makes in its first run and keeps in some Python object has no owner in the second, and is refused: a graph
-    would go on pointing at it.
-
-    Raises:
-        CaptureError: the step does what no graph can replay, or raised an error.
+    What it makes in its first run and keeps in some Python object has no owner in the second, and is refused.
     """
     observer = StepObserver(owners, checks_memory=checks_memory)
     for _ in range(num_steps):
@@ -197,11 +169,7 @@ def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_
 
 
 def backend_for(backend: str, device: torch.device) -> str:
-    """Return the backend that a name stands for on a device.
-
-    Raises:
-        ValueError: it is unknown, or does not work there.
-    """
+    """Return the backend that a name stands for on a device; a ValueError says that it is unknown, or not for it."""
     if backend not in BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     native = "cuda" if device.type == "cuda" else "recorded"

@@ -19,16 +19,12 @@ from graphdecode.graphs.step_graph import Argument, Step, StepGraph
 
 
 class CudaCapture:
-    """The stream to capture on and the memory pool that all graphs of a back end share.
+    """The stream to capture on and the memory pool that all graphs of a back end share, for one generation of graphs.
 
-    A pool is good for one generation of graphs: when the last one is gone the allocator takes it apart. cuBLAS keeps a
-    workspace for every stream that it was used on, and frees none. Those of all streams are freed right before a
-    capture and right after it, so that a graph's workspaces lie in its pool and live as long as that. A graph that
-    somebody else captured keeps its workspace, too, if that was first needed inside of its capture; where eager work on
-    the same stream had needed it before, it is freed under that graph, which has to be captured again.
-
-    Attributes:
-        is_spoilt: whether the driver refused to end a capture: nothing else can be captured with this stream and pool.
+    cuBLAS keeps a workspace for every stream that it was used on. All are freed right before a capture and right after
+    it, so that a graph's workspaces lie in its pool and live as long as that. A graph that somebody else captured keeps
+    its workspace only if that was first needed inside of its capture. `is_spoilt`: the driver refused to end a capture,
+    and nothing else can be captured with this.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,11 +52,7 @@ class CudaCapture:
         torch.cuda.empty_cache()
 
     def capture(self, step: Step, batch: Batch) -> torch.cuda.CUDAGraph:
-        """Run a step on the stream, and return the graph of what it launched, fit to be instantiated.
-
-        Raises:
-            CaptureError: the step or its capture failed; the process is fit to go on.
-        """
+        """Run a step on the stream, and return the graph of what it launched; a CaptureError leaves the process fit."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         observer = LastOperator()
         try:

@@ -87,20 +87,12 @@ HAZARDS = {
 
 
 class CaptureError(GraphdecodeError, RuntimeError):
-    """A step does what no graph can replay.
-
-    Attributes:
-        file: of the step's line to blame; None where it is not known.
-        line: the line's number.
-        why: what a graph would get wrong.
-        remedy: what to do instead.
-    """
+    """A step does what no graph can replay: `why`, what to do instead (`remedy`), and `file` and `line` where known."""
 
     def __init__(
         self, kind: str, operator: str, detail: str = "", place: tuple[str | None, int | None] | None = None
     ) -> None:
-        self.kind = kind
-        self.operator = operator
+        self.kind, self.operator = kind, operator
         self.why, self.remedy = HAZARDS[kind]
         if detail:
             self.why = f"{self.why} ({detail})"
@@ -120,9 +112,8 @@ Refuse = Callable[[CaptureError], None]
 
 
 def _is_own(path: str) -> bool:
-    if path.startswith((*_OWN_FOLDERS, *_OWN_FILES, "<frozen")):
-        return True
-    return path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
+    is_librarys = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
+    return is_librarys or path.startswith((*_OWN_FOLDERS, *_OWN_FILES, "<frozen"))
 
 
 def caller() -> tuple[str | None, int | None]:

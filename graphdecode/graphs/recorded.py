@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +42,10 @@ _ALIGNMENT = 64  # bytes: a line of a processor's caches
 
 
 class ReusedMemory:
-    """Blocks of memory, and which storage of a step stands for which: what is needed no more is given to later ones.
+    """Blocks of memory, and which storage of a step stands for which, as CUDA's allocator does within a capture.
 
     The step itself runs over memory of its own. Each storage that it makes stands for a block, until nobody refers to
-    it: replays run the same operators in the same order, so that a later storage may stand for the same block. It is
-    what CUDA's allocator does within a capture. Graphs that run one after another share all blocks.
+    it: replays run the same operators in the same order. Graphs that run one after another share all blocks.
     """
 
     def __init__(self, blocks: list[Tensor]) -> None:
@@ -83,15 +82,6 @@ def _over(block: Tensor, tensor: Tensor) -> Tensor:
     return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-class _Place(NamedTuple):
-    """Where a graph finds a tensor of the step."""
-
-    alias: Tensor
-    storage: int | None  # its key; None for opaque tensors, as its address
-    address: int | None
-    owner: str | None
-
-
 class Recorder(StepObserver):
     """An observer that keeps what it sees as a flat list of calls without arguments."""
 
@@ -109,11 +99,7 @@ class Recorder(StepObserver):
             self.pool.append(self.memory.hold(key, tensor))
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Keep a call that does again what the operator did, into the graph's memory.
-
-        The call holds aliases of slots and constants: like a graph it stays with the memory of the capture, also when a
-        tensor is given other memory afterwards.
-        """
+        """Keep a call that does again what the operator did, over aliases that stay with the memory of the capture."""
         schema = schema_of(func)
         if schema.name in _UNINITIALIZED or schema.reshapes:
             return
@@ -126,14 +112,8 @@ class Recorder(StepObserver):
                 return  # a view
             given += [("result", tensor, True) for tensor in new]
             places = {id(tensor): self._place(tensor) for tensor in [*(tensor for _, tensor, _ in given), *found]}
-            args, kwargs = mapped(
-                lambda value: places[id(value)].alias if id(value) in places else value, (args, kwargs)
-            )
-        arguments = tuple(
-            Argument(name, place.address, place.owner, place.alias, place.storage, is_written)
-            for name, tensor, is_written in given
-            for place in (places[id(tensor)],)
-        )
+            args, kwargs = mapped(lambda value: places[id(value)][2] if id(value) in places else value, (args, kwargs))
+        arguments = tuple(Argument(name, *places[id(tensor)], is_written) for name, tensor, is_written in given)
         self.nodes.append(Node(schema.overload, schema.overload, *caller(), arguments))
         own = bind(func, *values_of(schema, args, kwargs))
         if own is not None:
@@ -142,15 +122,16 @@ class Recorder(StepObserver):
             self.calls.append(functools.partial(func._op, *args, **kwargs))
         else:
             fresh = {id(tensor) for tensor in new}
-            outputs = [places[id(leaf)].alias if id(leaf) in fresh else None for leaf in leaves(result)]
+            outputs = [places[id(leaf)][2] if id(leaf) in fresh else None for leaf in leaves(result)]
             self.calls.append(_into_outputs(func, args, kwargs, outputs))
 
-    def _place(self, tensor: Tensor) -> _Place:
+    def _place(self, tensor: Tensor) -> tuple[int | None, str | None, Tensor, int | None]:
+        """Return where a graph finds a tensor of the step: its address and owner, an alias of it, and its storage."""
         if is_opaque(tensor):
-            return _Place(tensor, None, None, self.owner_of(tensor))
+            return None, self.owner_of(tensor), tensor, None
         alias = self.memory.standing_for(storage_key(tensor), tensor)
         storage = alias.untyped_storage()
-        return _Place(alias, storage._cdata, storage.data_ptr(), self.owner_of(alias))
+        return storage.data_ptr(), self.owner_of(alias), alias, storage._cdata
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
@@ -181,10 +162,7 @@ def _out_version(func: Any) -> tuple[Any, list[str]]:
 
 
 class RecordedStepGraph(StepGraph):
-    """One bucket's step as a flat list of operators over fixed memory.
-
-    The step is run once; it was run under full observation before. `blocks` are the pool, which graphs that run one
-    after another share.
+    """One bucket's step as a flat list of operators over fixed memory; `blocks` are the pool.
 
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.
@@ -247,6 +225,4 @@ class RecordedStepGraph(StepGraph):
 
     def close(self) -> None:
         """Release the memory."""
-        self._calls = []
-        self._pool = []
-        self.nodes = []
+        self._calls, self._pool, self.nodes = [], [], []

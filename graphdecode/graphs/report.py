@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 from graphdecode.buckets import StepShape
@@ -23,30 +23,20 @@ class BucketReport:
     state: str  # "captured", "waiting" (for its first use, or for `capture()`), or "eager" (nothing is captured)
     nodes: Counter[str] = field(default_factory=Counter)  # kind of node or operator -> count
     kernels: Counter[str] = field(default_factory=Counter)  # name of kernel or operator -> count
-    capture_ms: float = 0.0  # time that the capture took, without warm-up, and without reading what the graph holds
-    # time of it that the driver took to make the graph fit to launch; 0 where there is no driver
-    instantiate_ms: float = 0.0
-    # memory that the capture added for intermediates; CUDA graphs share theirs, so that a smaller bucket mostly adds
-    # none
-    pool_bytes: int = 0
-    driver_bytes: int = 0  # device memory that the driver took to make the graph fit to launch; 0 where there is none
-    # what one replay reads and writes at most: of recorded operators all tensors that they are given, of CUDA kernels
-    # the slots, caches and weights among their arguments. Of a cache the live lengths are read, and of an embedding the
-    # rows that are gathered, which no graph knows: both count whole. 0 where it is not known
-    moved_bytes: int = 0
+    capture_ms: float = 0.0  # time that the capture took, without warm-up
+    instantiate_ms: float = 0.0  # time of it that the driver took to make the graph fit to launch
+    pool_bytes: int = 0  # memory that the capture added for intermediates, where those of other graphs left too little
+    driver_bytes: int = 0  # device memory that the driver took to make the graph fit to launch
+    moved_bytes: int = 0  # what one replay reads and writes at most, see `StepGraph.moved_bytes`
     replays: int = 0  # how many steps ran, in single replays and in launches
     live_rows: int = 0  # rows that were live, over all these steps
     # by name, what the step's owner chose for this bucket, and the figures that spoke for it
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     error: str | None = None  # why the capture failed, for a bucket that stays eager
-    # how several steps are launched: "while" (one launch; the device decides when it ends), "unrolled" (one launch of
-    # all steps), "host" (the host decides, step by step), "single" (a launch for each step); None where the manager has
-    # no loop
-    loop: str | None = None
+    loop: str | None = None  # how several steps are launched: `StepLoop.kind`; None where there is no loop
     loop_reason: str | None = None  # why it is not "while" on a GPU
     launches: int = 0  # how often the loop was launched
-    # steps that ran operator by operator, before there was a graph, or because none holds so many tokens
-    eager_runs: int = 0
+    eager_runs: int = 0  # steps that ran operator by operator, before there was a graph, or because none holds them
     queries: int = 1  # of each row
     along: int = 0  # tokens beside the rows that the step takes along, such as those of prompts
 
@@ -69,11 +59,8 @@ class BucketReport:
 
     def take(self, ready: Ready, *, is_whole: bool) -> None:
         """Add the figures of what runs a shape; times and memory of its halves add up, and the rest is the whole's."""
-        for graph in ready.graphs:
-            self.capture_ms += graph.capture_ms
-            self.instantiate_ms += graph.instantiate_ms
-            self.pool_bytes += graph.pool_bytes
-            self.driver_bytes += graph.driver_bytes
+        for graph, name in product(ready.graphs, ("capture_ms", "instantiate_ms", "pool_bytes", "driver_bytes")):
+            setattr(self, name, getattr(self, name) + getattr(graph, name))
         if ready.loop is not None:
             self.loop, self.loop_reason = ready.loop.kind, ready.loop.reason
         if is_whole:
@@ -130,7 +117,6 @@ class GraphReport:
         return "\n".join(lines)
 
     def _alike(self, key: Callable[[BucketReport], Any]) -> Iterator[tuple[Any, str]]:
-        """Yield what neighbouring buckets have in common, where it is anything, with their names."""
         for found, buckets in groupby(self.buckets, key=key):
             if found:
                 yield found, ", ".join(bucket.name for bucket in buckets)

@@ -60,14 +60,11 @@ class Argument:
 
     name: str  # of the operator's argument, "result" for what it returns; for a kernel, its number and the byte in it
     address: int | None  # where the tensor's storage began at capture, or the address itself
-    # the slot or constant that it belongs to; None for an operator's intermediates, and for an address that nobody owns
-    owner: str | None
-    # of an operator, an alias of the tensor, which goes on pointing at the memory of the capture
-    tensor: Tensor | None = None
+    owner: str | None  # the slot or constant that it belongs to; None: an operator's intermediate, or nobody's
+    tensor: Tensor | None = None  # of an operator, an alias that goes on pointing at the memory of the capture
     storage: int | None = None  # what identifies the tensor's storage; None for opaque tensors
     is_written: bool = False  # whether the operation writes there
-    # whether it surely is an address: of a kernel's struct a word may be padding, and hold anything
-    is_certain: bool = True
+    is_certain: bool = True  # whether it surely is an address: a word of a kernel's struct may be padding
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,8 @@ class StepGraph(ABC):
 
     nodes: list[Node]  # the operations in order
     pool_bytes: int  # memory of intermediates that this capture added to the pool, where others left too little
-    # what one replay reads and writes at most; 0 where it is not known. What is read in part (the live pages of a
-    # cache, the gathered rows of a table) is counted whole
+    # what one replay reads and writes at most, as far as it is known; what is read in part (the live pages of a cache,
+    # the gathered rows of a table) is counted whole
     moved_bytes: int
     capture_ms: float  # time that it took to capture the graph and make it fit to launch, without warm-up
     driver_bytes: int = 0  # device memory that the driver took to make the graph fit to launch; 0 where there is none
@@ -113,29 +110,21 @@ class StepGraph(ABC):
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of steps in one launch.
+    """A loop of steps in one launch: the step again and again, while fewer than `limit` ran and any row is running.
 
-    The loop runs the step, and runs it again while fewer than `limit` steps ran and any row is running. All of this is
-    read from slots on the device: neither another number of steps nor another membership needs another capture.
+    All of this is read from slots on the device, each int32 [1]: neither another number of steps nor another membership
+    needs another capture.
     """
 
     max_steps: int  # steps that a launch may be asked for at most
-    running: str = "running"  # a slot, int32 [1]: the step writes how many rows go on; none ends the loop
-    # a slot, int32 [1]: steps that the launch was asked for; the manager writes it when that changes
-    limit: str = "loop_limit"
-    # a slot, int32 [1]: steps that ran in the last launch. Where the device cannot end a loop early, all
-    count: str = "loop_count"
-    # runs once behind the steps of a launch, over the same batch, and is captured like the step; may be None
-    epilogue: Step | None = None
+    running: str = "running"  # the slot where the step writes how many rows go on
+    limit: str = "loop_limit"  # steps that the launch was asked for; the manager writes it when that changes
+    count: str = "loop_count"  # steps that ran in the last launch; where the device cannot end a loop early, all
+    epilogue: Step | None = None  # runs once behind the steps of a launch, over the same batch, and is captured, too
 
 
 class LoopControl:
-    """The slots of a loop, where they are in memory.
-
-    Raises:
-        ValueError: `max_steps` is less than 1, or a slot is missing, used twice, of another shape or dtype, or staged
-            where the loop's own writes would be overwritten.
-    """
+    """The slots of a loop, where they are in memory; a ValueError says what of it cannot be."""
 
     def __init__(self, loop: Loop, buffers: StepBuffers) -> None:
         if loop.max_steps < 1:
@@ -167,10 +156,8 @@ class LoopControl:
 class StepLoop:
     """One shape's steps, several to a launch; here a launch for each, for a host that does not wait to learn who runs.
 
-    Attributes:
-        kind: "while" (the device runs the loop), "unrolled" (a graph of as many steps), "host" (the host runs it over
-            memory that it can read), or "single" (a launch for each step).
-        reason: why it is none of those named before; None where there is nothing to explain.
+    `kind` is "while" (the device runs the loop), "unrolled" (a graph of as many steps), "host" (the host runs it over
+    memory that it can read), or "single" (a launch for each step); `reason` says why it is none of those before.
     """
 
     kind = "single"

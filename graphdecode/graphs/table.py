@@ -35,24 +35,16 @@ class GraphTable:
         buffers: everything that the step reads and writes.
         ladder: the shapes; its buckets are those of steps of one query a row.
         constants: modules and tensors that the step only reads; they are kept alive, and watched for being moved.
-        backend: "cuda" (CUDA graphs), "recorded" (the same semantics on a CPU), "eager" (nothing is captured), or
-            "auto": CUDA graphs on a GPU, recorded ones on a CPU.
+        backend: "cuda", "recorded" (the same semantics on a CPU), "eager" (nothing is captured), or "auto".
         warmup_steps: eager steps before each capture; recordings after the first do with one.
         prompts: buffers of prompts, whose rows are tokens; None where no shape has any.
         capture_when: "startup", or "first-use": a shape is captured after the first step that needed it, and that step
             runs padded to the next captured one, or eagerly. "idle" is the same, but that a shape with prompts is
             captured after the second one, and any by `capture_waiting`.
         strict: refuse a replay when an address in its graph has lost its owner.
-        choices: given tokens of a step, says by name what the step's owner chose for so many, for the report.
-        computed_in: what the owner says of its dtype, its weights and the processor, for the report.
+        choices, computed_in: what the step's owner says of so many tokens, and of all, for the report.
         loop: lets a run be several steps.
         around: given a shape, returns what is entered around its capture.
-
-    Attributes:
-        bucket_for: given a batch size, returns the bucket that holds it.
-
-    Raises:
-        ValueError: an argument is unknown or does not fit the buffers or their device, or the ladder their capacity.
     """
 
     def __init__(
@@ -80,18 +72,16 @@ class GraphTable:
         memory = [buffers] if prompts is None else [buffers, prompts]
         self.buffers, self.prompts = memory[0], memory[-1]
         self.ladder = self._given = ladder
-        self._buckets = BucketLadder((shape.rows for shape in ladder.of("steps")), most)
-        self.bucket_for = self._buckets.bucket_for
+        buckets = BucketLadder((shape.rows for shape in ladder.of("steps")), most)
+        self.buckets, self.bucket_for = buckets.sizes, buckets.bucket_for  # ascending; which one holds some rows
         self._backend = Backend(*memory, constants=constants, name=backend, warmup_steps=warmup_steps)
         self.backend = self._backend.name
-        self._step = step
+        self._step, self._around, self._strict = step, around, strict
         self._captures_lazily = capture_when != "startup" and self.backend != "eager"
         self._is_patient = capture_when == "idle"
         self._asked_for: dict[StepShape, None] = {}  # shapes with prompts that wait for a second step, or for leisure
-        self._strict = strict
         self._choices, self._computed_in = choices, computed_in
         self._control = None if loop is None else LoopControl(loop, buffers)
-        self._around = around
         self._ready: dict[StepShape, tuple[Ready, BucketReport]] = {}
         self._reports: dict[StepShape, BucketReport] = {}
         self._open: set[str] = set()  # kinds that were captured, or are at their first use
@@ -116,15 +106,9 @@ class GraphTable:
     def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> GraphReport:
         """Capture the shapes of some kinds, those of most tokens first, and return the report of steps of rows alone.
 
-        With "idle" and "first-use", only make ready for it.
-
-        Steps run for real, with no row live; the slots hold the same afterwards as before. Adopted tensors are not
-        saved. Where steps with prompts cannot be captured, prompts go by themselves, or without graphs, and a warning
-        says why.
-
-        Args:
-            progress: show a bar on stderr.
-            kinds: of `KINDS`.
+        With "idle" and "first-use", only make ready for it. Steps run for real, with no row live; the slots hold the
+        same afterwards as before, adopted tensors may not. Where steps with prompts cannot be captured, prompts go by
+        themselves, or without graphs, and a warning says why.
 
         Raises:
             CaptureError: the step does what no graph can replay; the process is fit to go on, and no graph is left.
@@ -172,10 +156,7 @@ class GraphTable:
         self._open.add(shape.kind)
 
     def capture_waiting(self) -> bool:
-        """Capture one shape that was asked for, or would have been captured at startup; return whether there was one.
-
-        For whoever has nothing else to do. Only with "idle"; what cannot be captured stays eager.
-        """
+        """With "idle", capture one shape that was asked for, or is one of startup; return whether there was one."""
         if not self._is_patient or not self._captures_lazily or self._frozen:
             return False
         rest = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in self._open)
@@ -218,8 +199,7 @@ class GraphTable:
         """Run a step in the shape that fits it, and return that: one launch; None where no graph holds it.
 
         When the rows change, those that the shape has beyond them get the pads that their slots declare, and the
-        addresses of all slots and constants are checked; a strict table audits its graphs before every replay. While
-        they stay the same, the host writes nothing.
+        addresses of all slots and constants are checked; a strict table audits its graphs before every replay.
 
         Args:
             wanted: the step as it is: live rows, their queries, tokens of staged chunks of prompts.
@@ -309,11 +289,6 @@ class GraphTable:
                 what, self._report_at(fitting).error = f"{fitting} stays", str(error)
             warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
 
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """The batch sizes that have a graph, ascending; `bucket_for` says which one holds some rows."""
-        return self._buckets.sizes
-
     def replay(self, batch_size: int) -> int:
         """Run one step of the first `batch_size` rows: one launch. Return the bucket that ran; see `GraphTable.run`."""
         self.bucket_for(batch_size)
@@ -322,8 +297,7 @@ class GraphTable:
     def launch(self, batch_size: int, num_steps: int) -> int:
         """Run `num_steps` steps of the first `batch_size` rows, and the loop's epilogue. Return the bucket that ran.
 
-        Fewer steps run where none of the rows is running any more. On a GPU all of it is one launch wherever the
-        driver grants that; the report says what each bucket got instead, and why.
+        Fewer steps run where none of the rows is running any more; see `GraphTable.run`.
 
         Raises:
             ValueError: `num_steps` is outside 1..max_steps of the loop.
@@ -367,8 +341,7 @@ class GraphTable:
     def takes(self, rows: int, prompt_tokens: int) -> bool:
         """Whether prompts are to go along with a step of some rows.
 
-        They do where a graph has room for them, and where they are more than any graph has room for: then the pass is
-        run operator by operator, as that of prompts would be. In between they and the rows have graphs of their own.
+        They do where a graph has room for them, or none for so many at all: in between they go by themselves.
         """
         mixed = self.ladder.of("mixed") if "mixed" in self._open else []
         if not mixed or self.ladder.fit(StepShape(rows, 1, prompt_tokens)) is not None:
@@ -376,12 +349,7 @@ class GraphTable:
         return prompt_tokens > max(shape.tokens for shape in mixed)
 
     def verify(self) -> None:
-        """Check that everything the graphs point at is where it was at capture.
-
-        Raises:
-            FrozenError: a slot, adopted tensor or constant was moved.
-            StalePointerError: strict, and an address in a graph has lost its owner.
-        """
+        """Check that everything the graphs point at is where it was at capture; see `run` for the errors."""
         self._backend.verify(self.audit() if self._strict else ())
 
     def audit(self) -> list[StalePointer]:
@@ -390,10 +358,7 @@ class GraphTable:
         return self._backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
 
     def freeze(self) -> None:
-        """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
-
-        Nothing can be adopted, and no module among the constants loads a state dict. What is moved past all of this is
-        found by `verify`, and by the next run of another number of rows.
+        """Refuse, from now on, to adopt, to capture again, and to load weights; what moves all the same `verify` finds.
 
         Raises:
             FrozenError: something was moved already.
@@ -423,16 +388,14 @@ class GraphTable:
         return GraphReport(self.backend, buckets, self._computed_in)
 
     def close(self) -> None:
-        """Release all graphs; the buffers stay.
+        """Release all graphs; the buffers stay. What is not closed when the process ends is released then.
 
-        Close before process groups are destroyed, where the step holds collectives: their graphs keep communicators
-        in use. What is not closed when the process ends is released then, before anything that was there earlier.
+        Close before process groups are destroyed, where the step holds collectives: their graphs keep communicators.
         """
         self._drop(KINDS)
         self._backend.forget()
 
     def _drop(self, kinds: Collection[str]) -> None:
-        """Retire the graphs of some kinds, and count anew."""
         self._open.difference_update(kinds)
         self._verified = None
         gone = [self._ready.pop(shape)[0] for shape in list(self._ready) if shape.kind in kinds]
@@ -445,13 +408,9 @@ class GraphTable:
 
 
 class GraphManager(GraphTable):
-    """The graphs of a step that has rows alone, one a bucket.
+    """The graphs of a step that has rows alone, one a bucket; see `GraphTable`.
 
-    Args:
-        step: given the buffers narrowed to a bucket's rows; writes its results into them.
-        buffers: everything that the step reads and writes.
-        ladder: the buckets; a `BucketLadder`, or batch sizes.
-        constants: see `GraphTable`, as of all that follow.
+    `step` is given the buffers narrowed to a bucket's rows; `ladder` is a `BucketLadder`, or batch sizes.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ def _address(name: str) -> IPv4Address | IPv6Address | None:
 def prepared_tokens(preprocessor: Preprocessor, body: Tokenize) -> bytes:
     """Tokenize a text or a conversation; see `Endpoint.prepare`."""
     if body.prompt is not None:
-        ids = preprocessor.intake.encode(body.prompt, special=body.add_special_tokens is not False)
+        ids = preprocessor.input_processor.encode(body.prompt, special=body.add_special_tokens is not False)
     elif body.messages is not None:
         ids = rendered_chat(preprocessor, body).token_ids
     else:

@@ -22,7 +22,7 @@ from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.intake import Order
+from graphdecode.text.input_processor import Order
 from graphdecode.text.outputs import Logprob
 
 B = TypeVar("B", bound=protocol.Body)
@@ -254,7 +254,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     asked = preprocessor.asked(
         rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None
     )
-    prompt = preprocessor.intake.resolved(rendered.text, rendered.token_ids, asked)
+    prompt = preprocessor.checked(rendered.text, rendered.token_ids, asked)
     return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names)
 
 

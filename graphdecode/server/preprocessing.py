@@ -13,7 +13,7 @@ from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
-from graphdecode.text.intake import Asked, Intake, Resolved, as_prompt
+from graphdecode.text.input_processor import Asked, InputProcessor, Resolved, as_prompt
 
 
 @dataclass
@@ -28,12 +28,12 @@ class Preprocessor:
     max_open: int  # outputs that run and wait at a time
 
     @cached_property
-    def intake(self) -> Intake:
-        """The intake: prompts to tokens."""
-        return Intake(self.engine, self.tokenizer)
+    def input_processor(self) -> InputProcessor:
+        """The input processor: prompts to tokens."""
+        return InputProcessor(self.engine, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "intake"}
+        return {name: value for name, value in self.__dict__.items() if name != "input_processor"}
 
     @property
     def mask_words(self) -> int:
@@ -43,7 +43,7 @@ class Preprocessor:
     def warm(self) -> Preprocessor:
         """Return this, after making what all grammars share; if that fails, each request with a grammar does."""
         with suppress(GraphdecodeError):
-            self.intake.grammars.warm()
+            self.input_processor.grammars.warm()
         return self
 
     def check_model(self, name: str | None) -> None:
@@ -65,9 +65,17 @@ class Preprocessor:
                 "answers at most run and wait at a time (max_batch_size and max_waiting)"
             )
             raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
-        return self.intake.asked(params, priority=priority, is_structured=is_structured)
+        asked = self.input_processor.asked(params, priority=priority)
+        self.engine.rules.check_sampling(asked.of_answer, asked.bad_words, has_form=is_structured)
+        return asked
 
     def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:
         """Tokenize a prompt, with the tokenizer's special tokens if `special`; raises `ArgumentError`."""
         prompt = as_prompt(prompt)
-        return self.intake.resolved(prompt, self.intake.encode(prompt, special=special), asked)
+        return self.checked(prompt, self.input_processor.encode(prompt, special=special), asked)
+
+    def checked(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
+        """Return a prompt that was tokenized; see `resolved`."""
+        resolved = self.input_processor.resolved(prompt, token_ids, asked)
+        self.engine.rules.check_prompt(resolved.token_ids, asked.params.max_tokens)
+        return resolved

@@ -22,7 +22,7 @@ from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput
 from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.answer import Answer
-from graphdecode.text.intake import Order, Resolved
+from graphdecode.text.input_processor import Order, Resolved
 from graphdecode.text.outputs import Logprob
 
 _POSITIONS_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds

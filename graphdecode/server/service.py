@@ -22,7 +22,7 @@ from graphdecode.server.structured_outputs import GrammarReader, StructuredOutpu
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
-from graphdecode.text.intake import Order, Resolved
+from graphdecode.text.input_processor import Order, Resolved
 from graphdecode.text.router import Router
 
 _POOL_MODULES = ("graphdecode.server.completions",)
@@ -131,13 +131,13 @@ class Service:
                 grammar = await self.grammar_reader.grammar(structured.params, caller)
             except ArgumentError as error:
                 raise HttpError(400, structured.error_text(error), param=structured.field) from error
-        orders, release, intake = [], self.reserve(answers), self.preprocessor.intake
+        orders, release, input_processor = [], self.reserve(answers), self.preprocessor.input_processor
         limit = self.client.rules.capacity.token_limit
         try:
             for prompt in prompts:
                 params = prompt.asked.params
                 most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-                orders.append(intake.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
+                orders.append(input_processor.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
                 await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
         finally:
             release()  # the response reserves it again when it is sent

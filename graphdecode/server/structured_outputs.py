@@ -236,7 +236,7 @@ class GrammarReader:
 def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> AddGrammar:
     """Compile a structured output as the engine's process will, and its first mask; raises `ArgumentError`."""
     before = _most_resident_bytes()
-    grammars = preprocessor.intake.grammars
+    grammars = preprocessor.input_processor.grammars
     grammar = grammars.grammar(params)
     try:
         compiled = grammars.compiled(grammar)

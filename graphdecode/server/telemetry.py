@@ -17,7 +17,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.messages import EngineStatus
 from graphdecode.server.protocol import Generation
-from graphdecode.text.intake import Order
+from graphdecode.text.input_processor import Order
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -10,17 +10,16 @@ from typing import Any
 
 from graphdecode.engine import Event, SamplingParams, TokenLogprobs
 from graphdecode.text.detokenizer import Detokenizer
-from graphdecode.text.outputs import CompletionOutput, GrowingText, Later, Logprob, RequestOutput
+from graphdecode.text.outputs import CompletionOutput, Later, Logprob, RequestOutput
 
 
 class Answer:
-    """Makes one answer of a prompt from the engine's events of one request.
+    """Makes one output of a prompt from the engine's events of one request.
 
-    Tokens end an answer in the engine; a stop text ends it here, and nothing behind it is shown or counted.
+    Tokens end an output in the engine; a stop string ends it here, and nothing behind it is shown or counted.
 
     Args:
-        output: where the answer goes.
-        request: the prompt's output that the answer is part of.
+        request: the prompt's output that `output` is part of.
         tokenizer: a `tokenizers.Tokenizer`; None: there is no text.
     """
 
@@ -29,9 +28,8 @@ class Answer:
     ) -> None:
         self.output = output
         self.request = request
-        self.pieces: deque[str] = deque()  # text that nobody has taken yet
-        self._text = GrowingText()
-        self.on_news: Callable[[], None] = lambda: None  # is called in whichever thread brought something new
+        self.pieces: deque[str] = deque()  # text that was not read yet
+        self.on_news: Callable[[], None] = lambda: None  # called at each change, in the thread that brought it
         self._tokenizer = tokenizer
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = None
@@ -45,20 +43,20 @@ class Answer:
                 spaced=params.spaces_between_special_tokens,
             )
         self._begun = False
-        self._texts: dict[int, str] = {}  # of single tokens, which log-probabilities name again and again
-        self._changing = threading.Lock()  # whose thread steps, and who gives the answer up
+        self._texts: dict[int, str] = {}  # of single tokens, for log-probabilities
+        self._changing = threading.Lock()  # of the thread that steps, and of one that aborts
 
     @property
     def finished(self) -> bool:
-        """Whether it is complete, or was given up; nothing of it changes any more."""
+        """Whether it is complete or aborted; it changes no more."""
         return self.output.finish_reason is not None
 
     def take(self, event: Event) -> bool:
-        """Take what the engine tells of it; return whether its text ended it, so that the engine is to be told."""
+        """Take an event of the engine; return whether a stop string ended the output, so that the engine must stop."""
         with self._changing:
             if self.output.finish_reason is not None:
                 return False
-            if event.prompt_logprobs is not None:  # of the prompt's next tokens; the first one of all has none
+            if event.prompt_logprobs is not None:  # of the prompt's next tokens; the prompt's first one has none
                 known, scores = self.request.prompt_logprobs or [None], event.prompt_logprobs
                 tokens = self.request.prompt_token_ids[len(known) : len(known) + len(scores)]
                 self.request.prompt_logprobs = known + [
@@ -83,18 +81,14 @@ class Answer:
         return stop is not None
 
     def give_up(self, error: str | None = None) -> None:
-        """End it where it is.
-
-        Args:
-            error: why, where it is not what its reader wanted.
-        """
+        """End it where it is, with an error if its reader did not ask for that."""
         with self._changing:
             if self.output.finish_reason is None:
                 self._end("abort", None, error)
         self.on_news()
 
     def fail(self, error: str) -> None:
-        """End it with what there is, for its text cannot be made."""
+        """End it with an error, without detokenizing the rest."""
         with self._changing:
             if self.output.finish_reason is None:
                 self.request.error = error
@@ -102,43 +96,42 @@ class Answer:
         self.on_news()
 
     def snapshot(self) -> CompletionOutput:
-        """Return what there is so far, which later events do not change; who reads none of it pays for no copy."""
+        """Return the output so far, which later events do not change; it is copied when it is read."""
         with self._changing:
             output = self.output
             tokens, logprobs = output.token_ids, output.logprobs  # which only grow
             so_far = slice(len(tokens))
-            return CompletionOutput(
-                output.index,
-                self._text.now(),
-                Later(lambda: tokens[so_far]),
-                output.finish_reason,
-                output.stop_reason,
-                None if logprobs is None else Later(lambda: logprobs[so_far]),
-                output.cumulative_logprob,
-            )
+            ended, total = (output.finish_reason, output.stop_reason), output.cumulative_logprob
+            snapshot = CompletionOutput(output.index, "", [], *ended, None, total)
+            deferred: dict[str, Later[Any]] = {"token_ids": Later(lambda: tokens[so_far])}
+            if self._detokenizer is not None:
+                deferred["text"] = self._detokenizer.shown()
+            if logprobs is not None:
+                deferred["logprobs"] = Later(lambda: logprobs[so_far])
+            snapshot.defer(deferred)
+            return snapshot
 
     def _take_tokens(self, event: Event) -> str | None:
-        """Take the tokens; return the stop text that ended them, if one did."""
-        # a token that ends an answer is part of its tokens, and not of its text unless that is asked for; one behind
-        # which nothing can follow is part of both
+        """Take the tokens; return the stop string that ended them, if one did."""
+        # the text has no stop token unless that was asked for, but the last token of a grammar
         ends_silently = event.finish_reason == "stop" and not (event.completes or self._includes_stop)
         detokenizer, silent = self._detokenizer, len(event.token_ids) - ends_silently
-        for place, token in enumerate(event.token_ids):
+        for index, token in enumerate(event.token_ids):
             self.output.token_ids.append(token)
             if event.logprobs is not None:
-                scored = event.logprobs[place]
+                scored = event.logprobs[index]
                 if self.output.logprobs is None:
                     self.output.logprobs = []
                 self.output.logprobs.append(self._entries(token, scored))
                 self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + scored.sampled
-            if detokenizer is not None and place < silent and (stop := detokenizer.push(token)) is not None:
+            if detokenizer is not None and index < silent and (stop := detokenizer.push(token)) is not None:
                 return stop
         return None
 
     def _end(
         self, reason: str, stop_reason: str | int | None, error: str | None, error_code: str | None = None
     ) -> None:
-        """Show all of the text, and be finished."""
+        """Show all text, and finish."""
         if self._detokenizer is not None and not isinstance(stop_reason, str):
             late_stop = self._detokenizer.finish()
             if late_stop is not None:
@@ -149,18 +142,16 @@ class Answer:
             self.request.error = error
         self.request.metrics.finished_time = time.perf_counter()
         self.output.stop_reason = stop_reason
-        self.output.finish_reason = reason  # last: other threads look at it to know that all else is there
+        self.output.finish_reason = reason  # last: for other threads it says that all else is set
 
     def _show(self, *, final: bool) -> None:
-        """Bring the visible text up to date, for readers of the output and of the stream."""
-        piece = self._detokenizer.take(final) if self._detokenizer is not None else ""
-        if piece:
-            self._text.add(piece)
-            self.output.text = self._text.now()
+        """Update the visible text of the output and of the stream."""
+        if self._detokenizer is not None and (piece := self._detokenizer.take(final)):
+            self.output.defer({"text": self._detokenizer.shown()})
             self.pieces.append(piece)
 
     def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """Return what is known of one place: the likeliest tokens, and the one that stands there."""
+        """Return the likeliest tokens at the place of a token, and the token itself."""
         entries = {
             other: Logprob(value, rank, self._decode(other)) for rank, (other, value) in enumerate(logprobs.top, 1)
         }

@@ -5,39 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphdecode.engine.constraint import Constraint, ConstraintError, Guide, TokenAutomaton, allow, forbid
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
-from graphdecode.text.regex_automaton import (
-    Either,
-    Pattern,
-    Ranges,
-    UnknownPatternError,
-    byte_automaton,
-    literal,
-    parse,
-)
+from graphdecode.text.regex_automaton import Ranges, UnknownPatternError, byte_automaton, merged, parse
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_STATES, MOST_CLASSES = 1024, 1024  # of an automaton
-_MOST_STEPS = 1_000_000  # from a state by a token; some of these take a microsecond
+_MOST_STEPS = 1_000_000  # from a state by a token
 _MOST_CHOICES_LENGTH = 1 << 16  # characters; far more than so many states
 _TEXT = r'"(?:[^"\\]|\\.)*"'
 _CHOICES = re.compile(rf"start: {_TEXT}(?: \| {_TEXT})*\s*")
 
 
 class TokenAutomata:
-    """Makes automata over the tokens of one vocabulary; any thread may use it.
-
-    Args:
-        eos_token_ids: of the model; they come where a text may end.
-    """
+    """Makes automata over the tokens of one vocabulary; thread-safe."""
 
     def __init__(self, vocabulary: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocabulary = vocabulary
@@ -45,16 +33,16 @@ class TokenAutomata:
         self._eos_token_ids = list(eos_token_ids)
 
     def of(self, grammar: str, matcher: LLMatcher) -> TokenAutomaton | None:
-        """Return the automaton of a grammar; None where it is not of choices or of an expression, or is too large.
+        """Return the automaton of a grammar; None if it is neither choices nor a plain regex, or is too large.
 
         Args:
-            matcher: of the grammar, at the beginning; its masks are what the automaton's have to be.
+            matcher: of the grammar, in its first state; the automaton's masks have to be those of the matcher.
         """
         try:
-            pattern = self._pattern(grammar)
-            if pattern is None:
+            expression = _expression(grammar)
+            if expression is None:
                 return None
-            by_byte, accepts = byte_automaton(pattern, MOST_STATES)
+            by_byte, accepts = byte_automaton(parse(expression, _class_of), MOST_STATES)
             eos = self._eos_token_ids
             walk = _Walk(self._spelled, by_byte, accepts, matcher, eos or [self._vocabulary.eos_token])
             return walk.automaton(self._vocab_size, never=() if eos else walk.eos_token_ids)
@@ -62,54 +50,39 @@ class TokenAutomata:
             return None
 
     def warm(self) -> None:
-        """Make what all automata share."""
+        """Compute what all automata share."""
         _ = self._spelled
         for name in "dws":
-            self._class_of(name)
-
-    def _pattern(self, grammar: str) -> Pattern | None:
-        if _CHOICES.fullmatch(grammar) and len(grammar) <= _MOST_CHOICES_LENGTH:
-            return Either(tuple(literal(json.loads(text)) for text in re.findall(_TEXT, grammar)))
-        if not grammar.startswith("{"):
-            return None
-        (part, *others) = json.loads(grammar)["grammars"]
-        if others or part.get("name") != "regex":
-            return None
-        expression = str(part["lark_grammar"]).removeprefix("start: /").removesuffix("/")
-        return parse(expression.replace("\\/", "/"), self._class_of)
+            _class_of(name)
 
     @cached_property
     def _spelled(self) -> _Spelled:
-        return _Spelled(spelled_tokens(self._vocabulary, self._vocab_size, self._eos_token_ids))
-
-    def _class_of(self, name: str) -> Ranges:
-        """Return the characters of `d`, `w` or `s`, which are the library's own."""
-        if name not in self._classes:
-            self._classes[name] = _characters(name)
-        return self._classes[name]
-
-    @cached_property
-    def _classes(self) -> dict[str, Ranges]:
-        return {}
+        vocabulary, count = self._vocabulary, min(self._vocab_size, self._vocabulary.vocab_size)
+        special = {*self._eos_token_ids, *filter(vocabulary.is_special_token, range(count))}
+        return _Spelled([b"" if token in special else vocabulary.decode_bytes([token]) for token in range(count)])
 
 
-def spelled_tokens(vocabulary: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> list[bytes]:
-    """Return the bytes of each token; those of the special ones are none."""
-    count = min(vocab_size, vocabulary.vocab_size)
-    special = set(eos_token_ids) | {token for token in range(count) if vocabulary.is_special_token(token)}
-    return [b"" if token in special else vocabulary.decode_bytes([token]) for token in range(count)]
+def _expression(grammar: str) -> str | None:
+    """Return the regular expression that a grammar is; None if it is none."""
+    if _CHOICES.fullmatch(grammar) and len(grammar) <= _MOST_CHOICES_LENGTH:
+        return "|".join(re.escape(json.loads(text)) for text in re.findall(_TEXT, grammar))
+    if not grammar.startswith("{"):
+        return None
+    (part, *others) = json.loads(grammar)["grammars"]
+    if others or part.get("name") != "regex":
+        return None
+    return str(part["lark_grammar"]).removeprefix("start: /").removesuffix("/").replace("\\/", "/")
 
 
 class _Walk:
-    """Goes through the states over bytes by whole tokens, with the library beside it.
+    """Walks through the states over bytes by whole tokens, and compares each state with llguidance's matcher.
 
     Args:
-        spelled: the tokens.
-        by_byte: of the automaton over bytes.
-        eos_token_ids: tokens that the library lets come where a text may end.
+        by_byte: the automaton over bytes.
+        eos_token_ids: tokens that the matcher allows where a text may end.
 
     Raises:
-        UnknownPatternError: there are too many states, or the library allows other tokens.
+        UnknownPatternError: there are too many states, or the matcher allows other tokens.
     """
 
     def __init__(
@@ -125,17 +98,17 @@ class _Walk:
         self._accepts = accepts
         self._follower = matcher.deep_copy()
         self.eos_token_ids = eos_token_ids
-        # text that only one string can continue, which the library spells as the tokenizer would, and no other way
+        # where only one string can follow, the library allows the tokenizer's spelling of it alone
         self._is_forced = ((by_byte >= 0).sum(axis=1) == 1) & ~accepts
         self._completes = accepts & (by_byte < 0).all(axis=1)
-        self._numbers: dict[int, int] = {}  # of the states that were come to
-        self._leading: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and the states over bytes that they lead to
+        self._numbers: dict[int, int] = {}  # of the states that were reached
+        self._leading: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and the states over bytes that they lead to
         self._masks: list[bytes] = []
         self._steps = 0
         self._walk()
 
     def _walk(self) -> None:
-        waiting, path = [(0, -1, -1)], [-1]  # a state, from which one, and by which token; those that were gone through
+        waiting, path = [(0, -1, -1)], [-1]  # (state, the one before it, token); the states passed so far
         while waiting:
             state, parent, token = waiting.pop()
             while path[-1] != parent:
@@ -154,7 +127,7 @@ class _Walk:
                     waiting.append((target, state, first))
 
     def _enter(self, state: int) -> list[tuple[int, int]]:
-        """Take a new state, where the library stands, too; return where it leads, each with the first such token."""
+        """Add the state that the matcher is in, too; return the states it leads to, each with its first token."""
         if len(self._numbers) == MOST_STATES:
             raise UnknownPatternError("too many states")
         if self._follower.is_error() or self._completes[state] != self._follower.is_stopped():
@@ -178,10 +151,10 @@ class _Walk:
         return [(int(target), int(tokens[np.argmax(targets == target)])) for target in found]
 
     def automaton(self, vocab_size: int, never: Sequence[int]) -> TokenAutomaton:
-        """Return what was found, with states numbered as they were come to.
+        """Return the automaton, with states numbered in the order in which they were reached.
 
         Args:
-            never: tokens that the library allows where a text may end, and that end no answer of the model.
+            never: tokens that the matcher allows where a text may end, and that end no output of the model.
 
         Raises:
             UnknownPatternError: there are too many classes of tokens.
@@ -189,7 +162,7 @@ class _Walk:
         states = list(self._numbers)
         number_of = np.full(len(self._by_byte), -1, dtype=np.int32)
         number_of[states] = np.arange(len(states))
-        # tokens that lead to the same states have the same sum; that no others have it is looked at below
+        # tokens that lead to the same states have the same sum; that no others have it is checked below
         sums = np.zeros(vocab_size, dtype=np.uint64)
         weights = np.random.default_rng(0).integers(1, 2**63, size=len(states), dtype=np.uint64)
         for weight, (tokens, targets) in zip(weights, self._leading, strict=True):
@@ -212,7 +185,7 @@ class _Walk:
 
 
 class _Spelled:
-    """The bytes of all tokens, laid out so that all are followed at once."""
+    """The bytes of all tokens, laid out so that all are followed at once; special tokens have none."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.lengths = np.array([len(token) for token in tokens])
@@ -223,32 +196,28 @@ class _Spelled:
         self.by_first = [given[first == byte] for byte in range(256)]
 
     def followed(self, by_byte: np.ndarray, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that can come in a state, ascending, and the states that they lead to."""
+        """Return the tokens allowed in a state, ascending, and the states that they lead to."""
         alive = [(self.by_first[byte], by_byte[state, byte]) for byte in np.flatnonzero(by_byte[state] >= 0)]
         if not alive:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         tokens = np.concatenate([some for some, _ in alive])
         states = np.concatenate([np.full(len(some), target, dtype=np.int32) for some, target in alive])
         ended: list[tuple[np.ndarray, np.ndarray]] = []
-        place = 1
+        offset = 1
         while len(tokens):
-            goes_on = self.lengths[tokens] > place
+            goes_on = self.lengths[tokens] > offset
             ended.append((tokens[~goes_on], states[~goes_on]))
             tokens, states = tokens[goes_on], states[goes_on]
-            states = by_byte[states, self.bytes[self.offsets[tokens] + place]]
+            states = by_byte[states, self.bytes[self.offsets[tokens] + offset]]
             tokens, states = tokens[states >= 0], states[states >= 0]
-            place += 1
+            offset += 1
         tokens, states = (np.concatenate(parts) for parts in zip(*ended, strict=True))
         order = np.argsort(tokens)
         return tokens[order], states[order]
 
 
 class AutomatonConstraint(Constraint):
-    """Constrains one answer by an automaton; see `graphdecode.engine.constraint.Constraint`.
-
-    Args:
-        eos_token_ids: tokens that come where the text may end.
-    """
+    """Constrains one output by an automaton; see `graphdecode.engine.constraint.Constraint`."""
 
     def __init__(self, automaton: TokenAutomaton, eos_token_ids: Sequence[int]) -> None:
         self._automaton = automaton
@@ -258,7 +227,7 @@ class AutomatonConstraint(Constraint):
 
     @property
     def guide(self) -> Guide:
-        """The automaton, and where the answer stands in it."""
+        """The automaton and its state."""
         return Guide(self._automaton, self._state)
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
@@ -280,7 +249,7 @@ class AutomatonConstraint(Constraint):
 
 
 class _Bytes:
-    """A vocabulary whose tokens are the bytes, for asking llguidance about single characters."""
+    """A vocabulary whose tokens are bytes."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -291,27 +260,25 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def _characters(name: str) -> Ranges:
-    """Return the characters of a class of llguidance's expressions, found by walking through their bytes."""
+@cache
+def _class_of(name: str) -> Ranges:
+    """Return llguidance's characters of `d`, `w` or `s`, found by walking through their bytes."""
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), LLMatcher.grammar_from_regex(f"\\{name}"))
     found: list[tuple[int, int]] = []
 
-    def walk(said: bytes) -> None:
+    def walk(before: bytes) -> None:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[:32], bitorder="little")
         for byte in np.flatnonzero(bits).tolist():
-            spelled, lead = said + bytes([byte]), (said[:1] or bytes([byte]))[0]
+            spelled = before + bytes([byte])
+            lead = spelled[0]
             if len(spelled) == (1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):  # of UTF-8
-                code = ord(spelled.decode())
-                if found and found[-1][1] == code - 1:
-                    found[-1] = found[-1][0], code
-                else:
-                    found.append((code, code))
+                found.append((ord(spelled.decode()),) * 2)
             else:
                 matcher.consume_token(byte)
                 walk(spelled)
                 matcher.rollback(1)
 
     walk(b"")
-    return tuple(found)
+    return merged(tuple(found))

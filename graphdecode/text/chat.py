@@ -1,4 +1,4 @@
-"""Chat templates: messages to a prompt. It needs no engine."""
+"""Chat templates: messages to a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 
 _EXPECTED = "a conversation is a list of messages, each a dict with `role` and `content`"
-_MARK = "graphdecode-end-of-turn"  # an answer that no template holds itself
+_MARK = "graphdecode-end-of-message"  # in no template
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Message = Mapping[str, Any]
@@ -31,15 +31,14 @@ class ChatOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as a model is given it."""
+    """A conversation as a prompt."""
 
-    text: str  # what the template made
-    token_ids: list[int]  # of the text; the template has put all special tokens in that there are to be
-    # tokens that end a turn of the assistant in this template, where it ends with a special one
-    end_of_turn_ids: tuple[int, ...]
+    text: str
+    token_ids: list[int]  # of the text, which has its special tokens from the template
+    end_of_turn_ids: tuple[int, ...]  # special tokens that end the assistant's messages in this template
 
     def ending(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters under which the answer ends with the turn."""
+        """Return parameters with which the output ends at the end of the message."""
         if params.ignore_eos:
             return params
         stops = tuple(dict.fromkeys([*(params.stop_token_ids or ()), *self.end_of_turn_ids]))
@@ -56,17 +55,16 @@ def render_chat(
     tools: Sequence[Tool] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> RenderedChat:
-    """Make a prompt of a conversation; any number of threads may do so with one tokenizer.
+    """Render a conversation as a prompt; thread-safe.
 
     Args:
-        tokenizer: of transformers, such as `load_tokenizer` returns.
+        tokenizer: of transformers, or from `load_tokenizer`.
         messages: of one conversation, in OpenAI's form: `role`, and `content` that is a text or a list of parts
-            `{"type": "text", "text": ...}`, which are joined by ends of line; what else there is goes to the template.
-        chat_template: in Jinja, or the path of a file that holds one; None: the tokenizer's own.
-        add_generation_prompt: end with the beginning of an assistant's turn, so that an answer follows.
-        continue_final_message: leave the last message open, so that the answer goes on with it; in place of
-            `add_generation_prompt`.
-        tools: what the model may call, as JSON schemas or as functions with types and docstrings.
+            `{"type": "text", "text": ...}`, which are joined by newlines; other keys go to the template.
+        chat_template: in Jinja, or the path of a file; None: the tokenizer's own.
+        add_generation_prompt: end with the beginning of an assistant's message.
+        continue_final_message: leave the last message open, instead of `add_generation_prompt`.
+        tools: JSON schemas, or functions with types and docstrings.
         chat_template_kwargs: further variables of the template.
 
     Raises:
@@ -79,39 +77,33 @@ def render_chat(
             "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another "
             "one: set add_generation_prompt=False"
         )
-    conversation = [_as_message(message, f"messages[{place}]") for place, message in enumerate(_listed(messages))]
+    conversation = [_as_message(message, f"messages[{index}]") for index, message in enumerate(_listed(messages))]
     template = _template_of(tokenizer, chat_template, tools)
-    for place, message in enumerate(conversation):
+    for index, message in enumerate(conversation):
         if message["role"] not in _ROLES and message["role"] not in template:  # templates may have roles of their own
             expected = f"one of {', '.join(_ROLES)}, or one that the chat template names"
-            raise ArgumentError(f"messages[{place}].role must be {expected}, got {message['role']!r:.80}")
+            raise ArgumentError(f"messages[{index}].role must be {expected}, got {message['role']!r:.80}")
     variables = dict(chat_template_kwargs or {})
+
+    variables |= {"chat_template": template, "tokenize": False, "tools": tools}
 
     def rendered(conversation: list[dict[str, Any]], **how: bool) -> str:
         try:
-            text = tokenizer.apply_chat_template(
-                conversation, chat_template=template, tokenize=False, tools=tools, **how, **variables
-            )
-        except Exception as error:  # a template is a program, and what it divides by came with the messages
+            return str(tokenizer.apply_chat_template(conversation, **how, **variables))
+        except Exception as error:  # a template is a program
             raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
-        return str(text)
 
-    text = rendered(
-        conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
-    )
+    how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    text = rendered(conversation, **how)
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # halves of surrogate pairs
+    except UnicodeEncodeError as error:  # surrogates
         raise ArgumentError(f"a message is no valid text: {error}") from error
     return RenderedChat(text, _encoded(tokenizer, text), _end_of_turn(tokenizer, rendered))
 
 
 def as_conversations(messages: Any) -> list[list[Message]]:
-    """Return what was given, one conversation or several, as a list of conversations.
-
-    Raises:
-        ArgumentError: what was given is neither.
-    """
+    """Return one or several conversations as a list; raise ArgumentError if they are neither."""
     items = _listed(messages)
     if isinstance(items[0], Mapping):
         return [items]
@@ -127,39 +119,39 @@ def _listed(messages: Any) -> list[Any]:
     return items
 
 
-def _as_message(message: Any, place: str) -> dict[str, Any]:
-    """Return one message with its content as a text, as templates expect it."""
+def _as_message(message: Any, name: str) -> dict[str, Any]:
+    """Return one message with its content as a text, for templates."""
     if not isinstance(message, Mapping):
-        raise ArgumentError(f"{place} must be a dict with `role` and `content`, got {message!r:.80}")
+        raise ArgumentError(f"{name} must be a dict with `role` and `content`, got {message!r:.80}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ArgumentError(f"{place} must have a `role` such as 'user', got {role!r:.80}")
+        raise ArgumentError(f"{name} must have a `role` such as 'user', got {role!r:.80}")
     calls = message.get("tool_calls")
     if "content" not in message and not calls:
-        raise ArgumentError(f"{place} of the role {role!r} has no `content`")
-    content = _as_text(message.get("content"), f"{place}.content", may_be_absent=bool(calls))
+        raise ArgumentError(f"{name} of the role {role!r} has no `content`")
+    content = _as_text(message.get("content"), f"{name}.content", may_be_absent=bool(calls))
     return {**message, "content": content} | ({"tool_calls": [_as_call(call) for call in calls]} if calls else {})
 
 
-def _as_text(content: Any, place: str, *, may_be_absent: bool) -> str:
+def _as_text(content: Any, name: str, *, may_be_absent: bool) -> str:
     if isinstance(content, str):
         return content
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise ArgumentError(f"{place} must be a text or a list of parts, got {content!r:.80}")
+        raise ArgumentError(f"{name} must be a text or a list of parts, got {content!r:.80}")
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
             shown = f"a part of the type {kind!r}" if kind not in (None, "text") else f"{part!r:.80}"
-            raise ArgumentError(f'{place}[{number}] must be {{"type": "text", "text": ...}}, got {shown}')
+            raise ArgumentError(f'{name}[{number}] must be {{"type": "text", "text": ...}}, got {shown}')
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def _as_call(call: Any) -> Any:
-    """Return a call of a tool with its arguments as a dict, which templates expect; OpenAI's form is JSON in a text."""
+    """Return a tool call with its arguments as a dict, for templates; OpenAI's form is a text of JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -170,11 +162,7 @@ def _as_call(call: Any) -> Any:
 
 
 def read_template(file: Path) -> str:
-    """Return the chat template in a file.
-
-    Raises:
-        ArgumentError: it cannot be read.
-    """
+    """Return the chat template in a file; raise ArgumentError if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -191,7 +179,7 @@ def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[To
         )
     try:
         return str(tokenizer.get_chat_template(template, tools))
-    except ValueError as error:  # several by name, and none of them the default
+    except ValueError as error:  # several by name, and no default
         raise ArgumentError(f"chat_template: {error}") from error
 
 
@@ -200,14 +188,11 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def _end_of_turn(tokenizer: Any, rendered: Callable[..., str]) -> tuple[int, ...]:
-    """Return the special token that a template writes right behind an answer, which a model writes there, too.
-
-    A checkpoint does not always count it among its end-of-sequence tokens.
-    """
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+    """Return the special token of a template behind the assistant's messages, which is not always an EOS token."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
-        text = rendered(turns, add_generation_prompt=False)
-    except ArgumentError:  # it wants other turns than these
+        text = rendered(messages, add_generation_prompt=False)
+    except ArgumentError:  # it expects other messages
         return ()
     _, mark, behind = text.rpartition(_MARK)
     first = _encoded(tokenizer, behind)[:1] if mark else []

@@ -1,4 +1,4 @@
-"""A chat session: its messages, and which of them fit the model's context."""
+"""A chat session: its messages, and those that fit the model's context."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 
-_LEAST_ROOM = 8  # a conversation that leaves less than an eighth of all tokens to the answer has outgrown its room
+_LEAST_ROOM = 8  # an eighth of all tokens at least is for the output
 
 
 class Conversation:
     """Messages of a user and a model.
 
-    Every turn gives the model all that was said before, which the prefix cache makes cheap. What outgrows the room that
-    the model has loses its oldest turns, down to half of the room, so that this does not happen at every turn.
+    Each prompt has all messages before it, which the prefix cache makes cheap. If they outgrow the context, the oldest
+    are dropped down to half of it, so that this does not happen at each message.
 
     Args:
-        llm: what answers.
-        system: how the model is to behave; None leaves that to its template.
-        sampling_params: of each answer; None: what `LLM.chat` takes then.
+        system: the system message; None: as the template has it.
+        sampling_params: None: as `LLM.chat`.
         chat_template: see `render_chat`.
 
     Attributes:
-        messages: all that was said, oldest first, without what `system` holds.
-        num_forgotten: how many of them, the oldest, the model is no longer given.
-        last: the output of the latest turn, with its metrics.
+        messages: all messages without `system`, oldest first.
+        num_forgotten: the number of the oldest messages that the prompt leaves out.
+        last: the latest output.
     """
 
     def __init__(
@@ -49,13 +48,13 @@ class Conversation:
         self._template = chat_template
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Say something, and yield the answer piece by piece.
+        """Send a message, and yield the output piece by piece.
 
-        An answer that is left early, by `close()` on the iterator or by Ctrl-C, stays in the conversation as far as it
-        came; where nothing came, what was said is forgotten, too.
+        After `close()` on the iterator, or Ctrl-C, the conversation keeps the output so far; if there is none, the
+        message is dropped, too.
 
         Raises:
-            ArgumentError: the message alone is longer than there is room, or the template refuses it.
+            ArgumentError: the message alone is too long, or the template refuses it.
         """
         self.messages.append({"role": "user", "content": text})
         answer, complete = "", False
@@ -75,29 +74,27 @@ class Conversation:
                 self.messages.pop()
 
     def reset(self) -> None:
-        """Forget all that was said."""
+        """Drop all messages."""
         self.messages.clear()
         self.num_forgotten = 0
 
-    def all_messages(self) -> list[dict[str, str]]:
-        """Return all that was said, and first the system's message where there is one."""
-        return self._with_system(0)
-
-    def _with_system(self, start: int) -> list[dict[str, str]]:
+    def all_messages(self, start: int = 0) -> list[dict[str, str]]:
+        """Return all messages from the one at `start` on, with the system message if there is one."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return system + self.messages[start:]
 
     def _rendered(self, start: int) -> RenderedChat:
-        return render_chat(self.llm.tokenizer, self._with_system(start), chat_template=self._template)
+        return render_chat(self.llm.tokenizer, self.all_messages(start), chat_template=self._template)
 
     def _fitting(self) -> RenderedChat:
-        """Return the prompt of the next answer, without as many of the oldest turns as have no place."""
+        """Return the next prompt, without the oldest messages if they do not fit."""
         limit = self.llm.capacity.token_limit
         start = self.num_forgotten
         chat = self._rendered(start)
         if len(chat.token_ids) > limit - limit // _LEAST_ROOM:
-            while len(chat.token_ids) > limit // 2 and (later := self._next_turn(start)) is not None:
-                start = later
+            users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+            while len(chat.token_ids) > limit // 2 and start < users[-1]:
+                start = next(index for index in users if index > start)
                 chat = self._rendered(start)
         if len(chat.token_ids) >= limit:
             raise ArgumentError(
@@ -106,8 +103,3 @@ class Conversation:
             )
         self.num_forgotten = start
         return chat
-
-    def _next_turn(self, start: int) -> int | None:
-        """Return where the turn after the one at `start` begins; None: that is the last one."""
-        users = (place for place in range(start + 1, len(self.messages)) if self.messages[place]["role"] == "user")
-        return next(users, None)

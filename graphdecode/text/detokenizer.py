@@ -7,20 +7,21 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from graphdecode.text.outputs import Later
+
 
 class Detokenizer:
-    """Incremental text of one answer.
+    """Incremental text of one output.
 
-    A piece is handed out once no later token can change it: bytes of an unfinished UTF-8 character wait, and so does
-    text that may turn out to be the beginning of a stop string.
+    A piece is returned once no later token can change it: unfinished UTF-8 characters are held back, and so is text
+    that may be the beginning of a stop string.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         skip_special_tokens: leave special tokens out.
-        min_tokens: a stop string that is complete before there are more tokens than this does not stop.
-        spaced: write special tokens that follow one another as the tokenizer does, which may be with spaces; else
-            side by side.
-        include_stop: cut behind the stop string instead, so that nothing has to wait for it.
+        min_tokens: stop strings count behind so many tokens.
+        spaced: put the tokenizer's spaces between special tokens.
+        include_stop: cut behind the stop string; nothing is held back for it.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
-        self._sorted_stops = sorted(stop_strings)  # those that begin with some text stand together
+        self._sorted_stops = sorted(stop_strings)  # those with a common prefix are neighbours
         self._longest_stop = max(map(len, stop_strings), default=0)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._text = ""
         self._handed_out = 0
-        self._seen = 0  # nothing before this place begins a stop string
+        self._seen = 0  # no stop string begins before this place
         self._ids: list[int] = []
 
     @property
@@ -60,7 +61,7 @@ class Detokenizer:
         self._ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # its own kind: a text that does not go on from what it gave before; it begins anew
+        except Exception:  # the library's own type: the text does not extend the text before
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             piece = self._stream.step(self._tokenizer, token_id)
         special = self._unspaced.get(token_id)
@@ -84,29 +85,34 @@ class Detokenizer:
         return stop
 
     def finish(self) -> str | None:
-        """Take over what was held back for lack of its last bytes; return a stop string that shows up in it."""
+        """Add the text of unfinished characters; return the stop string that it completes, if any."""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
         if len(whole) > len(self._text) and whole.startswith(self._text):
             return self._append(whole[len(self._text) :])
         return None
 
     def take(self, final: bool = False) -> str:
-        """Return the text that was not handed out yet and is safe to show; `final` hands out all of it."""
+        """Return the new text that is safe to show; with `final` all of it."""
         end = len(self._text) if final else len(self._text) - self._held_back()
         piece = self._text[self._handed_out : end]
         self._handed_out = max(end, self._handed_out)
         return piece
 
+    def shown(self) -> Later[str]:
+        """Return the text that `take` has returned so far; it is copied when it is read."""
+        length = self._handed_out  # later tokens change nothing before it
+        return Later(lambda: self._text[:length])
+
     def _held_back(self) -> int:
         if self._include_stop or not self._stop_strings:
             return 0
         end = len(self._text)
-        # a place that has been ruled out stays so, and each is looked at once: a token costs what it brings
+        # each place is checked once
         self._seen = min(max(self._seen, end - self._longest_stop + 1), end)
         while self._seen < end and not self._begins_a_stop(self._text[self._seen :]):
             self._seen += 1
         return end - self._seen
 
     def _begins_a_stop(self, text: str) -> bool:
-        at = bisect_right(self._sorted_stops, text)  # the first one that goes on behind the text
+        at = bisect_right(self._sorted_stops, text)  # the first that may be longer than the text
         return at < len(self._sorted_stops) and self._sorted_stops[at].startswith(text)

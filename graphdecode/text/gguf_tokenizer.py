@@ -27,8 +27,7 @@ _QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _SIGNS + _SPACES
 _PREFIX = "tokenizer.ggml."
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "\u2581"  # SentencePiece's mark for a space
-# of Phi-3, whose other tokens of that kind swallow the spaces behind them
-_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other control tokens strip the spaces behind them
 _INSTEAD = "int4, int8 and fp8 are written as safetensors, with the tokenizer as it is"
 ANOTHER_TOKENIZER = (
     "; give another tokenizer (--tokenizer, `tokenizer=`), or in Python none: skip_tokenizer_init=True takes token ids"
@@ -45,23 +44,17 @@ _PROBES = (
 class PreTokenizer(NamedTuple):
     """The pre-tokenizer in front of byte-level BPE."""
 
-    expressions: tuple[str, ...]  # each cuts what the one before it left into its matches and what lies between them
-    nfc: bool = False  # characters are composed first (Unicode's form C)
-    adds_bos: bool = False  # a text begins with the token for that, where the file does not say
-    ignores_merges: bool = False  # a piece that is a token as a whole is that token
-
-
-def _either(*expressions: str) -> str:
-    return "|".join(expressions)
+    expressions: tuple[str, ...]  # applied in turn; each splits pieces into its matches and the rest
+    nfc: bool = False  # normalize to NFC first
+    adds_bos: bool = False  # if the file does not say
+    ignores_merges: bool = False  # a piece that is a token is not merged
 
 
 _BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
 _OF_LLAMA3 = PreTokenizer((_LLAMA3,), adds_bos=True, ignores_merges=True)
 _OF_QWEN2 = PreTokenizer((_QWEN2,), nfc=True)
-_OF_GPT4O = PreTokenizer(
-    (_either(*(f"{cased}{_CONTRACTIONS}?" for cased in _CASED), r"\p{N}{1,3}") + _PATHS + _SPACES,)
-)
-_OF_TEKKEN = PreTokenizer((_either(*_CASED, r"\p{N}") + _PATHS + _SPACES,), adds_bos=True, ignores_merges=True)
+_OF_GPT4O = PreTokenizer(("".join(f"{cased}{_CONTRACTIONS}?|" for cased in _CASED) + r"\p{N}{1,3}" + _PATHS + _SPACES,))
+_OF_TEKKEN = PreTokenizer(("|".join((*_CASED, r"\p{N}")) + _PATHS + _SPACES,), adds_bos=True, ignores_merges=True)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "command-r": _BY_DIGIT._replace(nfc=True),
@@ -90,15 +83,15 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> LightTokenizer:
-    """Return the file's tokenizer, with the methods of one of transformers.
+    """Return the file's tokenizer.
 
     Raises:
-        ModelSourceError: there is none, it is damaged, or of a kind that is not known.
+        ModelSourceError: there is none, it is damaged, or of an unknown kind.
         CheckpointError: the file is damaged.
     """
     vocabulary = _Vocabulary(path, read_header(path).fields, replaceable)
     kind = vocabulary.fields.get(f"{_PREFIX}model")
-    if not isinstance(kind, str):  # of numbers it may be an array, which compares like one
+    if not isinstance(kind, str):  # it may be an array
         raise vocabulary.fault(f"model must be str, got {kind!r:.80}")
     if kind == "gpt2":
         pre = vocabulary.pre_tokenizer()
@@ -125,7 +118,7 @@ class _Vocabulary:
             raise self.fault(f"token_type has {len(self.kinds)} entries, and there are {len(self.tokens)} tokens")
 
     def array(self, name: str, *kinds: type) -> list[Any]:
-        """Return a list of texts or of numbers."""
+        """Return a list whose elements have some types."""
         value = self.fields.get(f"{_PREFIX}{name}")
         found = value.tolist() if isinstance(value, np.ndarray) else value
         if not isinstance(found, list) or not all(isinstance(each, kinds) for each in found):
@@ -133,14 +126,14 @@ class _Vocabulary:
         return found
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return yes or no."""
+        """Return a bool."""
         value = self.fields.get(f"{_PREFIX}{name}", default)
         if not isinstance(value, bool):
             raise self.fault(f"{name} must be bool, got {value!r:.80}")
         return value
 
     def token(self, name: str) -> str | None:
-        """Return the token of a use, such as "eos"; None: there is none."""
+        """Return the token of a use, such as "eos", if any."""
         index = self.fields.get(f"{_PREFIX}{name}_token_id")
         if index is None:
             return None
@@ -157,32 +150,30 @@ class _Vocabulary:
         return found
 
     def fault(self, wrong: str) -> ModelSourceError:
-        """Return the error for a field, whose name begins what is wrong."""
+        """Return the error for a field; the message begins with its name."""
         return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}{self._instead}")
 
 
 def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> LightTokenizer:
-    _add_whole(vocabulary, tokenizer)
-    template = vocabulary.fields.get("tokenizer.chat_template")
-    found = {name: vocabulary.token(use) for name, use in _NAMED.items()}
-    named = {name: token for name, token in found.items() if token is not None}
-    _add_named(tokenizer, list(named.values()))
+    named = {name: token for name, use in _NAMED.items() if (token := vocabulary.token(use)) is not None}
+    _add_whole(vocabulary, tokenizer, list(named.values()))
     ends = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
     _put_around(tokenizer, *(named.get(f"{name}_token") if wanted else None for name, wanted in ends.items()))
     options = {f"add_{name}_token": wanted for name, wanted in ends.items()} | {"clean_up_tokenization_spaces": False}
+    template = vocabulary.fields.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
     whole = partial(_by_transformers, tokenizer, named | options | {"chat_template": template})
     return LightTokenizer(tokenizer, named, template, whole)
 
 
 def _by_transformers(tokenizer: Any, options: dict[str, Any]) -> Any:
-    from transformers import PreTrainedTokenizerFast  # here, for it takes a second
+    from transformers import PreTrainedTokenizerFast  # takes a second
 
     return PreTrainedTokenizerFast(tokenizer_object=_Uncopied(tokenizer), **options)
 
 
 class _Uncopied:
-    """A tokenizer whose deep copy is itself: the copy that transformers makes takes seconds for a large vocabulary."""
+    """A tokenizer whose deep copy is itself: transformers' copy of a large vocabulary takes seconds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -191,57 +182,50 @@ class _Uncopied:
         return self._tokenizer
 
 
-def _add_named(tokenizer: Any, tokens: list[str]) -> None:
-    """Let tokens that have a use be found before all else, where the file does not say so."""
-    from tokenizers import AddedToken
-
-    known = {added.content for added in tokenizer.get_added_tokens_decoder().values()}
-    more = [token for token in dict.fromkeys(tokens) if token not in known]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
-
-
 def _put_around(tokenizer: Any, begin: str | None, end: str | None) -> None:
-    """Let every text begin and end with a token."""
+    """Add tokens at the beginning and the end of every text."""
     from tokenizers.processors import TemplateProcessing
 
     ids = {token: tokenizer.token_to_id(token) for token in (begin, end) if token is not None}
     if ids:
         first, second = (
-            [f"{token}:{place}" if token in ids else token for token in (begin, text, end) if token is not None]
-            for place, text in enumerate(("$A", "$B:1"))
+            [f"{token}:{at}" if token in ids else token for token in (begin, text, end) if token is not None]
+            for at, text in enumerate(("$A", "$B:1"))
         )
         tokenizer.post_processor = TemplateProcessing(
             single=first, pair=[*first, *second], special_tokens=list(ids.items())
         )
 
 
-def _add_whole(vocabulary: _Vocabulary, tokenizer: Any) -> None:
-    """Let the tokens that are never made of parts be found before all else."""
+def _add_whole(vocabulary: _Vocabulary, tokenizer: Any, named: list[str]) -> None:
+    """Add the tokens that are never split: control tokens, user-defined tokens, and those with a use."""
     from tokenizers import AddedToken
 
-    architecture = vocabulary.fields.get("general.architecture")
-    swallows = isinstance(architecture, str) and architecture == "phi3" and tokenizer.normalizer is not None
+    strips = str(vocabulary.fields.get("general.architecture")) == "phi3" and tokenizer.normalizer is not None
+    kinds = dict(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+    whole = {token: kind for token, kind in kinds.items() if kind in (CONTROL, USER_DEFINED)}
     tokenizer.add_tokens(
         [
             AddedToken(
                 token,
                 special=kind == CONTROL,
                 normalized=False,
-                rstrip=swallows and kind == CONTROL and token not in _KEEPS_SPACES,
+                rstrip=strips and kind == CONTROL and token not in _KEEPS_SPACES,
             )
-            for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
+            for token, kind in whole.items()
         ]
     )
+    more = [token for token in dict.fromkeys(named) if token not in whole]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
 
 
 def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     """Return BPE over bytes (GPT-2's), whose merges the file lists."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    has_merges = f"{_PREFIX}merges" in vocabulary.fields  # tokens may be bytes alone
+    has_merges = f"{_PREFIX}merges" in vocabulary.fields  # not if all tokens are bytes
     cut = (merge.partition(" ") for merge in (vocabulary.array("merges", str) if has_merges else []))
-    merges = list(dict.fromkeys((left, right) for left, _, right in cut))  # the first of equal ones counts
+    merges = list(dict.fromkeys((left, right) for left, _, right in cut))
     wrong = next((pair for pair in merges if "".join(pair) not in vocabulary.ids), None)
     if wrong is not None:
         raise vocabulary.fault(f"merges has {' '.join(wrong)!r:.80}, which makes no token")
@@ -254,7 +238,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
 
 
 def cut_by(pre: PreTokenizer) -> Any:
-    """Return a pre-tokenizer of `tokenizers`."""
+    """Return a pre-tokenizer for `tokenizers`."""
     from tokenizers import Regex, pre_tokenizers
 
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
@@ -279,12 +263,12 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
 def _bpe(models: Any, vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Any:
     try:
         return models.BPE(vocabulary.ids, merges, **options)
-    except Exception as error:  # of what the library calls it that refuses a merge
+    except Exception as error:  # the library's own type
         raise vocabulary.fault(f"tokens and merges are no vocabulary of BPE: {error}") from error
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return all ways to put a token together from two, those of the highest scores first."""
+    """Return all pairs of tokens that make a token, by descending score."""
     scores, ids = vocabulary.array("scores", int, float), vocabulary.ids
     if len(scores) != len(vocabulary.tokens):
         raise vocabulary.fault(f"scores has {len(scores)} entries, and there are {len(vocabulary.tokens)} tokens")
@@ -292,7 +276,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     for index in sorted(range(len(scores)), key=lambda index: -scores[index]):
         token = vocabulary.tokens[index]
         if vocabulary.kinds[index] in (NORMAL, USER_DEFINED):
-            cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
+            cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
             found += [(left, right) for left, right in cuts if left in ids and right in ids]
     return found
 
@@ -301,32 +285,27 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     """Return the fields of a GGUF file for a tokenizer of transformers.
 
     Args:
-        vocab_size: rows of the embedding; ids without a token get names that no text has.
+        vocab_size: rows of the embedding; ids without a token get padding names.
 
     Raises:
-        ModelSourceError: it is no byte-level BPE, or cuts texts in a way that has no name.
+        ModelSourceError: it is no byte-level BPE, or its pre-tokenizer has no name in GGUF.
     """
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model = described["model"]
     if model.get("type") != "BPE" or (described.get("decoder") or {}).get("type") != "ByteLevel":
         raise ModelSourceError(f"the tokenizer is no byte-level BPE, which alone is written as GGUF; {_INSTEAD}")
     whole = {token["id"]: token for token in described["added_tokens"]}
-    by_id = {index: token for token, index in model["vocab"].items()} | {
-        index: token["content"] for index, token in whole.items()
-    }
-    kinds = [
-        (CONTROL if whole[index]["special"] else USER_DEFINED)
-        if index in whole
-        else (NORMAL if index in by_id else _UNUSED)
-        for index in range(vocab_size)
-    ]
+    by_id = {index: token for token, index in model["vocab"].items()}
+    kinds = dict.fromkeys(range(vocab_size), _UNUSED) | dict.fromkeys(by_id, NORMAL)
+    kinds |= {index: CONTROL if token["special"] else USER_DEFINED for index, token in whole.items()}
+    by_id |= {index: token["content"] for index, token in whole.items()}
     template = tokenizer.chat_template
     named = {f"{use}_token_id": getattr(tokenizer, f"{name}_id", None) for name, use in _NAMED.items()}
     fields: dict[str, Any] = {
         "model": "gpt2",
         "pre": _name_of_cuts(tokenizer, described, bool(model.get("ignore_merges"))),
         "tokens": [by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)],
-        "token_type": kinds,
+        "token_type": [kinds[index] for index in range(vocab_size)],
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         **{name: index for name, index in named.items() if index is not None},
         "add_bos_token": tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id],
@@ -336,7 +315,7 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
 
 
 def _name_of_cuts(tokenizer: Any, described: dict[str, Any], ignores_merges: bool) -> str:
-    """Return the name of what happens to a text before BPE: of the way that cuts some texts as the tokenizer does."""
+    """Return the name of the pre-tokenizer that splits some texts as the tokenizer does."""
     backend = tokenizer.backend_tokenizer
     composes = "NFC" in json.dumps(described.get("normalizer"))
     expected = [backend.pre_tokenizer.pre_tokenize_str(probe) for probe in _PROBES]

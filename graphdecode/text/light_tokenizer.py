@@ -1,4 +1,4 @@
-"""A tokenizer that does what every prompt and answer needs, and imports transformers, a second's work, for the rest."""
+"""A tokenizer that encodes, decodes and renders plain chats without transformers, whose import takes a second."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jinja2.utils import Namespace
 from graphdecode.errors import ArgumentError
 
 _PLAIN_KEYS = {"role", "content"}
-_OF_TRANSFORMERS = "generation"  # a tag of templates that its own extension reads
-_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # of transformers, which take tokenizer.json as it is
-_MODEL_TYPES = ("llama", "olmo2", "smollm3")  # that do not ask for a class of their own in their place
+_OF_TRANSFORMERS = "generation"  # a template tag of transformers' own
+_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # take tokenizer.json as it is
+_MODEL_TYPES = ("llama", "olmo2", "smollm3")  # have no tokenizer class of their own
 _USES = tuple(f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_HARMLESS = {  # keys of tokenizer_config.json that change no token and no text of what is done here
+_HARMLESS = {  # keys of tokenizer_config.json that change no token and no text here
     *("tokenizer_class", "backend", "model_max_length", "padding_side", "truncation_side", "chat_template"),
     *("model_input_names", "is_local", "local_files_only", "name_or_path", "clean_up_tokenization_spaces"),
 }
@@ -30,22 +30,26 @@ _FURTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "chat_template
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text, or those of several."""
+    """The tokens of a text, or of several."""
 
     input_ids: list[Any]
+
+
+def is_tokenizers_own(error: BaseException) -> bool:
+    """Whether an error may come from a tokenizer: any but an interrupt, and a panic of Rust code."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class LightTokenizer:
     """A tokenizer with the methods of transformers' `PreTrainedTokenizerFast`.
 
-    Encoding, decoding and the rendering of plain conversations are done here; for whatever else is asked, the
-    tokenizer of transformers is made from this one and answers.
+    Anything but encoding, decoding and plain conversations goes to the tokenizer of transformers, made on demand.
 
     Args:
-        backend: a `tokenizers.Tokenizer`, with what it puts around a text.
+        backend: a `tokenizers.Tokenizer`.
         named: tokens by their use, such as `eos_token`.
-        chat_template: in Jinja; None: there is none.
-        make_whole: gives the tokenizer of transformers; it goes with this one to other processes.
+        chat_template: in Jinja.
+        make_whole: returns the tokenizer of transformers; picklable.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class LightTokenizer:
         self._make_whole = make_whole
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "special_tokens_map":  # of copies that are not filled yet
+        if name.startswith("__") or name == "special_tokens_map":  # of a copy in the making
             raise AttributeError(name)
         return getattr(self.whole, name)
 
@@ -65,7 +69,7 @@ class LightTokenizer:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
     def __call__(self, text: Any, *, add_special_tokens: bool = True, verbose: bool = True, **more: Any) -> Any:
-        """Return the tokens of a text, or of each of a list of them, as `input_ids`."""
+        """Return the tokens of a text, or of a list of texts, as `input_ids`."""
         if not more and isinstance(text, str):
             return Encoded(self._bare().encode(text, add_special_tokens=add_special_tokens).ids)
         if not more and type(text) is list and all(isinstance(each, str) for each in text):
@@ -74,27 +78,23 @@ class LightTokenizer:
         return self.whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **more: Any) -> Any:
-        """Return the text of some tokens."""
+        """Return the text of tokens."""
         if not more and type(token_ids) is list and all(type(each) is int for each in token_ids):
             return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self.whole.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
-        """Return the chat template that is given, else the tokenizer's own.
-
-        Raises:
-            ArgumentError: there is none.
-        """
+        """Return the given chat template, else the tokenizer's own; raise ArgumentError if there is none."""
         found = self.chat_template if chat_template is None else chat_template
         if found is None:
             raise ArgumentError("the tokenizer has no chat template")
         if isinstance(found, str):
             return found
-        self.whole.chat_template = found  # several by name
+        self.whole.chat_template = found  # several, by name
         return str(self.whole.get_chat_template(chat_template, tools))
 
     def apply_chat_template(self, conversation: Any, chat_template: str | None = None, **how: Any) -> Any:
-        """Return a conversation as a prompt; see transformers."""
+        """Render a conversation; see transformers."""
         template = self.get_chat_template(chat_template)
         variables = {name: value for name, value in how.items() if name not in ("tokenize", "continue_final_message")}
         plain = (
@@ -116,16 +116,16 @@ class LightTokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """What a text begins with."""
+        """The beginning-of-sequence token."""
         return self._id_of("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """What a text ends with."""
+        """The end-of-sequence token."""
         return self._id_of("eos_token")
 
     def _bare(self) -> Any:
-        """Return the backend without the truncation and padding that a call of the whole tokenizer left in it."""
+        """Return the backend without the truncation and padding that a call of `whole` left in it."""
         if self.backend_tokenizer.truncation is not None:
             self.backend_tokenizer.no_truncation()
         if self.backend_tokenizer.padding is not None:
@@ -139,19 +139,12 @@ class LightTokenizer:
 
     @cached_property
     def whole(self) -> Any:
-        """The tokenizer of transformers, made when it is first needed."""
+        """The tokenizer of transformers."""
         return self._make_whole()
 
 
 def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> LightTokenizer | None:
-    """Return the tokenizer of a folder that says all in tokenizer.json, as those of Llama 3 and SmolLM3 do.
-
-    Args:
-        make_whole: see `LightTokenizer`.
-
-    Returns:
-        None: it says more elsewhere, or cannot be read.
-    """
+    """Return the tokenizer of a folder whose tokenizer.json says all, as those of Llama 3 and SmolLM3 do, else None."""
     from tokenizers import Tokenizer
 
     try:
@@ -159,7 +152,8 @@ def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> Light
         model = json.loads((folder / "config.json").read_text("utf-8"))
         described, added = asked.pop("tokenizer_class"), asked.pop("added_tokens_decoder", {})
         splits, template = asked.pop("split_special_tokens", False), asked.get("chat_template")
-        named = {use: token["content"] if isinstance(token, dict) else token for use, token in _taken(asked, _USES)}
+        uses = {use: token for use in _USES if (token := asked.pop(use, None)) is not None}
+        named = {use: token["content"] if isinstance(token, dict) else token for use, token in uses.items()}
         file = folder / "chat_template.jinja"
         template = file.read_text("utf-8") if file.exists() else template
         if (
@@ -178,17 +172,12 @@ def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> Light
         if type(backend.model).__name__ != "BPE" or not same or not set(named.values()) <= contents:
             return None
         backend.encode_special_tokens = bool(splits)
-        backend.decode(backend.encode("a").ids)  # a damaged one may read well and work badly
+        backend.decode(backend.encode("a").ids)  # a damaged tokenizer may fail here
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # as Rust's is called
+        if is_tokenizers_own(error):
             return None
         raise
     return LightTokenizer(backend, named, template, make_whole)
-
-
-def _taken(asked: dict[str, Any], keys: Sequence[str]) -> list[tuple[str, Any]]:
-    found = [(key, asked.pop(key, None)) for key in keys]
-    return [(key, value) for key, value in found if value is not None]
 
 
 def _of(token: Any) -> dict[str, Any]:
@@ -199,9 +188,9 @@ def _of(token: Any) -> dict[str, Any]:
 
 
 class _Namespace(Namespace):
-    """What a template keeps values in; names that reach into Python are refused."""
+    """Jinja's namespace without names that reach into Python."""
 
-    def __init__(*args: Any, **given: Any) -> None:  # as Jinja's, so that `self` may be a name too
+    def __init__(*args: Any, **given: Any) -> None:  # as Jinja's: `self` may be a name, too
         own, *others = args
         for name in (found := dict(*others, **given)):
             _check_name(name)
@@ -227,7 +216,7 @@ def _as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> Template:
-    """Return a chat template as transformers compiles it: sandboxed, blocks without the line that they stand on."""
+    """Compile a chat template as transformers does."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _as_json
     environment.globals |= {

@@ -12,38 +12,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
-import torch
 from tqdm import tqdm
 
-from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.config.vllm_names import as_settings, no_attribute, refusing_calls
-from graphdecode.engine import EngineStats, SamplingParams
+from graphdecode.engine import SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import AnswerError, ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
-from graphdecode.graphs import GraphTable
-from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
+from graphdecode.models import check_model, generation_defaults, resolve_model_path
 from graphdecode.models.checkpoint import GENERATION_FILE
 from graphdecode.text.answer import Answer
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
-from graphdecode.text.intake import Intake, Order, Prompt, as_params, as_priorities, as_prompt, as_prompts
+from graphdecode.text.input_processor import (
+    InputProcessor,
+    Order,
+    Prompt,
+    as_params,
+    as_priorities,
+    as_prompt,
+    as_prompts,
+)
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
 from graphdecode.text.tokenizer import load_tokenizer
 
 
 class Stream:
-    """An iterator of the pieces of one answer; reading it drives the engine.
+    """An iterator of the pieces of one output; reading it drives the engine.
 
-    Leaving it early, by `close()` or at the end of a `with` block, aborts the request. An answer that had to be given
-    up raises an `AnswerError` behind its last piece.
+    Leaving it early, by `close()` or at the end of a `with` block, aborts the request. An output that fails raises an
+    `AnswerError` behind its last piece.
 
     Args:
-        request: the prompt, the answer so far, and its metrics; with `error` set, nothing comes.
-        answer: whose pieces these are; None where the prompt was refused.
-        router: steps.
+        request: the prompt, the output so far, and its metrics; with `error` set, there are no pieces.
+        answer: None if the prompt was refused.
     """
 
     def __init__(self, request: RequestOutput, answer: Answer | None, router: SteppingRouter) -> None:
@@ -87,28 +91,24 @@ class Stream:
 class LLM:
     """A model that generates text through captured graphs.
 
-    It starts no thread, and any number of threads may use it at once: whoever waits for an answer steps for all.
+    It starts no thread, and any number of threads may use it: one that waits for an output steps for all.
 
     Args:
-        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, `"smollm2"` where it is installed,
-            `"demo"`, a name in a folder of GRAPHDECODE_MODELS, or a shape such as `"shape:llama-3.1-8b"` with random
-            weights; see `resolve_model_path`.
-        config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
-            of such a file.
+        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, `"smollm2"` if installed, `"demo"`, a
+            name in a folder of GRAPHDECODE_MODELS, or a shape such as `"shape:llama-3.1-8b"` with random weights; see
+            `resolve_model_path`.
+        config: all settings, those of the buckets alone, the path of a configuration file, or its sections as a dict.
         progress: show bars on standard error while loading and capturing.
-        tokenizer: another folder or repository to take it from than the model's, or one that was loaded already
-            (`graphdecode.text.load_tokenizer`).
-        keywords: settings that override those of `config`, such as max_batch_size, max_sequence_length, device, dtype,
-            seed, quantize; see `EngineConfig` and `BucketConfig`. vLLM's names of these are taken too (max_model_len,
-            max_num_seqs, enforce_eager, ...), and what it has beyond is refused with what to do instead.
+        tokenizer: a folder or repository to take it from, or a tokenizer (`graphdecode.text.load_tokenizer`).
+        keywords: settings that override `config`: see `EngineConfig` and `BucketConfig`. vLLM's names are understood
+            (max_model_len, max_num_seqs, enforce_eager, ...); what is not supported says what to do instead.
 
     Attributes:
-        engine_config: all settings, with the `max_sequence_length` that holds: where the model was trained for less
-            than was asked for, a warning says so. (The default is no wish, and shrinks silently.)
-        tokenizer: of transformers; None with `skip_tokenizer_init`: prompts are token ids then, and answers have no
-            text.
-        engine: what answers, in tokens.
-        load_seconds: what it took to load the model and to capture its graphs.
+        engine_config: all settings, with the effective `max_sequence_length`; a warning tells if the model was trained
+            for less than was asked for.
+        tokenizer: None with `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
+        load_seconds: time to load the model and to capture its graphs.
+        model, cache, graphs, capacity, stats: of the engine.
 
     Raises:
         ArgumentError: the model or a setting cannot be used; the message says why.
@@ -131,8 +131,8 @@ class LLM:
         if isinstance(tokenizer, (str, Path)):
             tokenizer = load_tokenizer(resolve_model_path(tokenizer), trust_remote_code=trusted)
         path = resolve_model_path(model)
-        # what is wrong with a checkpoint is said before its tokenizer costs seconds
-        check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+        # fails before the tokenizer costs seconds
+        check_model(path, model_impl=settings.model_impl, trust_remote_code=trusted)
         self._sampling_defaults = generation_defaults(path)
         self._generation_file = path / GENERATION_FILE
         if settings.skip_tokenizer_init:
@@ -140,70 +140,38 @@ class LLM:
         elif tokenizer is None:
             tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self.tokenizer: Any = tokenizer
-        self.engine = load_engine(path, settings, progress=progress)
-        self.engine_config = _as_it_holds(settings, self.engine.capacity)
-        self.router = SteppingRouter(self.engine)
-        self.intake = Intake(self.engine, self.tokenizer, reads_grammars=True)
+        self.engine = engine = load_engine(path, settings, progress=progress)
+        self.model, self.cache, self.graphs = engine.model, engine.cache, engine.graphs
+        self.capacity, self.stats, self.device = engine.capacity, engine.stats, engine.model.device
+        self.engine_config = _as_it_holds(settings, self.capacity)
+        self.config = self.engine_config.buckets
+        self.router = SteppingRouter(engine)
+        self.input_processor = InputProcessor(engine, self.tokenizer)
         if self.tokenizer is not None:
-            self.engine.constrain = self.intake.grammars.constraint
+            engine.constrain = self.input_processor.grammars.constraint
         self.load_seconds = time.perf_counter() - began
 
     @property
-    def config(self) -> BucketConfig:
-        """Capacity, buckets and capture."""
-        return self.engine_config.buckets
-
-    @property
-    def model(self) -> Model:
-        """The decoder."""
-        return self.engine.model
-
-    def get_tokenizer(self) -> Any:
-        """Return the tokenizer, as vLLM calls it; None where there is none."""
-        return self.tokenizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        return self.model.device
-
-    @property
-    def graphs(self) -> GraphTable:
-        """The captured graphs of the decode step, one a bucket."""
-        return self.engine.graphs
-
-    @property
-    def capacity(self) -> Capacity:
-        """What the configuration means for this model."""
-        return self.engine.capacity
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counts since the engine was made."""
-        return self.engine.stats
-
-    @property
     def num_preemptions(self) -> int:
-        """How often a sequence gave its pages back for others and was recomputed."""
+        """Preemptions so far."""
         return self.engine.num_preemptions
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no row yet."""
+        """Sequences without a row yet."""
         return self.engine.num_waiting
 
-    @property
-    def cache(self) -> PagedKVCache:
-        """The key-value cache, whose pool can be asked for free and used pages."""
-        return self.engine.cache
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer; None with `skip_tokenizer_init`."""
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return how the checkpoint wants to be sampled: its `generation_config.json`, else the library's defaults.
+        """Return the sampling parameters of the checkpoint's `generation_config.json`, else the defaults.
 
-        `generate` and `stream` do not ask: without parameters they use `SamplingParams()`. `chat` does.
+        `chat` uses them; `generate` and `stream` use `SamplingParams()`.
 
         Raises:
-            ArgumentError: the file states what cannot be.
+            ArgumentError: the file has impossible values.
         """
         try:
             return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
@@ -211,7 +179,7 @@ class LLM:
             raise ArgumentError(f"{self._generation_file}: {error}") from error
 
     def default_chat_params(self) -> SamplingParams:
-        """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""
+        """Return the parameters of `chat`: the checkpoint's, without `max_tokens`."""
         return replace(self.get_default_sampling_params(), max_tokens=None)
 
     @refusing_calls()
@@ -223,34 +191,27 @@ class LLM:
         *,
         priority: SequenceOf[int] | int | None = None,
     ) -> list[RequestOutput]:
-        """Answer some prompts, batched continuously.
+        """Generate outputs for prompts, with continuous batching.
 
         Args:
-            prompts: a text, a list of token ids, a dict with either as `prompt` or `prompt_token_ids`, or a list of
-                these.
+            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these.
             sampling_params: for all prompts, or one for each; None means the defaults.
-            use_tqdm: show a progress bar on standard error where that is a terminal.
-            priority: of all prompts, or one for each: the lowest is served first, and preempted last when pages run
-                out. None is 0; prompts of one priority are served as they come.
+            use_tqdm: show a progress bar on standard error if that is a terminal.
+            priority: for all prompts, or one for each: the lowest is served first, and preempted last.
 
         Returns:
-            One output for each prompt, in their order. A prompt that can never be answered (too long, empty, a token
-            id outside the vocabulary) comes back with `error` set and `finish_reason` "refused", and the others are
-            answered.
+            One output for each prompt, in order. A prompt that can never be served (too long, empty, a token id
+            outside the vocabulary) has `error` set and the `finish_reason` "refused"; the others are served.
 
         Raises:
-            ValueError: what was given is no prompt, or the numbers of prompts and parameters differ.
+            ValueError: not a prompt, or the numbers of prompts and parameters differ.
         """
         self._check_open()
         items = as_prompts(prompts)
         params = as_params(sampling_params, len(items))
         priorities = as_priorities(priority, len(items))
-        encoded = [self.intake.encode(prompt) for prompt in items]
-        orders = [
-            self.intake.order(item, ids, p, priority=first)
-            for item, ids, p, first in zip(items, encoded, params, priorities, strict=True)
-        ]
-        return self._answered(orders, use_tqdm)
+        inputs = zip(items, params, priorities, strict=True)
+        return self._answered([self.input_processor.order(i, p, priority=first) for i, p, first in inputs], use_tqdm)
 
     @refusing_calls(*ChatOptions.__annotations__)
     def chat(
@@ -260,19 +221,16 @@ class LLM:
         use_tqdm: bool = True,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several of them side by side, through the model's chat template.
+        """Generate the next message of one or several conversations through the model's chat template.
 
         Args:
-            messages: of one conversation in OpenAI's form, such as `[{"role": "user", "content": "Hello"}]`, or a list
-                of conversations.
-            sampling_params: for all of them, or one for each; None means how the checkpoint wants to be sampled, up to
-                the end of the turn or of the capacity.
-            use_tqdm: show a progress bar on standard error where that is a terminal.
-            options: `chat_template`, `add_generation_prompt`, `continue_final_message`, `tools` and
-                `chat_template_kwargs`; see `render_chat`.
+            messages: of one conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
+            sampling_params: for all of them, or one for each; None means the checkpoint's, up to the capacity.
+            use_tqdm: show a progress bar on standard error if that is a terminal.
+            options: see `render_chat`.
 
         Returns:
-            One output for each conversation, as of `generate`; its `prompt` is what the template made.
+            One output for each conversation, as from `generate`; its `prompt` is the rendered template.
 
         Raises:
             ArgumentError: messages are malformed, there is no chat template, or it refuses the conversation.
@@ -280,16 +238,11 @@ class LLM:
         self._check_open()
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
         params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
-        return self._answered(
-            [
-                self.intake.order(chat.text, chat.token_ids, chat.ending(p))
-                for chat, p in zip(chats, params, strict=True)
-            ],
-            use_tqdm,
-        )
+        order, pairs = self.input_processor.order, zip(chats, params, strict=True)
+        return self._answered([order(c.text, c.ending(p), token_ids=c.token_ids) for c, p in pairs], use_tqdm)
 
     def _answered(self, orders: list[Order], use_tqdm: bool) -> list[RequestOutput]:
-        """Submit orders, and wait for their answers."""
+        """Submit requests, and wait for their outputs."""
         answers = [answer for order in orders for answer in order.answers]
         unfinished = list(reversed(answers))
 
@@ -300,7 +253,7 @@ class LLM:
 
         try:
             with DeferredInterrupt() as interrupt, self._bar(len(answers), wanted=use_tqdm) as bar:
-                self.router.submit(request for order in orders for request in order.requests)
+                self.router.submit(orders)
 
                 def between() -> None:
                     interrupt.check()
@@ -316,10 +269,7 @@ class LLM:
 
     @staticmethod
     def _bar(total: int, *, wanted: bool) -> tqdm[NoReturn] | nullcontext[None]:
-        """Return a progress bar where somebody sees it; all bars of a process share a lock, so no others are made.
-
-        It belongs where Ctrl-C is deferred: else the lock could stay held.
-        """
+        """Return a progress bar if standard error is a terminal; call it with Ctrl-C deferred, for tqdm has a lock."""
         if not wanted or sys.stderr is None or not sys.stderr.isatty():
             return nullcontext()
         return tqdm(total=total, desc="generating", unit="answer", leave=False)
@@ -328,19 +278,18 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise", priority: int = 0
     ) -> Stream:
-        """Answer one prompt, piece by piece; pieces never split a character or show part of a stop string.
+        """Generate one output piece by piece; pieces never split a character or show part of a stop string.
 
-        The request joins the batch at once. Several streams may be read in turn: they run side by side.
+        The request joins the batch at once, and several streams run concurrently.
 
         Args:
-            prompt: a text, a list of token ids, or a dict with either, as for `generate`.
+            prompt: as for `generate`.
             sampling_params: with `n` 1.
-            refuse: what to do with a prompt that can never fit: `"raise"`, or `"return"` an empty stream whose
-                `request.error` says why.
+            refuse: for a prompt that can never fit: `"raise"`, or `"return"` an empty stream with `request.error`.
             priority: the lowest is served first.
 
         Raises:
-            ValueError: what was given is no prompt or can never fit, or `n` is not 1.
+            ValueError: not a prompt, it can never fit, or `n` is not 1.
         """
         self._check_open()
         if refuse not in ("raise", "return"):
@@ -354,36 +303,29 @@ class LLM:
         if params.n != 1:
             raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
         (first,) = as_priorities(priority, 1)
-        order = self.intake.order(prompt, self.intake.encode(prompt), params, priority=first)
+        order = self.input_processor.order(prompt, params, priority=first)
+        with DeferredInterrupt():
+            self.router.submit([order])
         if order.output.error is not None and refuse == "raise":
             raise ArgumentError(order.output.error)
-        with DeferredInterrupt():
-            self.router.submit(order.requests)
         return Stream(order.output, order.answers[0] if order.answers else None, self.router)
 
     def step(self) -> None:
-        """Do one round of the engine: what `generate` and streams do until their answers are there.
-
-        For callers that hand in streams and drive the engine themselves. Ctrl-C waits for the end of the round.
-        """
+        """Run one step of the engine, for callers that drive their streams themselves; Ctrl-C is deferred."""
         with DeferredInterrupt():
             self.router.step()
 
-    if not TYPE_CHECKING:  # a checker that saw this would let any misspelt name pass
+    if not TYPE_CHECKING:  # else a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
             no_attribute(self, name)
 
     def close(self) -> None:
-        """Release graphs and buffers; the engine cannot be used afterwards. Answers under way end with an error."""
+        """Release graphs and buffers; outputs in progress end with an error."""
         self.router.close()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: graphs and caches are this process's own.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError: graphs and caches belong to this process."""
         raise TypeError("an LLM cannot be pickled: make one in each process, from the same model and settings")
 
     def __enter__(self) -> LLM:
@@ -398,7 +340,7 @@ class LLM:
 
 
 def _as_it_holds(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
-    """Return the settings with the longest sequence that there can be; warn where that is less than was asked for."""
+    """Return the settings with the effective `max_sequence_length`; warn if it is less than was asked for."""
     asked, holds = settings.buckets.max_sequence_length, capacity.max_sequence_length
     if asked > holds and asked != BucketConfig.max_sequence_length:
         warnings.warn(

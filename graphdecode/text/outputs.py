@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any, Generic, TypeVar, overload
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeVar
 
 from graphdecode.engine import RequestMetrics
 
@@ -13,85 +12,22 @@ T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """A lazy value.
-
-    Args:
-        make: makes it; called once, or once for each thread that reads it at the same time.
-    """
+    """A lazy value, computed at the first read."""
 
     def __init__(self, make: Callable[[], T]) -> None:
-        self._make: Callable[[], T] | None = make
+        self._make = make
         self._made: list[T] = []
 
     def read(self) -> T:
         """Return the value."""
-        make = self._make
-        if make is not None:
-            self._made, self._make = [make()], None
+        if not self._made:
+            self._made.append(self._make())
         return self._made[0]
-
-
-class GrowingText:
-    """Growing text with lazy snapshots: pieces are joined when a snapshot is read."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._length = 0
-        self._joined = (0, "")  # how many of the pieces, and their text
-
-    def add(self, piece: str) -> None:
-        """Add a piece at the end."""
-        self._pieces.append(piece)
-        self._length += len(piece)
-
-    def now(self) -> Later[str]:
-        """Return the text as it is now."""
-        return Later(partial(self._first, len(self._pieces), self._length))
-
-    def _first(self, count: int, length: int) -> str:
-        joined, text = self._joined
-        if joined < count:
-            text += "".join(self._pieces[joined:count])
-            self._joined = (count, text)
-        return text[:length]
-
-
-class _Read(Generic[T]):
-    """A dataclass field that may be set to a `Later`; its default is made by `make`."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._left_out = Later(make)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Later[T]: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-
-    def __get__(self, instance: object | None, owner: type) -> T | Later[T]:
-        if instance is None:
-            return self._left_out
-        value = vars(instance)[self._name]
-        return value.read() if isinstance(value, Later) else value
-
-    def __set__(self, instance: object, value: T | Later[T]) -> None:
-        vars(instance)[self._name] = self._make() if value is self._left_out else value
-
-
-def _none() -> None:
-    return None
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of one token, natural logarithm, its rank (1 is the most likely), and its text.
-
-    There is no text where the request was not to be detokenized.
-    """
+    """The log-probability (natural) of one token, its rank (1 is the most likely), and its text if detokenized."""
 
     logprob: float
     rank: int
@@ -100,26 +36,38 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One answer to a prompt.
+    """One of the `n` outputs of a request.
 
     Attributes:
-        index: which of the request's `n` answers this is.
-        text: the answer, cut before a stop string, or behind it where that was asked for.
-        token_ids: the generated tokens, the one that ended the answer included.
-        finish_reason: "stop", "length", "abort", "refused" for a request that can never fit, or "error" for one that
-            had to be given up.
-        stop_reason: the stop string or token id that ended the answer; None for end-of-sequence.
-        logprobs: for each token, token id -> `Logprob`; None where they were not asked for.
-        cumulative_logprob: sum over the generated tokens; None where logprobs were not asked for.
+        index: 0..n-1.
+        text: cut before a stop string, or behind it with `include_stop_str_in_output`.
+        token_ids: the generated tokens, with the one that ended the output.
+        finish_reason: "stop", "length", "abort", "refused" for a request that can never fit, or "error".
+        stop_reason: the stop string or token id that ended the output; None for end-of-sequence.
+        logprobs: for each token, token id -> `Logprob`; None if not requested.
+        cumulative_logprob: sum over the generated tokens; None if not requested.
     """
 
+    # fields with a factory are no attributes of the class, so that `__getattr__` is asked for what is deferred
     index: int
-    text: _Read[str] = _Read(str)
-    token_ids: _Read[list[int]] = _Read(list)
+    text: str = field(default_factory=str)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: _Read[list[dict[int, Logprob]] | None] = _Read(_none)
+    logprobs: list[dict[int, Logprob]] | None = field(default_factory=lambda: None)
     cumulative_logprob: float | None = None
+
+    def defer(self, values: dict[str, Later[Any]]) -> None:
+        """Let fields be computed at their first read, in place of the values deferred before."""
+        vars(self)["_deferred"] = values
+        for name in values:
+            vars(self).pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        deferred = vars(self).get("_deferred", {})
+        if name not in deferred:
+            raise AttributeError(name)
+        return deferred[name].read()
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -127,18 +75,18 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers, in the order in which the prompts were given.
+    """A prompt and its outputs.
 
     Attributes:
-        request_id: counts the prompts that were given, or what `AsyncLLM` was told to call it.
-        prompt: the text; None where token ids were given.
-        prompt_token_ids: the tokens of the prompt, those that were kept of it.
-        outputs: `n` answers.
+        request_id: the number of the prompt, or the id given to `AsyncLLM`.
+        prompt: the text; None if token ids were given.
+        prompt_token_ids: the tokens of the prompt, after truncation.
+        outputs: `n` outputs.
         metrics: times and counts.
-        prompt_logprobs: None for the first token of the prompt, and token id -> `Logprob` for each other one; None
-            where they were not asked for, and before the first tokens of the answer.
-        error: why the request was refused or given up; None where it was served.
-        error_code: what sort of error that was, where a program might want to know: see `Event`.
+        prompt_logprobs: None for the first token of the prompt, and token id -> `Logprob` for each other one; None if
+            not requested, and before the first tokens of the output.
+        error: why the request was refused or failed; None otherwise.
+        error_code: the kind of error, for programs: see `Event`.
     """
 
     request_id: int | str
@@ -152,5 +100,5 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of it changes any more: all answers have ended, or it was refused."""
+        """Whether all outputs have ended, or the request was refused."""
         return self.error is not None or all(output.finish_reason is not None for output in self.outputs)

@@ -10,19 +10,20 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from graphdecode.engine import Engine, Event, Request
+from graphdecode.engine.request import RequestError
 from graphdecode.errors import ClosedError
 from graphdecode.text.answer import Answer
+from graphdecode.text.input_processor import Order
 
 _HANGING_SECONDS = 0.5
-_PATIENCE_SECONDS = 0.1  # how long a waiting thread sleeps at most before it looks for Ctrl-C
+_PATIENCE_SECONDS = 0.1  # until a waiting thread looks for Ctrl-C
 
 
 class DeferredInterrupt:
-    """While it is entered, Ctrl-C waits; on leaving, or at the next `check`, it raises `KeyboardInterrupt`.
+    """Defers Ctrl-C: `KeyboardInterrupt` is raised on leaving, or at the next `check`.
 
-    A step changes the books of rows and pages in several places; an interrupt in between would leave them torn. A
-    second Ctrl-C, half a second later or more, does not wait: what it interrupts hangs. Outside the main thread, where
-    signals never arrive, it does nothing.
+    An interrupt within a step would leave the state of rows and pages inconsistent. A second Ctrl-C, at least half a
+    second later, is not deferred: the step hangs. Outside the main thread, which gets no signals, it does nothing.
     """
 
     def __enter__(self) -> DeferredInterrupt:
@@ -42,7 +43,7 @@ class DeferredInterrupt:
             self._pending, self._came = True, time.monotonic()
 
     def check(self) -> None:
-        """Raise `KeyboardInterrupt` if Ctrl-C came; between two steps."""
+        """Raise `KeyboardInterrupt` if Ctrl-C came."""
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt
@@ -57,7 +58,7 @@ class DeferredInterrupt:
 
 
 class _TokenEngine(Protocol):
-    """An engine as fronts use it: `Engine`, or `EngineClient`."""
+    """`Engine`, or the server's `EngineClient`."""
 
     def add(self, request: Request) -> int: ...
 
@@ -69,11 +70,11 @@ class _TokenEngine(Protocol):
 
 
 class Router:
-    """Submits requests, and delivers the engine's events to their answers.
+    """Submits requests, and delivers the engine's events to their outputs.
 
     Args:
-        engine: what serves the requests; somebody else steps it, and delivers its events.
-        end: what answers are told that are under way when it is closed, and requests that come later.
+        engine: serves the requests; the caller steps it, and delivers its events.
+        end: the error of outputs that are in progress when this is closed, and of later requests.
     """
 
     def __init__(self, engine: _TokenEngine, end: str = "this LLM was closed") -> None:
@@ -81,25 +82,28 @@ class Router:
         self._end = end
         self._answers: dict[int, Answer] = {}
         self._ids: dict[Answer, int] = {}
-        self._books = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # of the two above
         self.closed = False
 
-    def submit(self, requests: Iterable[tuple[Request, Answer]]) -> None:
-        """Submit requests, each with the answer for its events.
+    def submit(self, orders: Iterable[Order]) -> None:
+        """Submit the requests of prompts; a prompt that can never be served is refused, and the others are not.
 
         Raises:
-            RequestError: one can never be served; none was handed in.
             ClosedError: this was closed.
         """
-        with self._books:
+        with self._lock:
             if self.closed:
                 raise ClosedError(self._end)
             ids: list[int] = []
             try:
-                for request, answer in requests:
-                    ids.append(self.engine.add(request))
-                    self._answers[ids[-1]] = answer
-                    self._ids[answer] = ids[-1]
+                for order in orders:
+                    try:
+                        for request, answer in order.requests:
+                            ids.append(self.engine.add(request))
+                            self._answers[ids[-1]] = answer
+                            self._ids[answer] = ids[-1]
+                    except RequestError as error:  # of the first of its requests: the others ask for no more
+                        order.refuse(str(error))
             except BaseException:
                 for request_id in ids:
                     self._ids.pop(self._answers.pop(request_id), None)
@@ -107,7 +111,7 @@ class Router:
                 raise
 
     def give_up(self, answers: Iterable[Answer]) -> None:
-        """Abort answers that nobody wants any more; their rows and pages are freed."""
+        """Abort outputs; their rows and pages are freed."""
         with DeferredInterrupt():
             for answer in answers:
                 request_id = self._forget(answer)
@@ -116,15 +120,15 @@ class Router:
                 answer.give_up()
 
     def _forget(self, answer: Answer) -> int | None:
-        with self._books:
+        with self._lock:
             request_id = self._ids.pop(answer, None)
             if request_id is not None:
                 del self._answers[request_id]
         return request_id
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Deliver the engine's events to their answers."""
-        with self._books:
+        """Deliver the engine's events to their outputs."""
+        with self._lock:
             owners = [self._answers.get(event.request_id) for event in events]
         for event, answer in zip(events, owners, strict=True):
             if answer is None:
@@ -132,7 +136,7 @@ class Router:
             try:
                 if answer.take(event):
                     self.engine.finish(event.request_id, len(answer.output.token_ids))
-            except Exception as error:  # whatever a tokenizer stumbles over must not touch the other answers
+            except Exception as error:  # of a tokenizer, which must not touch the other outputs
                 self.engine.abort(event.request_id)
                 answer.fail(f"its text cannot be made: {type(error).__name__}: {error}")
             if answer.output.finish_reason is not None:
@@ -140,7 +144,7 @@ class Router:
 
     def close(self) -> None:
         """End all answers with an error, and close the engine."""
-        with self._books:
+        with self._lock:
             if self.closed:
                 return
             self.closed = True
@@ -153,21 +157,21 @@ class Router:
 
 
 class SteppingRouter(Router):
-    """A router that steps the engine. It starts no thread: one of the threads that wait for answers steps for all of
-    them, until its own answers are there; then another one takes over."""
+    """A router that steps the engine, without a thread of its own: one of the threads that wait for outputs steps for
+    all, until its own are complete; then another one takes over."""
+
+    engine: Engine
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._stepped = engine
         self._stepping = threading.Lock()  # held by the thread that steps
         self._progress = threading.Condition()
-        self._waiting = 0
 
     def wait(self, done: Callable[[], bool], between: Callable[[], None]) -> None:
-        """Come back once something is done; step meanwhile, or wait while another thread does.
+        """Step until something is done, or wait while another thread steps.
 
         Args:
-            between: is called between two steps; what it raises ends the waiting.
+            between: called between two steps; its exceptions end the wait.
         """
         while not done():
             if self._stepping.acquire(blocking=False):
@@ -180,16 +184,12 @@ class SteppingRouter(Router):
                     self._announce()
             else:
                 with self._progress:
-                    self._waiting += 1
-                    try:
-                        if not done() and self._stepping.locked():
-                            self._progress.wait(_PATIENCE_SECONDS)
-                    finally:
-                        self._waiting -= 1
+                    if not done() and self._stepping.locked():
+                        self._progress.wait(_PATIENCE_SECONDS)
                 between()
 
     def step(self) -> None:
-        """Do one round of the engine, once no other thread steps."""
+        """Run one step of the engine, once no other thread does."""
         with self._stepping:
             self._round()
         self._announce()
@@ -198,17 +198,15 @@ class SteppingRouter(Router):
         if self.closed:
             raise ClosedError(self._end)
         try:
-            events = self._stepped.step()
-        except ClosedError:  # by another thread, meanwhile
+            events = self.engine.step()
+        except ClosedError:  # by another thread
             raise ClosedError(self._end) from None
         self.deliver(events)
-        if self._waiting:
-            self._announce()
+        self._announce()
 
     def _announce(self) -> None:
-        if self._waiting:
-            with self._progress:
-                self._progress.notify_all()
+        with self._progress:
+            self._progress.notify_all()
 
     def close(self) -> None:
         """End all answers with an error, and close the engine."""

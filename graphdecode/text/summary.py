@@ -1,4 +1,4 @@
-"""One line that says how fast a run was and what it ran on."""
+"""One line with the speed of a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from graphdecode.text.outputs import RequestOutput
 
 
 class RunSummary:
-    """Measures a run from its construction on.
-
-    Args:
-        load_seconds: what it took until the engine was ready; None: what the `LLM` took to be made.
-    """
+    """Measures a run from its construction on; `load_seconds` None is the load time of the `LLM`."""
 
     def __init__(self, llm: LLM, load_seconds: float | None = None) -> None:
         self._llm = llm
@@ -44,7 +40,6 @@ class RunSummary:
         parts += stats.drafted()
         model = self._llm.model
         parts.append(f"{self._llm.graphs.backend} backend on {model.device.type}")
-        # on a CPU, torch's operators are an order of magnitude slower
         reason = None if model.device.type == "cuda" else native.why_not()
         kernels = "Triton kernels" if model.device.type == "cuda" else f"compiled kernels ({instructions().name})"
         parts.append(kernels if reason is None else f"torch's operators ({' '.join(reason.split())})")

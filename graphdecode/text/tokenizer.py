@@ -12,27 +12,26 @@ from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.source import ModelSourceError, refuse_pointer
 from graphdecode.text.gguf_tokenizer import ANOTHER_TOKENIZER, load_gguf_tokenizer
-from graphdecode.text.light_tokenizer import light_folder_tokenizer
+from graphdecode.text.light_tokenizer import is_tokenizers_own, light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
-_PROMPT_OF_ONE_LETTER = "a"
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable: bool = True) -> Any:
     """Return the tokenizer of a folder, or of a GGUF file.
 
     Args:
-        trust_remote_code: run a tokenizer that is Python code of the folder's own; it can do what its user can.
-        replaceable: errors may say how to give another one, which whoever asks takes.
+        trust_remote_code: run a tokenizer that is Python code of the checkpoint.
+        replaceable: errors may say how to give another tokenizer.
 
     Raises:
-        ModelSourceError: there is none, it is not one that transformers can read, or it is code that is not trusted.
+        ModelSourceError: there is none that transformers can read, or it is code that is not trusted.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return load_gguf_tokenizer(folder, replaceable=replaceable)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
-    for file in folder.iterdir():  # what would be read without end, or is no file
+    for file in folder.iterdir():  # a pipe would be read without end
         if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
             raise ModelSourceError(f"{file} is no plain file")
     found = light_folder_tokenizer(folder, partial(_by_transformers, folder, trust_remote_code))
@@ -40,7 +39,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
 
 
 def _by_transformers(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer  # here, for it takes a second, and a model's weights need none of it
+    from transformers import AutoTokenizer  # takes a second
 
     return AutoTokenizer.from_pretrained(
         folder, config=_plain_config(folder), local_files_only=True, trust_remote_code=trust_remote_code
@@ -52,7 +51,7 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
         tokenizer = _by_transformers(folder, trust_remote_code)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelSourceError(f"{folder}: the tokenizer has no tokenizer.json, which streaming needs")
-        ids = tokenizer(_PROMPT_OF_ONE_LETTER, verbose=False).input_ids  # a damaged one may read well and work badly
+        ids = tokenizer("a", verbose=False).input_ids  # a damaged tokenizer may fail here
         tokenizer.backend_tokenizer.decode(ids)
     except BaseException as error:
         if isinstance(error, GraphdecodeError) or not is_tokenizers_own(error):
@@ -71,13 +70,8 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
     return tokenizer
 
 
-def is_tokenizers_own(error: BaseException) -> bool:
-    """Whether an error is one that a tokenizer may stumble over: any but an interrupt, and a panic of its Rust code."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
 def _code_of(folder: Path) -> str | None:
-    """Return the code that a folder's configurations ask for; None where there is none."""
+    """Return the code that a folder's configurations name, if any."""
     for name in ("tokenizer_config.json", "config.json"):
         try:
             asked = json.loads((folder / name).read_text("utf-8"))["auto_map"]["AutoTokenizer"]
@@ -88,10 +82,9 @@ def _code_of(folder: Path) -> str | None:
 
 
 def _plain_config(folder: Path) -> Any:
-    """Return the model's configuration as one of no particular model; None where transformers had better look itself.
+    """Return a configuration with all that AutoTokenizer needs of it; None if transformers has to read it itself.
 
-    From the configuration AutoTokenizer takes the type of the model, which with the class that the tokenizer names is
-    all that it goes by. The configuration's own class costs 3 s and 80 MB, for transformers imports its models with it.
+    The model's own configuration class would cost 3 s and 80 MB of imports.
     """
     from transformers import PreTrainedConfig
 

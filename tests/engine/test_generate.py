@@ -12,6 +12,7 @@ import pytest
 
 from demo_tasks import TASKS, sample
 from graphdecode import LLM, SamplingParams
+from graphdecode.engine.request import RequestRules
 
 MakeLLM = Callable[..., LLM]
 
@@ -49,6 +50,15 @@ def test_one_text_is_one_prompt_and_so_are_token_ids(llm: LLM) -> None:
     assert llm.generate("12+30=", GREEDY)[0].outputs[0].text == "42"
     assert llm.generate(ids, GREEDY)[0].outputs[0].text == "42"
     assert llm.generate([ids], GREEDY)[0].prompt is None
+
+
+def test_a_prompt_is_held_against_the_rules_once_for_all_its_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    check = RequestRules.check_prompt
+    told = lambda rules, tokens, most: (checked.append(len(tokens)), check(rules, tokens, most))[1]  # noqa: E731
+    monkeypatch.setattr(RequestRules, "check_prompt", told)
+    llm.generate([[100, 101, 102]], replace(GREEDY, n=3))
+    assert checked == [3]
 
 
 def test_no_prompts_give_no_answers(llm: LLM) -> None:

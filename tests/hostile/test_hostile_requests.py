@@ -91,8 +91,10 @@ def test_a_text_whose_ids_are_beyond_the_vocabulary_is_refused_and_the_others_ar
 ) -> None:
     """A tokenizer may have more tokens than the model; with a penalty each is counted in memory of the vocabulary."""
     alone = answers(llm)
-    encode = llm.intake.encode
-    monkeypatch.setattr(llm.intake, "encode", lambda prompt: [5, 300] if prompt == "beyond" else encode(prompt))
+    encode = llm.input_processor.encode
+    monkeypatch.setattr(
+        llm.input_processor, "encode", lambda prompt: [5, 300] if prompt == "beyond" else encode(prompt)
+    )
     params = SamplingParams(temperature=0.0, repetition_penalty=1.3)
     refused, *others = llm.generate(["beyond", *PROMPTS], [params, GREEDY, GREEDY, GREEDY], use_tqdm=False)
     assert refused.error == "token ids must be in 0..258, got [300]"

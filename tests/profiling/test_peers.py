@@ -17,8 +17,7 @@ from rich.console import Console
 from graphdecode.models import resolve_model_path
 from peers import contest as contest_module
 from peers.contest import PEERS, Reference, compare_engines, contest_notes, contest_table, parse_peers
-from peers.peer import Peer, Workload
-from peers.transformers_generate import Transformers, TransformersStatic
+from peers.peer import Peer, Transformers, TransformersStatic, Workload
 
 ROOT = Path(__file__).parents[2]
 DEMO = resolve_model_path("demo")

@@ -151,7 +151,7 @@ def test_every_family_writes_calls_as_it_has_learnt_to_and_they_are_read_back(fo
         return
     assert held is not None
     with LLM("demo", max_batch_size=1, max_sequence_length=32, backend="eager") as llm:
-        grammars: Grammars = llm.intake.grammars
+        grammars: Grammars = llm.input_processor.grammars
         grammar = grammars.grammar(held.params)
 
     def passes(text: str) -> bool:

@@ -24,7 +24,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.batch import BatchInput, BatchOutput
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-NUM_LINES = 5000 if AT_LENGTH else 300  # as tools/check at-length asks
+NUM_LINES = 5000 if AT_LENGTH else 300
 SEEDS = range(3) if AT_LENGTH else range(1)
 DEADLINE_SECONDS = 120
 
@@ -207,7 +207,7 @@ def test_ctrl_c_leaves_whole_lines_and_no_engine(runs: Runs) -> None:
     assert 20 <= len(runs.answers()) < 300
 
 
-@pytest.mark.skipif(not AT_LENGTH, reason="tools/check at-length runs it: an engine that starts twice takes long")
+@pytest.mark.skipif(not AT_LENGTH, reason="GRAPHDECODE_AT_LENGTH=1 runs it: an engine that starts twice takes long")
 def test_requests_under_way_are_asked_again_where_their_engine_died(runs: Runs) -> None:
     runs.input.write_text(sums(NUM_LINES))
     process = runs.start("--max-batch-size", "4")

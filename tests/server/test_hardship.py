@@ -1,6 +1,6 @@
 """A server under stress: hostile requests, storms, killed engines.
 
-`tools/check at-length server` runs all of it at full length.
+GRAPHDECODE_AT_LENGTH=1 runs all of it at full length.
 """
 
 import asyncio

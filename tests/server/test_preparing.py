@@ -18,7 +18,7 @@ from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError, as_http_error
 from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.text.intake import Intake
+from graphdecode.text.input_processor import InputProcessor
 from graphdecode.text.tokenizer import load_tokenizer
 
 RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity())
@@ -81,7 +81,7 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(
     )
     assert len(checked) <= 3
     assert len({id(prompt.asked) for prompt in pickle.loads(pickle.dumps(completion)).prompts}) == 1
-    orders = [preprocessor.intake.opened(prompt, None, turn=2.5) for prompt in completion.prompts]
+    orders = [preprocessor.input_processor.opened(prompt, None, turn=2.5) for prompt in completion.prompts]
     assert len(checked) <= 3
     requests = [request for request, _ in orders[1].requests]
     assert [request.sampling_params.seed for request in requests] == [7, 8, 9]
@@ -152,16 +152,20 @@ def test_a_prompt_that_is_too_long_is_told_so(preprocessor: Preprocessor) -> Non
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
-    intake = Intake(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
-    alone = [intake.asked(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)]
-    assert intake.asked(SamplingParams(bad_words=words)).bad_words == [spelling for each in alone for spelling in each]
-    many = intake.asked(SamplingParams(allowed_token_ids=[50, 49] * 5000, stop_token_ids=[49] * 5000)).of_answer
+    alone = [input_processor.asked(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)]
+    assert input_processor.asked(SamplingParams(bad_words=words)).bad_words == [
+        spelling for each in alone for spelling in each
+    ]
+    many = input_processor.asked(
+        SamplingParams(allowed_token_ids=[50, 49] * 5000, stop_token_ids=[49] * 5000)
+    ).of_answer
     assert (many.allowed_token_ids, many.stop_token_ids) == ((50, 49), (49,))  # what each answer takes along
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
-    intake = Intake(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bad_words"):
-        intake.asked(SamplingParams(bad_words=["\ud800"]))
+        input_processor.asked(SamplingParams(bad_words=["\ud800"]))

@@ -11,7 +11,7 @@ from graphdecode.config import ConfigError, ServerConfig
 from graphdecode.engine import RequestMetrics
 from graphdecode.server.protocol import Completion
 from graphdecode.server.telemetry import Tracer, otlp_tracer
-from graphdecode.text.intake import Order
+from graphdecode.text.input_processor import Order
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

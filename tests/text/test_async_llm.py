@@ -141,7 +141,7 @@ def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(
 ) -> None:
     async def main() -> None:
         async with AsyncLLM("demo", config=CONFIG) as llm:
-            grammars, seen = llm.llm.intake.grammars, []
+            grammars, seen = llm.llm.input_processor.grammars, []
             read = grammars.constraint
 
             def slowly(grammar: str) -> object:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.text.intake import as_prompt, as_prompts
+from graphdecode.text.input_processor import as_prompt, as_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 

@@ -106,7 +106,7 @@ def test_the_mask_of_every_step_is_the_librarys_where_the_host_fills_it(llm: LLM
         {"json": {"type": "array", "items": {"enum": [1, "ab"]}, "maxItems": 4}},
         {"grammar": 'start: "<" /[a-f]{3,9}/ ">"'},
     ]
-    texts = [llm.intake.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
+    texts = [llm.input_processor.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
     matchers, steps = matchers_of(llm, texts, 40), 0
     rows = list(matchers)
     while llm.engine.has_work:
@@ -125,7 +125,7 @@ def test_the_mask_of_every_step_is_the_librarys_where_the_host_fills_it(llm: LLM
 
 def test_a_request_that_enters_while_masks_are_filled_leaves_them_as_they_are(llm: LLM) -> None:
     """`Engine.add` fills the first mask of an answer in its caller's thread, which no step waits for."""
-    grammars = llm.intake.grammars
+    grammars = llm.input_processor.grammars
     texts = [
         grammars.grammar(StructuredOutputsParams(json={"type": kind})) for kind in ("integer", "string", "boolean")
     ]
@@ -149,7 +149,7 @@ def test_the_mask_of_every_step_is_the_librarys_where_the_device_follows_an_auto
         {"regex": "[xyz]{30,50}"},
         {"choice": choices},
     ]
-    texts = [llm.intake.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
+    texts = [llm.input_processor.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
     matchers, compared = matchers_of(llm, texts, 60), 0
     rows, of_choices = list(matchers), next(iter(matchers))
     said = b""

@@ -37,7 +37,6 @@ class DecodeAttentionAttack:
     name = "attention (FlashInfer)"
 
     def run(self, rng: random.Random, folder: object) -> None:
-        """See `Attack.run`."""
         case = _Case(rng)
         if rng.random() < 0.25:
             case.single()

@@ -19,7 +19,7 @@ from graphdecode import LLM, GraphdecodeError, SamplingParams
 from graphdecode.models import check_model, describe_model, load_model, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
-from graphdecode.text.intake import Intake
+from graphdecode.text.input_processor import InputProcessor
 
 DEMO = resolve_model_path("demo")
 PROMPT = [52, 49, 55, 43, 51, 56, 53, 61]
@@ -86,7 +86,6 @@ class ConfigAttack:
         _their_logits(DEMO)
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder)
         settings = self._settings | rng.choice(_CHANGES)
         if rng.random() < 0.5:  # of the fields that are read, in the form that they are read in
@@ -122,7 +121,6 @@ class GenerationAttack:
         self._tokenizer = load_tokenizer(DEMO)
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder)
         content = mutated_json(rng, self._settings)
         (model / "generation_config.json").write_bytes(content)
@@ -169,7 +167,6 @@ class SafetensorsAttack:
         self._data = data
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder, links=False)
         file = model / "model.safetensors"
         kind = rng.randrange(4)
@@ -203,7 +200,6 @@ class IndexAttack:
         self._tensors = load_file(DEMO / "model.safetensors")
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         from safetensors.torch import save_file
 
         model = _copied(folder, links=False)
@@ -247,7 +243,6 @@ class TokenizerAttack:
         AutoTokenizer.from_pretrained(DEMO)
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         model = _copied(folder)
         name = rng.choice(["tokenizer.json", "tokenizer.json", "tokenizer.json", "tokenizer_config.json"])
         content = mutated_json(rng, json.loads((DEMO / name).read_text()))
@@ -255,11 +250,11 @@ class TokenizerAttack:
         tokenizer = load_tokenizer(model)
         theirs = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         llm = self._llm
-        llm.tokenizer, llm.intake = tokenizer, Intake(llm.engine, tokenizer)
+        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine, tokenizer)
         refusal: GraphdecodeError | None = None
         for text in self._TEXTS:
             try:
-                ids = llm.intake.encode(text)
+                ids = llm.input_processor.encode(text)
                 expected = theirs(text).input_ids
                 if ids != expected and expected:
                     raise Wrong(f"ids {ids} are not {theirs(text).input_ids}: {content[:400]!r}")

@@ -23,7 +23,7 @@ from attacks.trial import Wrong
 from graphdecode import LLM, GraphdecodeError, SamplingParams
 from graphdecode.models import check_model, describe_model
 from graphdecode.text import load_tokenizer
-from graphdecode.text.intake import Intake
+from graphdecode.text.input_processor import InputProcessor
 
 _COMPARED = {"none", "linear"}  # scalings of ropes that are computed here, too
 _TEXTS = ("abab", "hello", "the", "")  # an empty one is the token that a text begins with
@@ -90,7 +90,6 @@ class GgufAttack:
         return head.ljust(-(-len(head) // 32) * 32, b"\0") + self._tensors
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         file = folder / "model.gguf"
         file.write_bytes(self._spoilt(rng))
         check_model(file)
@@ -190,7 +189,6 @@ class GgufTokenizerAttack:
         return self._llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         fields = list(rng.choice(self._kinds))
         for _ in range(rng.choice([1, 1, 2])):
             spoil_field(rng, fields)
@@ -199,10 +197,10 @@ class GgufTokenizerAttack:
         file.write_bytes(mutated_bytes(rng, content) if rng.random() < 0.2 else content)
         tokenizer = load_tokenizer(file)
         llm, refusal = self._llm, None
-        llm.tokenizer, llm.intake = tokenizer, Intake(llm.engine, tokenizer)
+        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine, tokenizer)
         for text in _TEXTS:
             try:
-                ids, expected = llm.intake.encode(text), _plain_ids(file, text)
+                ids, expected = llm.input_processor.encode(text), _plain_ids(file, text)
                 if text and expected is not None and ids != expected:
                     raise Wrong(f"ids of {text} are {ids}, and not {expected}: {fields!r:.1200}")
                 llm.generate(text, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)

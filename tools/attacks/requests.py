@@ -99,7 +99,6 @@ class PromptAttack:
         self._served = _Served()
 
     def run(self, rng: random.Random, folder: object) -> None:
-        """See `Attack.run`."""
 
         def value() -> Any:
             return rng.choice(_VALUES) if rng.random() < 0.5 else hostile_value(rng)
@@ -136,7 +135,6 @@ class ParamsAttack:
         self._served = _Served()
 
     def run(self, rng: random.Random, folder: object) -> None:
-        """See `Attack.run`."""
         fields: dict[str, Any] = {}
         for name in rng.sample(sorted(_FIELDS), rng.randrange(1, 5)):
             hostile = hostile_value(rng) if rng.random() < 0.5 else rng.choice(_VALUES)

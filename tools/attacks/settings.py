@@ -29,7 +29,6 @@ class TomlAttack:
         self._model = describe_model("demo")
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         text = self._text.encode()
         lines = self._text.splitlines()
         for _ in range(rng.choice([1, 1, 2, 4])):
@@ -59,7 +58,6 @@ class ChoicesAttack:
     name = "choices.json"
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         weight, x = torch.eye(64), torch.arange(64.0)[None]
 
         def product(out: torch.Tensor, given: torch.Tensor) -> None:

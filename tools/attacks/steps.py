@@ -75,7 +75,6 @@ class StepAttack:
     name = "steps (check)"
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """See `Attack.run`."""
         lines = rng.choices(_ROWWISE, k=rng.randrange(1, 9))
         hazard = rng.choice(_HAZARDS) if rng.random() < 0.5 else None
         if hazard is not None:

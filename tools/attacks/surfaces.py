@@ -28,7 +28,6 @@ class SlotCacheAttack:
     name = "slot cache (optimum)"
 
     def run(self, rng: random.Random, folder: object) -> None:
-        """See `Attack.run`."""
         life = _SlotLife(rng)
         refused = 0
         for _ in range(rng.randrange(1, 10)):
@@ -181,7 +180,6 @@ class InferenceParamsAttack:
     name = "InferenceParams (TE)"
 
     def run(self, rng: random.Random, folder: object) -> None:
-        """See `Attack.run`."""
         life, last = _SequenceLife(rng), None
         for _ in range(rng.randrange(1, 16)):
             try:

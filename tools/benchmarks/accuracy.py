@@ -1,12 +1,11 @@
-"""How far each dtype, weight form, cache and set of instructions is from float64 of the same weights.
+"""The distance of each dtype, weight form, cache and instruction set from float64 of the same weights.
 
     tools/bench accuracy measure --out FILE [--model smollm2] [--tokens 1360] [--isa avx2 --isa none ...]
-    tools/bench accuracy measure --llama-python PYTHON --out FILE   llama.cpp beside them, by a Python that has it
+    tools/bench accuracy measure --llama-python PYTHON --out FILE   llama.cpp too, from a Python that has it
 
-The text is `accuracy.txt` beside this file. The reference is `Float64Model`: it reads the checkpoint with the packages
-of its format alone, and shares no code with what it judges. What is compared are the log-probabilities of the text's
-tokens and the whole distributions, of prompts in chunks and of steps over one and over eight rows. Each set of
-instructions runs in a process of its own, under `GRAPHDECODE_ISA`.
+The text is `accuracy.txt`. The reference is `Float64Model`, which shares no code with what it judges. Log-probabilities
+of the text's tokens and whole distributions are compared, of prompts in chunks and of steps over one and eight rows.
+Each instruction set runs in a process of its own, under `GRAPHDECODE_ISA`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Subject(NamedTuple):
-    """What is measured: arguments of `load_model`, and what keys and values are kept in."""
+    """Arguments of `load_model`, and the dtype of the cache."""
 
     dtype: str = "auto"
     quantize: str | None = None
@@ -85,11 +84,7 @@ class Distance:
 
     @classmethod
     def of(cls, logits: Tensor, reference: Tensor, ids: list[int]) -> Distance:
-        """Compare logits [n, vocab] with reference log-probabilities float64 [>= n, vocab] of ids [> n].
-
-        Raises:
-            ValueError: a logit is not a number, or infinite.
-        """
+        """Compare logits [n, vocab] with log-probabilities float64 [>= n, vocab] of ids [> n]; NaN is a ValueError."""
         count = min(len(logits), len(ids) - 1)
         if not torch.isfinite(logits).all():
             raise ValueError("there are logits that are no finite numbers")
@@ -109,7 +104,6 @@ class Distance:
         )
 
     def exceeds(self, mean: float, other_first: float) -> bool:
-        """Whether it is beyond bounds; what is no number is."""
         return not (self.mean <= mean and self.other_first <= other_first)
 
 
@@ -133,7 +127,7 @@ class Scored:
         return torch.as_tensor(values, dtype=torch.int32, device=self._model.device)
 
     def prompt(self, ids: list[int], chunk: int = CHUNK) -> Tensor:
-        """Return the logits of all places of a prompt that is computed in chunks, float32 [tokens, vocab]."""
+        """Return the logits of a prompt computed in chunks, float32 [tokens, vocab]."""
         pages = self._int32(range(self._pages)).unsqueeze(0)
         given = torch.tensor(ids, device=self._model.device)
         found = []
@@ -150,7 +144,7 @@ class Scored:
 
     @torch.no_grad()
     def steps(self, ids: list[int], rows: int) -> Tensor:
-        """Return the logits of steps that feed the text to so many rows alike, those of the last, float32."""
+        """Return the last row's logits of steps that feed the text to so many equal rows, float32 [tokens, vocab]."""
         table = self._int32(range(rows * self._pages)).view(rows, self._pages)
         found = []
         for position, token in enumerate(ids):
@@ -177,7 +171,7 @@ def text_ids(path: Path, tokens: int, text: Path = TEXT) -> list[int]:
 def distances(
     path: str | Path, subject: Subject, reference: Tensor, ids: list[int], step_tokens: int = STEP_TOKENS
 ) -> dict[str, Distance]:
-    """Return how far a subject is from the reference: as a prompt, and in steps of one and of eight rows."""
+    """Return a subject's distance from the reference: as a prompt, and in steps of one and of eight rows."""
     dtype, quantize, kv_cache_dtype = subject
     model = load_model(path, device="cpu", dtype=dtype, quantize=quantize, max_sequence_length=len(ids))
     scored = Scored(model, kv_cache_dtype, tokens=len(ids))
@@ -203,24 +197,11 @@ def by_transformers(path: Path, dtype: str, reference: Tensor, ids: list[int]) -
 
 
 def by_llama(python: Path, path: Path, ids: Path, reference: Tensor, folder: Path) -> dict[str, Any]:
-    """Return the distance of llama.cpp, as another Python has it, as a prompt."""
+    """Return the distance of llama.cpp from another Python, as a prompt."""
     made = folder / "llama.npy"
     subprocess.run(elsewhere(python, "llama-logits", path, ids, made), check=True)
     distance = Distance.of(torch.from_numpy(np.load(made)), reference, json.loads(ids.read_text()))
     return {"prompt": asdict(distance)}
-
-
-def _environment(isa: str) -> dict[str, str]:
-    chosen = {AS_IT_IS: {}, WITHOUT_COMPILER: {"GRAPHDECODE_NATIVE": "0"}}.get(isa, {"GRAPHDECODE_ISA": isa})
-    return {**os.environ, **chosen}
-
-
-def _subjects(isa: str, names: list[str] | None) -> Iterator[str]:
-    for name, subject in SUBJECTS.items():
-        if isa == WITHOUT_COMPILER and subject.quantize == "gguf":
-            continue  # what multiplies blocks is compiled
-        if not names or name in names:
-            yield name
 
 
 @app.command()
@@ -262,9 +243,12 @@ def measure(
         if llama_python is not None:
             calls["", "llama.cpp"] = partial(by_llama, llama_python, path, given, reference, Path(folder))
         for each in isa or [AS_IT_IS]:
-            for name in _subjects(each, subject):
+            setting = {AS_IT_IS: {}, WITHOUT_COMPILER: {"GRAPHDECODE_NATIVE": "0"}}.get(each, {"GRAPHDECODE_ISA": each})
+            for name in subject or SUBJECTS:
+                if each == WITHOUT_COMPILER and SUBJECTS[name].quantize == "gguf":
+                    continue  # blocks need compiled kernels
                 command = command_of("bench", "accuracy", "one", model, name, wanted, given, step_tokens)
-                calls[each, name] = partial(told_by, command, env=_environment(each))
+                calls[each, name] = partial(told_by, command, env=os.environ | setting)
         for (each, name), found in calls.items():
             print(f"{each} {name}", flush=True)
             row: dict[str, Any] = {"isa": each, "subject": name}

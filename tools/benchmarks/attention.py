@@ -1,11 +1,8 @@
-"""Decode attention: bytes of keys and values read a second, next to what this device reads at most, and to peers.
+"""Decode attention: bytes of keys and values read per second, beside the read bandwidth and peers.
 
-On a GPU: batch x context x head shapes, next to torch's SDPA and flex_attention, over caches that are rotated so that
-the L2 cache holds none of them. On a CPU: the torch version next to SDPA over keys that were gathered before, and over
-keys that are gathered every time. Outputs are compared with attention in float64 first; a peer that fails or gives
-another output is listed with the reason. Calls are short: a round has many of them, each over other memory than the one
-before. Every figure is the median of rounds taken in turn; the read bandwidth is measured at every point. Writes
-attention.json after every point.
+Peers are torch's SDPA and flex_attention on a GPU, SDPA over gathered keys on a CPU. Outputs are compared with float64
+first; a peer that fails or gives another output is listed with the reason. Calls rotate over more memory than the last
+cache holds. Figures are medians of rounds taken in turn. Writes attention.json after every point.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ class AttentionShape:
 
     @property
     def tolerance(self) -> float:
-        """How far an output may be from the right one, in root mean squares of that one."""
+        """The largest error of an output, relative to the RMS of the right one."""
         return _TOLERANCE[self.dtype]
 
 
@@ -70,20 +67,7 @@ _SHAPES = {shape.name: shape for shape in SHAPES}
 
 
 class AttentionProblem:
-    """A batch of one context over rotated caches; pages in random order.
-
-    Attributes:
-        shape: heads and dtypes.
-        batch: rows, each with one query.
-        context: keys that each query sees.
-        device: where.
-        pages_of_row: that a row's keys take.
-        kv_bytes: that one call has to read.
-        caches: keys and values, each [pages, page_size, kv_heads, head_dim].
-        table: [batch, pages_of_row], int32: the pages of each row.
-        q: [batch, qo_heads, head_dim].
-        out: the same; for those that write where they are told.
-    """
+    """A batch of one context over rotated caches [pages, page_size, kv_heads, head_dim]; pages in random order."""
 
     def __init__(self, shape: AttentionShape, batch: int, context: int, device: torch.device) -> None:
         self.shape, self.batch, self.context, self.device = shape, batch, context, device
@@ -98,7 +82,6 @@ class AttentionProblem:
         self.out = torch.empty_like(self.q)
 
     def row(self, peer: str) -> dict[str, Any]:
-        """Return what a row of the comparison begins with."""
         point = {"shape": self.shape.name, "batch": self.batch, "context": self.context, "peer": peer}
         unknown = ("error", "us", "rounds_us", "times_graphdecode", "bytes_per_s", "of_read_bandwidth")
         return point | {"kv_bytes": self.kv_bytes} | dict.fromkeys(unknown)
@@ -110,17 +93,16 @@ class AttentionProblem:
         return cache
 
     def gathered(self, cache: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """Return a cache's keys and values, each [batch, kv_heads, context, head_dim]."""
         index = self.table.long()
         return [part[index].flatten(1, 2)[:, : self.context].transpose(1, 2) for part in cache]
 
     @cached_property
     def contiguous(self) -> list[list[Tensor]]:
-        """All caches gathered, [batch, kv_heads, context, head_dim] in memory too; for those that read no pages."""
+        """All caches gathered and contiguous, for peers that read no pages."""
         return [[part.contiguous() for part in self.gathered(cache)] for cache in self.caches]
 
     def error(self, out: Tensor, copy: int) -> float:
-        """Return how far an output is from attention in float64, in root mean squares of that one."""
+        """Return the distance of an output from attention in float64, relative to the RMS of that one."""
         shape, group = self.shape, self.shape.qo_heads // self.shape.kv_heads
         out = out.reshape(self.q.shape)
         worst = 0.0
@@ -135,18 +117,17 @@ class AttentionProblem:
         return worst
 
 
-# What follows makes one call for each cache of a problem, which attends over it and returns the output. What depends on
-# lengths alone is done before, as engines do it once for all layers of a step.
+# Each of these returns one call per cache of a problem; what depends on lengths alone is done before, as in a step.
 
 
 def sdpa(problem: AttentionProblem) -> Calls:
-    """torch's SDPA over keys and values that were gathered before: what an engine without pages pays."""
+    """SDPA over keys and values that were gathered before: the cost of an engine without pages."""
     q = problem.q.unsqueeze(2)  # [batch, qo_heads, 1, head_dim]
     return [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in problem.contiguous]
 
 
 def gather_sdpa(problem: AttentionProblem) -> Calls:
-    """The same over keys and values that are gathered from their pages in every call."""
+    """SDPA over keys and values that each call gathers from their pages."""
 
     def attend(cache: tuple[Tensor, Tensor]) -> Tensor:
         k, v = problem.gathered(cache)
@@ -156,7 +137,7 @@ def gather_sdpa(problem: AttentionProblem) -> Calls:
 
 
 def flex(problem: AttentionProblem) -> Calls:
-    """torch's flex_attention over gathered keys, compiled for the shape alone; on a CPU that takes a C++ compiler."""
+    """flex_attention over gathered keys, compiled for the shape; on a CPU this takes a C++ compiler."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch.compiler.reset()  # a new shape at every point of a grid: past a few, they would run uncompiled
@@ -194,11 +175,7 @@ PEERS: dict[str, Callable[[AttentionProblem], Calls]] = {"sdpa": sdpa, "gather+s
 def compare_attention(
     peers: Mapping[str, Callable[[AttentionProblem], Calls]], problem: AttentionProblem
 ) -> list[dict[str, Any]]:
-    """Compare this runtime's attention with its peers at one point; return a row for each, as `attention.json` has it.
-
-    A peer that fails, or whose output is further from float64 attention than rounding explains, is left out with its
-    reason. The others run in turn (A B A B ...).
-    """
+    """Return a row of `attention.json` for this attention and each peer, which take turns."""
     bandwidth = read_bandwidth(problem.device, repeats=3)
     rows: list[dict[str, Any]] = []
     timed: dict[str, Callable[[], float]] = {}
@@ -231,17 +208,14 @@ def compare_attention(
 
 
 def _check(calls_of: Callable[[AttentionProblem], Calls], problem: AttentionProblem) -> tuple[Calls, float]:
-    """Return a peer's calls and how far the outputs of the first and the last are from the right ones."""
+    """Return a peer's calls, and the larger error of its first and last output."""
     calls = calls_of(problem)
     error = problem.error(calls[0](), 0)
     return calls, max(error, problem.error(calls[-1](), len(calls) - 1))
 
 
 def prepared(calls: Calls, device: torch.device) -> Callable[[], float]:
-    """Warm calls up, and return what takes a round of them, as often as a clock needs: microseconds of one call.
-
-    On a GPU they are captured into one graph, so that launches cost nothing.
-    """
+    """Return a function that times a round of calls, in microseconds of one; on a GPU they are one graph."""
 
     def each() -> None:
         for call in calls:

@@ -1,9 +1,9 @@
-"""Another commit's package beside this one's: the same subject of `tools/bench` with the same options, in turns.
+"""Another commit's package beside this one's, in turns: any subject of `tools/bench` with the same options.
 
     tools/bench beside main~5 step --model demo --batch-sizes 1
 
-The subject is this checkout's; what it measures is the package as it is here, and as the commit has it, A B A B. Every
-figure that is no whole number is compared: the medians over the turns, and the median of the turns' ratios.
+The subject is this checkout's; the package is this one's and the commit's. All floats of the result are compared:
+medians over the turns, and the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def measured(package: Path, subject: list[str]) -> dict[str, float]:
-    """Return the figures of a subject that imports the package of a folder."""
+    """Return the figures of a subject with the package of a folder."""
     paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "found"
@@ -37,7 +37,7 @@ def measured(package: Path, subject: list[str]) -> dict[str, float]:
 
 
 def figures(found: Any, place: str = "") -> Iterator[tuple[str, float]]:
-    """Yield what a result has that is no whole number, by its place in it; what the machine was like is left out."""
+    """Yield the floats of a result by their path in it, without those of the environment."""
     if isinstance(found, float):
         yield place, found
     elif isinstance(found, dict):

@@ -1,7 +1,7 @@
-"""Clusters larger than any machine here, simulated: who should get a request, and how many replicas a day takes.
+"""Simulated clusters: routing policies, and the replicas that a day takes.
 
-Steps cost what a committed profile measured; `cluster_model` says what is modelled, and its tests compare it with
-queues whose figures are known.
+Step times come from a committed profile; `cluster_model` says what is modelled, and its tests compare it with known
+queues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def percentile(values: Iterable[float], percent: int) -> float:
 
 
 def figures(done: Iterable[Request], seconds: float) -> dict[str, float]:
-    """Return what users saw of the second half of the requests: in the first one caches fill."""
+    """Return what users saw of the second half of the requests; during the first half, caches fill."""
     half = [request for request in done if request.arrived > seconds / 2]
     first = [1e3 * (request.first_token - request.arrived) for request in half]
     return {
@@ -60,7 +60,7 @@ def figures(done: Iterable[Request], seconds: float) -> dict[str, float]:
 
 
 def routed(costs: StepCosts, policy: str, replicas: int, rate: float, seconds: float, slack: int = 8) -> dict[str, Any]:
-    """Return what came of one policy at a steady load; all policies get the same requests."""
+    """Return the figures of one policy at a steady load; all policies get the same requests."""
     began = time.perf_counter()
     each = replicas * rate
     times = arrivals(lambda _: each, each, seconds, random.Random(1))
@@ -92,10 +92,7 @@ def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | N
 
 
 def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
-    """Return a day with so many replicas as its bursts need, and with as many as autoscaling takes.
-
-    The last two scale as replicas do not: in one step to fewer, and to twice as many requests on each.
-    """
+    """Return a day with a fixed number of replicas and with autoscaling; the last two are what replicas do not do."""
     rows, outcomes = [], {}
     scaled = Bounds(6, 24, target_requests(costs.max_rows), 10.0, 300.0, START_S, downscaling_factor=DOWNSCALING_FACTOR)
     for name, bounds in (
@@ -126,7 +123,6 @@ def draw_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def draw_slack(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw what it does to let a replica be ahead of the others for the sake of its cache."""
     figure, left = plt.subplots(figsize=(5.0, 3.0))
     right = left.twinx()
     slacks = [str(row["slack"]) for row in rows]

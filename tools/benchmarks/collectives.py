@@ -1,9 +1,7 @@
-"""Collectives of a decode step on a CPU: microseconds a call, through shared memory and through gloo.
+"""Collectives of a decode step on a CPU: microseconds per call, through shared memory and through gloo.
 
-Each rank is a process with one thread. A call of `all_reduce` sums [rows, hidden] in fp32, as each attention and each
-MLP of a layer ends with; one of `all_gather` puts [rows, vocabulary] together, once a step. Shared memory is called as
-a recorded step calls it. With --on-one-core all ranks share a core, which the system lets them do now and then. The
-rows are added to the file.
+Each rank is a process with one thread. `all_reduce` sums [rows, hidden] in fp32, `all_gather` collects [rows,
+vocabulary]. With --on-one-core all ranks share a core. Rows are added to the file.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _SECONDS = 0.1  # of each turn, about
 
 
 class Given(NamedTuple):
-    """What is measured: ranks, channels of a sum and of a gathered row, rows, and whether all ranks share a core."""
+    """Ranks, channels of a sum and of a gathered row, rows, and whether all ranks share a core."""
 
     ranks: int
     hidden: int
@@ -41,7 +39,7 @@ class Given(NamedTuple):
 
 
 def turns(call: Callable[[], Any], gloo: Collectives) -> list[float]:
-    """Return microseconds of a call in each turn; every rank makes as many of them."""
+    """Return the microseconds of a call in each turn; every rank makes the same number of calls."""
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
@@ -90,7 +88,7 @@ def measured(rank: int, descriptor: int, given: Given) -> list[dict[str, Any]]:
 
 
 def rank_of(ranks: int) -> tuple[int, int]:
-    """Fork the other ranks; return this one's number, and the descriptor of the board."""
+    """Fork the other ranks; return this one's number, and the descriptor of the shared board."""
     descriptor, _ = new_board(ranks, _LIMIT_SECONDS)
     for rank in range(1, ranks):
         if os.fork() == 0:

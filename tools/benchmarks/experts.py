@@ -1,8 +1,7 @@
-"""A layer's experts in few bits beside bf16 on a CPU: the time of a step, and of a prompt's pass.
+"""A layer's quantized experts beside bf16 on a CPU: both products of a step, by number of rows.
 
-The experts have the sizes of a known model's, random weights, and there are fewer of them, for memory. Each token goes
-to experts of its own. What is timed is both products, as steps have them: with no Python in between, one step behind
-another, each with other experts. Formats are taken in turn, for several rounds.
+Experts have a known model's sizes and random weights, but there are fewer. Products run as in a recorded step, without
+Python in between, each step with other experts. Formats take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _DEVIATION = 0.02
 
 
 class RandomExperts:
-    """A source of experts with random weights in one format; each is made when it is read."""
+    """A source of experts with random weights in one format, made when they are read."""
 
     def __init__(self, kind: str, shapes: dict[str, tuple[int, int]]) -> None:
         self._kind = kind
@@ -72,7 +71,6 @@ class RandomExperts:
 
 
 def hash_of(name: str) -> int:
-    """Return a seed that is the same in every process."""
     return int.from_bytes(name.encode(), "little") % (1 << 31)
 
 
@@ -90,7 +88,7 @@ def products(kind: str, model: str, experts: int) -> tuple[ExpertForm, ExpertFor
 
 
 def step_of(gate_up: ExpertForm, down: ExpertForm, rows: int, slots: int, seed: int) -> tuple[list[Call], int]:
-    """Return both products over some rows, and how many experts they go to."""
+    """Return both products over some rows, and the number of experts that they read."""
     generator, experts = torch.Generator().manual_seed(seed), gate_up.shape[0]
     ids = torch.rand(rows, experts, generator=generator).topk(slots).indices.flatten()
     order = torch.argsort(ids, stable=True).int()
@@ -107,7 +105,7 @@ def step_of(gate_up: ExpertForm, down: ExpertForm, rows: int, slots: int, seed: 
 
 
 def seconds_of(calls: Sequence[Call]) -> float:
-    """Return the shortest time of a call in seconds, over all of them one after another, bound to their tensors."""
+    """Return the shortest time of a call, in seconds, with all calls bound to their tensors and run in a row."""
     with torch.no_grad(), _Binding() as binding:
         for call in calls:
             call()
@@ -122,7 +120,7 @@ def seconds_of(calls: Sequence[Call]) -> float:
 
 
 class _Binding(TorchDispatchMode):
-    """Keeps the operators that are run, bound to the tensors that they were given."""
+    """Records the operators that run, bound to their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +134,7 @@ class _Binding(TorchDispatchMode):
 
 
 def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield a row of the result for each format and number of rows; formats are taken in turn."""
+    """Yield a row of the result for each format and number of rows; formats take turns."""
     slots = MODELS[model][0]
     forms = {name: products(kind, model, experts) for name, kind in FORMATS.items()}
     for rows in sizes:

@@ -1,10 +1,10 @@
-"""What weights of few bits should cost on a GPU: bytes, the code that undoes them, and the time of a step.
+"""Quantized weights on a GPU, modelled: bytes, the code that dequantizes them, and the time of a step.
 
     tools/bench few-bits                  # the tables
     tools/bench few-bits --write          # and into docs/quantization.md
 
-No GPU has confirmed these figures. A product takes the time to read its weight, or to issue the instructions of its
-loop, whichever is longer; what a step costs beside that is what docs/kernels.md says of the same step in bf16.
+No GPU has confirmed these figures. A product takes the time to read its weight or to issue its loop's instructions,
+whichever is longer; the rest of a step costs what docs/kernels.md says of it in bf16.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Loop:
 
 
 def bits_of(layout: TileLayout, dtype: torch.dtype) -> float:
-    """Return the bits of a weight, its share of scales with it."""
+    """Return the bits of a weight, scales included."""
     return 8 * nbytes(empty_tiles(layout, _ROWS, _COLUMNS, dtype, "meta")) / (_ROWS * _COLUMNS)
 
 
@@ -81,13 +81,13 @@ def nbytes(tiles: WeightTiles) -> int:
 
 
 def loop_of(layout: TileLayout, dtype: torch.dtype, rows: int, is_normed: bool, arch: int) -> Loop:
-    """Compile a product as a layer has it, and look at its loop."""
+    """Compile a product as a layer has it, and read its loop."""
     config = tiled_config(rows, _ROWS, _COLUMNS, layout, Gpu().processors, arch >= 90, is_normed, arch // 10)
     return _looked_at(partial(_launch, layout, dtype, rows, is_normed, config), layout, config, arch)
 
 
 def expert_loop_of(layout: TileLayout, dtype: torch.dtype, rows: int, arch: int) -> Loop:
-    """Compile the gated product of experts that have so many rows each, and look at its loop."""
+    """Compile the gated product of experts with so many rows each, and read its loop."""
     config = tiled_config(rows, _ROWS, _COLUMNS, layout, 1, major=arch // 10)
     return _looked_at(partial(_launch_experts, layout, dtype, rows, config), layout, config, arch)
 
@@ -137,7 +137,7 @@ def product_sizes(model: str) -> dict[str, list[tuple[int, int]]]:
 
 
 def plain_steps() -> dict[tuple[str, int, int], tuple[float, float]]:
-    """Return, by model, rows and context, what docs/kernels.md says: the whole step, and what it costs beside bytes."""
+    """Return from docs/kernels.md, by model, rows and context, the whole step and its cost beside bytes."""
     pattern = re.compile(r"^\| ([\w.-]+), (\d+) rows?, context (\d+) \|(.*)\|$", re.MULTILINE)
     found = {}
     of_now = STEPS.read_text().partition("<!-- end of figures -->")[0]  # behind it stand those of an earlier version
@@ -149,7 +149,7 @@ def plain_steps() -> dict[tuple[str, int, int], tuple[float, float]]:
 
 
 def expert_table(loops: dict[tuple[str, int], Loop]) -> str:
-    """Return what the experts of one layer read, and the time that takes, in Markdown."""
+    """Return the bytes that one layer's experts read, and the time for them, in Markdown."""
     lines = []
     for model, (count, slots, hidden, width) in EXPERTS.items():
         products = {"gate_up": [(2 * width, hidden)], "down": [(hidden, width)]}
@@ -218,7 +218,7 @@ def _bytes_of(sizes: dict[str, list[tuple[int, int]]], kind: str) -> dict[str, i
 
 
 def _loop_us(kind: str, size: int, loop: Loop) -> float:
-    """Return how long a product takes that reads so many bytes: to read them, or to issue its loop's instructions."""
+    """Return the time to read so many bytes, or to issue the loop's instructions, whichever is longer."""
     issued = loop.weights_per_clock * bits_of(*KINDS[kind]) / 8 * Gpu().processors * COSTS.clock_hz
     return 1e6 * size * (1 + COSTS.stream_loss) / min(COSTS.read_bandwidth, issued)
 

@@ -1,8 +1,10 @@
-"""Decode speed of this engine beside its peers: same checkpoint, same dtype, same threads, in one run.
+"""Decode speed beside peers: same checkpoint, dtype and threads, in one run.
 
-A peer that is not installed, that fails, or whose tokens are wrong is listed with the reason. Every figure stands next
-to its limit: the time that reading the weights once takes at the read bandwidth that is measured between the engines'
-turns (A B A B ...). Medians are compared.
+    tools/bench generate --model llama-100m --dtype bfloat16 --peers all
+    tools/bench generate --model random:gpt2        an architecture that runs as transformers' module in our graphs
+
+A peer that is not installed, that fails, or whose tokens are wrong is listed with the reason. Engines take turns (A B A
+B ...), and medians are compared. Every figure stands next to its floor: the time to read the weights once.
 """
 
 from __future__ import annotations
@@ -14,39 +16,38 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
+from adopted_models import ADOPTED, SMALL, save_random
 from graphdecode.models import resolve_device, resolve_model_path
 from harness import Device, Dtype, Out, Rounds, Sizes, numbers, record, write
 from peers.contest import PEERS, compare_engines, contest_notes, contest_table, parse_peers
 from peers.peer import Workload
 
 PROMPT_TOKENS = 32
+LLAMA_100M = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=768,
+    intermediate_size=2048,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+)
 
 
-def make_llama_100m(folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    # any tokenizer will do: prompts are given as token ids
-    demo = resolve_model_path("demo")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((demo / name).read_bytes())
-    return folder
+def checkpoint_of(model: str, scratch: Path) -> Path:
+    """Return a model's folder; llama-100m and random:NAME (an architecture of `adopted_models`) are written first."""
+    name = model.removeprefix("random:")
+    if model == "llama-100m":
+        return save_random(LLAMA_100M, scratch)
+    return save_random(ADOPTED[name](SMALL), scratch) if name in ADOPTED else resolve_model_path(model)
 
 
 def main(
-    model: Annotated[str, typer.Option(help="demo, llama-100m, or a checkpoint folder.")] = "demo",
+    model: Annotated[str, typer.Option(help="demo, llama-100m, random:ARCHITECTURE, or a checkpoint folder.")] = "demo",
     dtype: Dtype = "float32",
     batch_sizes: Sizes = "1,4,8",
     new_tokens: Annotated[int, typer.Option(help="Decode steps of one measurement.")] = 64,
@@ -66,8 +67,7 @@ def main(
     workload = Workload(place, dtype, tuple(numbers(batch_sizes)), PROMPT_TOKENS, new_tokens, torch.get_num_threads())
     found = record(place, model=model, dtype=dtype, device=place, threads=workload.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = make_llama_100m(Path(scratch)) if model == "llama-100m" else resolve_model_path(model)
-        found |= compare_engines(chosen, folder, workload, repeats=repeats, progress=True)
+        found |= compare_engines(chosen, checkpoint_of(model, Path(scratch)), workload, repeats=repeats, progress=True)
     console = Console()
     console.print(contest_table(found, f"{model} {dtype} on {place}, threads: {workload.threads}"))
     for note in contest_notes(found, int(found["environment"]["cache_bytes"])):

@@ -1,9 +1,4 @@
-"""What a cache of 8 bits costs and saves: perplexity, memory of a token, and the decode step by context, in turns.
-
-The perplexity is that of a text that is in the repository; its prompt is computed in chunks, and each chunk's queries
-see their keys as the cache holds them. Steps of all kinds of cache run over the same weights, A B C A B C, over pages
-that were written.
-"""
+"""Caches of 16 and 8 bits: perplexity of a text, bytes per token, and the decode step by context, in turns."""
 
 from __future__ import annotations
 
@@ -28,8 +23,8 @@ ROUNDS = 5
 
 
 def perplexity_over(model: str, kind: Kind, dtype: str, text: str, length: int) -> float:
-    """Return the perplexity of a text's first tokens over a kind of cache."""
-    with LLM(model, dtype=dtype, kv_cache_dtype=kind, max_batch_size=1, max_sequence_length=length) as llm:
+    sizes: Any = {"max_batch_size": 1, "max_sequence_length": length}
+    with LLM(model, dtype=dtype, quantize="none", kv_cache_dtype=kind, **sizes) as llm:
         return perplexity(llm, llm.tokenizer(text, verbose=False).input_ids[: length - 1])
 
 
@@ -41,9 +36,10 @@ def turn(runner: Runner, batch: int, context: int, count: int) -> list[float]:
 def steps(
     model: str, dtype: str, batches: list[int], contexts: list[int], count: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the median step of each kind of cache at each point, and the bytes of a token in each."""
+    """Return the median step of each kind of cache at each point, and the bytes of a token."""
     longest = max(contexts) + STEPS_PER_STAGING
-    decoder = load_model(model, device=resolve_device("auto"), dtype=dtype, max_sequence_length=longest)
+    place = resolve_device("auto")
+    decoder = load_model(model, device=place, dtype=dtype, quantize="none", max_sequence_length=longest)
     config = BucketConfig(max_batch_size=max(batches), batch_sizes=tuple(batches), max_sequence_length=longest)
     runners = {kind: make_runner(decoder, config, kv_cache_dtype=kind) for kind in KINDS}
     for runner in runners.values():

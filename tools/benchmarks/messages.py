@@ -1,4 +1,4 @@
-"""Bytes that are sent for a step, a token and a request: within an engine, and between it and its clients."""
+"""Bytes sent per step, token and request: within an engine, and between it and its clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def between_ranks(model: str) -> dict[str, Any]:
-    """Return what the ranks of a step send each other: operands of collectives, and what rank 0 tells the others."""
+    """Return the bytes between ranks: operands of a step's collectives, and messages of rank 0."""
     made: list[collectives.Collectives] = []
     told: list[tuple[int, int]] = []
     begin, send = collectives.Collectives.__init__, Link.send
@@ -73,7 +73,7 @@ def between_ranks(model: str) -> dict[str, Any]:
 
 
 def to_clients(model: str) -> dict[str, Any]:
-    """Return what a streamed answer sends: from the engine's process, as an event, and as a call of Ray has it."""
+    """Return the bytes of a streamed output: from the engine's process, as an HTTP event, and as a call of Ray."""
     events: list[int] = []
     receive = messages.receive
 

@@ -1,10 +1,12 @@
-"""The speed of bf16 weights on a CPU: prompts and steps, in turns with peers, beside the processor's peak.
+"""Prompts and decode steps on a CPU, in turns with peers, beside the machine's limits.
 
-Each turn is one prompt of 1,024 or 3,900 tokens up to its first token, or greedy steps of 1 or 32 rows behind prompts
-of 32. vLLM runs in another environment's Python with as many threads, transformers in this process. The peaks are those
-of the bf16 dot instructions, from registers, on as many threads; the floor of a step is the time in which its weights
-are read at the bandwidth that is measured in the same run. Behind long contexts steps of 1 and 8 rows stand beside the
-time in which their weights, keys and values are read.
+    tools/bench prompts FOLDER --vllm-python PYTHON --out FILE        bf16 weights beside transformers and vLLM
+    tools/bench prompts FILE.gguf --llama-python PYTHON --out FILE    GGUF blocks beside bf16 weights and llama.cpp
+
+A turn is a prompt up to its first token, or greedy steps after prompts of 32 tokens. Peers in other environments run
+with as many threads. The floor of a step is the time to read its weights at the bandwidth measured in the same run. For
+a folder, prompts stand beside the peak of the bf16 dot instructions, and steps after 8,100 tokens beside the time to
+read weights, keys and values.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import ctypes
 import random
 import statistics
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,20 +24,85 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.gguf import Turn, by_process, engine_of, floor_of, measure, random_tokens, timed
+from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native.compiler import Compiler
+from graphdecode.models import resolve_model_path
 from graphdecode.profiling.environment import read_bandwidth
-from harness import Answering, Out, Rounds, elsewhere, record, seconds_of, write
-from peers.peer import Workload
-from peers.transformers_generate import Transformers
+from harness import Answering, LlamaPython, Out, Rounds, elsewhere, in_turn, moments, record, seconds_of, write
+from peers.peer import Transformers, Workload
 
-PROMPTS = {"prompt_1024": (1, 1024, 1), "prompt_3900": (1, 3900, 1)}
-STEPS = {"batch_1": (1, 32, 33), "batch_32": (32, 32, 33)}
+STEP = (32, 33)  # tokens of the prompt, and new ones
+# rows, tokens of a prompt, new tokens; with one new token the prompt is timed, else a step
+GGUF_WORKLOADS = {"prompt": (1, 1024, 1), "batch_1": (1, *STEP), "batch_8": (8, *STEP)}
+WORKLOADS = {"prompt_1024": (1, 1024, 1), "prompt_3900": (1, 3900, 1), "batch_1": (1, *STEP), "batch_32": (32, *STEP)}
 LONG_ROWS, LONG_TOKENS, LONG_STEPS = (1, 8), 8100, 65
+Turn = Callable[[list[list[int]], int], dict[str, float]]
+
+
+def engine_of(model: Path, batch_sizes: list[int], max_sequence_length: int, **options: Any) -> LLM:
+    options |= {"batch_sizes": batch_sizes, "max_batch_size": max(batch_sizes), "skip_tokenizer_init": True}
+    return LLM(model, dtype="bfloat16", device="cpu", max_sequence_length=max_sequence_length, **options)
+
+
+def timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+    """Return the seconds up to the last first token, and those of a step after it."""
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+    began, first, ended = moments(outputs)
+    return {"seconds": first - began, "step_seconds": (ended - first) / max(new_tokens - 1, 1)}
+
+
+def by_transformers(folder: Path) -> Turn:
+    peer = Transformers()
+    peer.open(folder, Workload("cpu", "bfloat16", (1, 32), 4096, 33, torch.get_num_threads()))
+
+    def turn(prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+        first = seconds_of(lambda: peer.generate(prompts, 1))
+        steps = seconds_of(lambda: peer.generate(prompts, new_tokens)) - first if new_tokens > 1 else 0.0
+        return {"seconds": first, "step_seconds": steps / max(new_tokens - 1, 1)}
+
+    return turn
+
+
+@contextmanager
+def by_process(command: list[str]) -> Iterator[Turn]:
+    process = Answering(command)
+    yield lambda prompts, new_tokens: process.ask({"prompts": prompts, "new_tokens": new_tokens})
+    process.close()
+
+
+def random_tokens(rng: random.Random, rows: int, length: int, vocab_size: int) -> list[list[int]]:
+    return [[rng.randrange(10, vocab_size - 10) for _ in range(length)] for _ in range(rows)]
+
+
+def measure(
+    engines: dict[str, Turn], workloads: dict[str, tuple[int, int, int]], rounds: int, vocab_size: int
+) -> dict[str, Any]:
+    """Return milliseconds by workload and engine: the median turn, and all of them; the first turn does not count."""
+    rng = random.Random(7)
+    found: dict[str, Any] = {}
+    for name, (rows, length, new_tokens) in workloads.items():
+        prompts = random_tokens(rng, rows, length, vocab_size)
+        kind = "seconds" if new_tokens == 1 else "step_seconds"
+        seconds = in_turn({name: partial(turn, prompts, new_tokens) for name, turn in engines.items()}, rounds, warm=1)
+        turns = {engine: [round(1e3 * turn[kind], 3) for turn in each] for engine, each in seconds.items()}
+        found[name] = {engine: {"ms": statistics.median(each), "turns_ms": each} for engine, each in turns.items()}
+        print(f"{name:12}", "  ".join(f"{engine} {each['ms']:.2f} ms" for engine, each in found[name].items()))
+    return found
+
+
+def floor_of(weight_bytes: int, step_ms: float) -> dict[str, Any]:
+    """Return the bytes that a step reads, the bandwidth now, and a step of one row over its floor."""
+    bandwidth = read_bandwidth("cpu")
+    floor_ms = weight_bytes / bandwidth * 1e3
+    times = round(step_ms / floor_ms, 3)
+    print(f"floor        {floor_ms:.2f} ms, a step of one row takes {times} times that")
+    facts = {"weight_bytes": weight_bytes, "read_bytes_per_second": round(bandwidth)}
+    return facts | {"floor_ms": round(floor_ms, 3), "times_floor": times}
 
 
 def dot_peaks(threads: int) -> dict[str, float]:
-    """Return the operations a second of AVX-512's pairs and of AMX's tiles of bf16; 0 where there are none."""
+    """Return the operations a second of AVX-512's bf16 pairs and of AMX's tiles; 0 where there are none."""
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "dot_peak.so"
         Compiler.found().compile({made: Path(__file__).with_name("dot_peak.c").read_text()}, [])
@@ -46,18 +115,26 @@ def dot_peaks(threads: int) -> dict[str, float]:
     return peaks
 
 
-def prompt_operations(model: Any, tokens: int) -> int:
-    """Return the operations of a prompt: its layers' products, attention over what it sees, and one row of logits."""
-    config = model.config
-    heads, head_dim = config.num_attention_heads, config.head_dim
+def beside_peaks(model: Any, workloads: dict[str, Any]) -> dict[str, float]:
+    """Return the processor's peaks; give each prompt its operations per second, and the share of each peak."""
+    config, peaks = model.config, dot_peaks(torch.get_num_threads())
+    print("peaks       ", "  ".join(f"{name} {peak / 1e12:.2f} T/s" for name, peak in peaks.items()))
     head = config.vocab_size * config.hidden_size
     layers = model.weight_bytes // 2 - head  # two bytes a weight; the norms are a thousandth of them
-    attention = config.num_hidden_layers * heads * head_dim * tokens * (tokens + 1)
-    return 2 * (layers * tokens + attention + head)
+    for name, (_, tokens, new_tokens) in WORKLOADS.items():
+        if new_tokens > 1:
+            continue
+        attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * tokens * (tokens + 1)
+        operations = 2 * (layers * tokens + attention + head)
+        for figures in workloads[name].values():
+            rate = operations / (figures["ms"] * 1e-3)
+            figures["operations_per_second"] = round(rate)
+            figures["of_peak"] = {peak: round(rate / most, 3) for peak, most in peaks.items() if most}
+    return {name: round(peak) for name, peak in peaks.items()}
 
 
 def long_contexts(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Return for each number of rows the time of a step behind long prompts, and its floor, in milliseconds."""
+    """Return the time of a step after long prompts, and its floor, in milliseconds, by number of rows."""
     found = {}
     for rows in LONG_ROWS:
         llm = engine_of(folder, [rows], LONG_TOKENS + LONG_STEPS)
@@ -73,50 +150,42 @@ def long_contexts(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
         step, floor = statistics.median(turns[1:]), statistics.median(floors[1:])
         over = statistics.median(turn / floor for turn, floor in zip(turns[1:], floors[1:], strict=True))
         found[f"batch_{rows}"] = {"ms": round(step, 3), "floor_ms": round(floor, 3), "times_floor": round(over, 3)}
-        print(f"batch {rows} behind {LONG_TOKENS} tokens {step:.2f} ms, {over:.3f} times its floor")
+        print(f"batch {rows} after {LONG_TOKENS} tokens {step:.2f} ms, {over:.3f} times its floor")
     return found
 
 
-def by_transformers(folder: Path) -> Turn:
-    peer = Transformers()
-    peer.open(folder, Workload("cpu", "bfloat16", (1, 32), 4096, 33, torch.get_num_threads()))
-
-    def turn(prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
-        first = seconds_of(lambda: peer.generate(prompts, 1))
-        behind = seconds_of(lambda: peer.generate(prompts, new_tokens)) - first if new_tokens > 1 else 0.0
-        return {"seconds": first, "step_seconds": behind / max(new_tokens - 1, 1)}
-
-    return turn
-
-
 def main(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or a .gguf file, or a name that leads to one.")],
+    llama_python: LlamaPython = None,
+    plain_llama: Annotated[bool, typer.Option(help="Do not let llama.cpp repack its weights.")] = False,
     vllm_python: Annotated[Path | None, typer.Option(help="The interpreter that has vLLM.")] = None,
-    with_transformers: Annotated[bool, typer.Option(help="Measure transformers, too.")] = True,
+    beside: Annotated[bool, typer.Option(help="Measure transformers, or of a GGUF file bf16 weights, too.")] = True,
     rounds: Rounds = 5,
     out: Out = None,
 ) -> None:
-    vllm = None if vllm_python is None else Answering(elsewhere(vllm_python, "vllm-tokens", folder))
-    llm = engine_of(folder, [1, 32], 4096, prefix_cache=False)
-    engines: dict[str, Turn] = {"graphdecode": partial(timed, llm)}
-    if with_transformers:
-        engines["transformers"] = by_transformers(folder)
-    if vllm is not None:
-        engines["vllm"] = by_process(vllm)
-    workloads = measure(engines, PROMPTS | STEPS, rounds, llm.model.config.vocab_size)
-    if vllm is not None:
-        vllm.close()
-    llm.close()
-    peaks = dot_peaks(torch.get_num_threads())
-    print("peaks       ", "  ".join(f"{name} {peak / 1e12:.2f} T/s" for name, peak in peaks.items()))
-    for name, (_, tokens, _) in PROMPTS.items():
-        operations = prompt_operations(llm.model, tokens)
-        for figures in workloads[name].values():
-            rate = operations / (figures["ms"] * 1e-3)
-            figures["operations_per_second"] = round(rate)
-            figures["of_peak"] = {peak: round(rate / most, 3) for peak, most in peaks.items() if most}
-    result = record(schema=1, dtype="bfloat16", workloads=workloads)
-    result |= floor_of(llm.model.weight_bytes, workloads["batch_1"]["graphdecode"]["ms"])
-    result["peaks"] = {name: round(peak) for name, peak in peaks.items()}
-    result["long_contexts"] = long_contexts(folder, rounds)
+    path = resolve_model_path(model)
+    is_gguf = path.suffix == ".gguf"
+    own, workloads = ("blocks", GGUF_WORKLOADS) if is_gguf else ("graphdecode", WORKLOADS)
+    batch_sizes = sorted({rows for rows, _, _ in workloads.values()})
+    longest = max(length + new_tokens for _, length, new_tokens in workloads.values())
+    of_path = partial(engine_of, path, batch_sizes, longest, prefix_cache=False)
+    with ExitStack() as stack:
+        llm = stack.enter_context(of_path(quantize="gguf" if is_gguf else None))
+        engines: dict[str, Turn] = {own: partial(timed, llm)}
+        if beside and is_gguf:
+            engines["undone"] = partial(timed, stack.enter_context(of_path(quantize="none")))
+        elif beside:
+            engines["transformers"] = by_transformers(path)
+        if llama_python is not None and is_gguf:
+            command = elsewhere(llama_python, "llama-gguf", path, torch.get_num_threads(), *["plain"] * plain_llama)
+            engines["llama_cpp"] = stack.enter_context(by_process(command))
+        if vllm_python is not None and not is_gguf:
+            engines["vllm"] = stack.enter_context(by_process(elsewhere(vllm_python, "vllm-tokens", path)))
+        figures = measure(engines, workloads, rounds, llm.model.config.vocab_size)
+    result = record(schema=1, workloads=figures) | floor_of(llm.model.weight_bytes, figures["batch_1"][own]["ms"])
+    if is_gguf:
+        result |= {"file": path.name, "file_bytes": path.stat().st_size}
+    else:
+        result |= {"dtype": "bfloat16", "peaks": beside_peaks(llm.model, figures)}
+        result["long_contexts"] = long_contexts(path, rounds)
     write(out, result)

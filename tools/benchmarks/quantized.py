@@ -1,11 +1,10 @@
-"""What a model loses and gains in each form of few bits: perplexity, resident memory, and a step's time, on a CPU.
+"""A model in each quantized form on a CPU: perplexity, resident memory, and the time of a step.
 
     tools/bench quantized prepare FOLDER --llama-python PYTHON   SmolLM2 in bf16, and a copy in each form
     tools/bench quantized measure FOLDER --out FILE              each in a process of its own, one after another
 
-Perplexity is that of two committed texts, computed in bf16 as all else. A step's time is the median over turns of a
-long answer's time less a short one's; its floor is the time to read the weights once. GGUF's types are written by
-llama.cpp. Forms of Hugging Face's checkpoints, and greedy answers: `tools/check forms`.
+Perplexity is that of two committed texts, in bf16. GGUF's types are written by llama.cpp. Hugging Face's quantized
+checkpoints, and greedy outputs: `tools/check forms`.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def expand(folder: Path) -> None:
 
 @app.command()
 def prepare(folder: Path, llama_python: LlamaPython = None) -> None:
-    """Write the model in bf16, and its copies; what is there stays."""
+    """Write the model in bf16, and its copies; what exists stays."""
     if not (folder / PLAIN).exists():
         expand(folder / PLAIN)
     for name, (quantize, group_size) in ROUNDED.items():
@@ -131,7 +130,7 @@ def resident_bytes() -> int:
 
 
 def margin(entry: dict[int, Any]) -> float:
-    """Return how far the second best token is behind the best one, in logarithms."""
+    """Return the gap of log-probability between the two best tokens."""
     best, second = sorted((found.logprob for found in entry.values()), reverse=True)[:2]
     return float(best - second)
 
@@ -153,7 +152,7 @@ def one(
     times: Annotated[bool, typer.Option(help="Time steps, too, which wants a quiet machine.")] = True,
     answers: Annotated[bool, typer.Option(help="Give greedy answers, too, with the margins of their tokens.")] = False,
 ) -> None:
-    """Print a JSON line of one model; a process of its own, for its memory is that of one model."""
+    """Print a JSON line for one model, in a process of its own, whose memory is that model's."""
     before = resident_bytes()
     began = time.perf_counter()
     with LLM(model, quantize=quantize, dtype=dtype, config=CONFIG) as llm:
@@ -190,7 +189,7 @@ def measure(
 
 
 def shown(row: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
-    """Return a row with what the table shows of it."""
+    """Return a row with the table's columns."""
     times, nbytes = row["ms_per_step"], row["weight_bytes"]
     found = row | {"weights": nbytes / 2**20, "resident": row["resident_bytes"] / 2**20}
     if times and bandwidth:

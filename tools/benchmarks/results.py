@@ -1,4 +1,4 @@
-"""The committed results: the table of the README, or the history of one metric.
+"""The committed results: the README's table, or the history of one metric.
 
 tools/bench results                                    the table, as Markdown
 tools/bench results --history cpu-xeon-2/generate-demo-float32.json --metric rows.0.ms_per_step.graphdecode
@@ -19,7 +19,7 @@ RESULTS = TOOLS / "results"
 
 
 def table(results: Path) -> str:
-    """Return all results of `tools/bench generate` as a Markdown table, a column for each peer that any of them has."""
+    """Return all results of `tools/bench generate` in Markdown, with a column for each peer."""
     found = [(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/generate-*.json"))]
     peers = dict.fromkeys(name for _, result in found for row in result["rows"] for name in row["times_faster_than"])
     peers.pop("graphdecode", None)
@@ -32,7 +32,7 @@ def table(results: Path) -> str:
 
 
 def pick(result: Any, metric: str) -> float | None:
-    """Return the value at a path such as `rows.0.ms_per_step.graphdecode`; None where a result has no such value."""
+    """Return the value at a path such as `rows.0.ms_per_step.graphdecode`, or None."""
     try:
         for key in metric.split("."):
             result = result[int(key)] if isinstance(result, list) else result[key]

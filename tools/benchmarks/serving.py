@@ -68,7 +68,6 @@ class Lengths:
         return lengths
 
     def draw(self, rng: random.Random) -> int:
-        """Return one length."""
         if self.median is None:
             return rng.randint(self.low, self.high)
         drawn = rng.lognormvariate(math.log(self.median), self.sigma)
@@ -77,7 +76,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: when it comes, in seconds from the start, and how long its prompt and its answer are, in tokens."""
+    """One request: its arrival in seconds from the start, and its prompt and output tokens."""
 
     at: float
     prompt_tokens: int
@@ -87,11 +86,7 @@ class Arrival:
 def poisson_arrivals(
     rate: float, count: int, prompt_tokens: Lengths, answer_tokens: Lengths, seed: int = 0, burst: int = 1
 ) -> list[Arrival]:
-    """Return bursts of requests that arrive independently of one another; rates differ in nothing but the pace.
-
-    Raises:
-        ValueError: a number that no load can have.
-    """
+    """Return bursts of requests that arrive independently; rates differ in nothing but the pace."""
     if not 0 < rate < math.inf or count < 1 or burst < 1:
         raise ArgumentError(
             f"rate must be > 0, the number of requests and a burst >= 1, got {rate}, {count} and {burst}"
@@ -106,14 +101,14 @@ def poisson_arrivals(
 
 
 def offered_rate(arrivals: Sequence[Arrival]) -> float | None:
-    """Return the mean rate at which requests follow the first one, in requests per second; None where none does."""
+    """Return the mean rate of requests after the first one, per second; None if there are none."""
     seconds = arrivals[-1].at - arrivals[0].at
     return (len(arrivals) - 1) / seconds if seconds > 0 else None
 
 
 @dataclass
 class _Served:
-    """A request under way, and when each of its tokens was there."""
+    """A request in flight, and the times of its tokens."""
 
     arrival: Arrival
     stream: Stream
@@ -128,7 +123,7 @@ class _Served:
 
 
 def check_fits(llm: LLM, arrivals: Sequence[Arrival]) -> None:
-    """Refuse a load that the engine could not serve as it is written, before any of it is served."""
+    """Refuse a load with a request that the engine could never serve."""
     limit = llm.capacity.token_limit
     for arrival in arrivals:
         if arrival.prompt_tokens + arrival.answer_tokens > limit:
@@ -142,11 +137,7 @@ def check_fits(llm: LLM, arrivals: Sequence[Arrival]) -> None:
 def serve(
     llm: LLM, arrivals: Sequence[Arrival], *, seed: int = 0, label: str = "serving", progress: bool = True
 ) -> dict[str, Any]:
-    """Play a load and return what was seen: latencies in milliseconds, throughput, queueing, preemptions, batch sizes.
-
-    Arrivals do not wait for answers: a load that is too high shows as a growing queue. What is under way when this is
-    interrupted is aborted.
-    """
+    """Play a load, and return its figures; arrivals do not wait, and an interrupt aborts what is in flight."""
     check_fits(llm, arrivals)
     rng = random.Random(seed)
     vocab_size = llm.model.config.vocab_size
@@ -216,7 +207,7 @@ def weighted_percentiles(weights: Mapping[float, float]) -> dict[str, float]:
 
 
 def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return percentiles; None where there is nothing to measure, such as the time between the tokens of one."""
+    """Return percentiles; None for no values."""
     return percentiles([1000 * value for value in seconds]) if seconds else None
 
 
@@ -274,19 +265,11 @@ def main(
             if rows:
                 show_loads(rows)
                 if record_batches is not None:
-                    record_batch_sizes(record_batches, batch_sizes_of(rows))
-
-
-def batch_sizes_of(rows: list[dict[str, Any]]) -> Counter[int]:
-    """Return how many steps of all loads had so many live rows."""
-    counts: Counter[int] = Counter()
-    for row in rows:
-        counts.update({int(size): steps for size, steps in row["batch_sizes"].items()})
-    return counts
+                    sizes = (Counter({int(rows): steps for rows, steps in row["batch_sizes"].items()}) for row in rows)
+                    record_batch_sizes(record_batches, sum(sizes, Counter()))
 
 
 def show_loads(rows: list[dict[str, Any]]) -> None:
-    """Print what users would see of each load, and how it was served."""
     columns = {"load": "{load}", "tokens/s": "{tokens_per_second:.0f}"}
     for kind in ("ttft", "tpot", "itl"):
         columns |= percentile_columns(kind.upper(), f"{kind}_ms")

@@ -1,12 +1,11 @@
-"""Decode speed with and without speculation on one model, in turns: A B A B ...
+"""Decode speed with and without speculation on one model, in turns.
 
     tools/bench speculation                                   SmolLM2, n-gram drafts, batch 1 and 8
     tools/bench speculation --llama-python ENV/bin/python     beside llama.cpp's prompt lookup
     tools/bench speculation --model demo --kinds prose --new-tokens 32
 
-Prompts of four kinds: code to be edited, a page to be summarized, people to be written as JSON, and free prose. A turn
-answers them greedily with the same engine; its speed is that of the tokens behind the first ones. The tokens are
-compared, too. llama.cpp runs in another environment's Python (it needs llama-cpp-python alone) on the same file.
+Prompts are of four kinds: code to edit, a page to summarize, people to write as JSON, and free prose. Decoding is
+greedy; the speed is that of the tokens after the first ones. Tokens are compared. llama.cpp runs on the same file.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ Turn = tuple[float, list[list[int]]]  # tokens a second, and the answers
 
 
 def conversations(kind: str, count: int) -> list[list[dict[str, str]]]:
-    """Return so many conversations of a kind, 8 at most, each ending with the beginning of the answer."""
+    """Return conversations of a kind, 8 at most, each ending with the beginning of the assistant's message."""
     pairs = json.loads(PROMPTS.read_text())[kind][:count]
     return [
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in pairs
@@ -56,7 +55,7 @@ def conversations(kind: str, count: int) -> list[list[dict[str, str]]]:
 
 
 class Ours:
-    """An engine, and what its drafts came to."""
+    """An engine, and its draft statistics."""
 
     def __init__(self, model: str, batch_size: int, speculation: Any, dtype: str) -> None:
         self.llm = LLM(
@@ -70,19 +69,14 @@ class Ours:
         )
 
     def prompts(self, kind: str, count: int) -> list[list[int]]:
-        """Return the prompts of a kind as tokens, up to the beginning of the answer."""
-        tokenizer = self.llm.tokenizer
+        """Return the prompts of a kind as tokens."""
+        tokenizer, chats = self.llm.tokenizer, conversations(kind, count)
         if tokenizer.chat_template is None:
-            texts = [each[0]["content"] for each in conversations(kind, count)]
-            return [tokenizer.encode(text) for text in texts]
-        rendered = (
-            tokenizer.apply_chat_template(each, continue_final_message=True, tokenize=False)
-            for each in conversations(kind, count)
-        )
-        return [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+            return [tokenizer.encode(each[0]["content"]) for each in chats]
+        render = partial(tokenizer.apply_chat_template, continue_final_message=True, tokenize=False)
+        return [tokenizer.encode(render(each), add_special_tokens=False) for each in chats]
 
     def turn(self, prompts: list[list[int]], new_tokens: int) -> Turn:
-        """Answer the prompts together."""
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens)
         outputs = self.llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
@@ -90,20 +84,20 @@ class Ours:
         return (sum(map(len, answers)) - len(answers)) / (ended - began), answers
 
     def drafted(self) -> list[int]:
-        """Return runs of drafts, drafts and accepted drafts up to now."""
+        """Return verifications, drafts and accepted drafts so far."""
         stats = self.llm.stats
         counts = (stats.spec_decode_num_drafts, stats.spec_decode_num_draft_tokens)
         return [*counts, stats.spec_decode_num_accepted_tokens]
 
 
 def of_llama(process: Answering, prompts: list[list[int]], new_tokens: int) -> Turn:
-    """Let llama.cpp answer prompts one by one; the speed is that of one."""
+    """Let llama.cpp complete prompts one at a time."""
     answer = process.ask({"prompts": prompts, "new_tokens": new_tokens})
     return answer["tokens_per_second"], answer["tokens"]
 
 
 def same_share(answers: list[list[int]], others: list[list[int]]) -> float:
-    """Return the share of tokens before the first that differs, over all answers."""
+    """Return the share of tokens before the first that differs, over all outputs."""
     same = total = 0
     for mine, theirs in zip(answers, others, strict=True):
         equal = [a == b for a, b in zip(mine, theirs, strict=False)]
@@ -113,7 +107,6 @@ def same_share(answers: list[list[int]], others: list[list[int]]) -> float:
 
 
 def measure(engines: Mapping[str, Callable[[], Turn]], drafted: Callable[[], list[int]], rounds: int) -> dict[str, Any]:
-    """Let the engines take turns, and return the figures of all."""
     answers = {name: turn()[1] for name, turn in engines.items()}
     engines["speculating"]()  # what its first turn used is captured now
     before = drafted()

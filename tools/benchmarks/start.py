@@ -1,9 +1,9 @@
-"""From the start of a process to its first word, in turns with the import of torch, and beside what was committed last.
+"""Time from the start of a process to its first output, in turns with the import of torch.
 
     tools/bench start --out start.json
 
-What takes more than 5% longer now than in the committed result of this processor and its set of instructions is named.
-Compared are times over that of the import of torch in the same turn, for machines are not equally quick every day.
+Times over that of the import of torch are compared with the committed result of the same processor and instruction set;
+what takes more than 5% longer is named.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEHIND = 1.05
 
 
 def seconds_to(said: str, *arguments: str, stream: str = "stdout") -> float:
-    """Return how long a new Python takes until it has said something; it is ended then."""
+    """Return the time until a new Python has printed something; it is ended then."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began, streams = time.perf_counter(), dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
     streams[stream] = subprocess.PIPE
@@ -48,7 +48,7 @@ def seconds_to(said: str, *arguments: str, stream: str = "stdout") -> float:
 
 
 def subjects() -> dict[str, tuple[str, ...]]:
-    """Return what is started, by name: what it says, and its arguments."""
+    """Return what is started, by name: the text to wait for, and the arguments."""
     command = ("-m", "graphdecode")
     found = {
         "import torch": ("1", "-c", "import torch; print(1, flush=True)"),
@@ -62,7 +62,7 @@ def subjects() -> dict[str, tuple[str, ...]]:
 
 
 def last_of(environment: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the committed result of the same processor and set of instructions."""
+    """Return the committed result of the same processor and instruction set."""
     for file in sorted((ROOT / "tools" / "results").glob("*/start.json")):
         found: dict[str, Any] = json.loads(file.read_text())
         if all(found["environment"][key] == environment[key] for key in ("device_name", "instructions")):

@@ -3,10 +3,9 @@
     tools/bench step --out results/step                                 models that suit this machine
     tools/bench step --model shape:llama-3.2-1b --batch-sizes 1,64 --contexts 512,4096 --out results/step
 
-The floor is the time to move the bytes that a step must: the weights once, and each row's keys and values once, at the
-read bandwidth that is measured in the same run. The step runs eagerly, replayed, and replayed with each optimization
-switched off in turn; all of them take turns (A B A B ...), and medians are compared. On a GPU a trace of some steps
-tells the top kernels and the idle time between kernels. Writes step.json after every model.
+The floor is the time to read the weights, keys and values once at the read bandwidth of the same run. The step runs
+eagerly, replayed, and replayed with each optimization switched off, in turns. On a GPU a trace tells the top kernels
+and the idle time between kernels. Writes step.json after every model.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ def measure_steps(
     rounds: int = 5,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Measure a model's step and its variants in turn, and return what `step.json` holds of it.
-
-    Raises:
-        ValueError: the model does not fit the device's free memory, or an argument is out of range.
-    """
+    """Measure a model's step and its variants in turn; return its entry of `step.json`."""
     if min(batch_sizes, default=0) < 1 or min(contexts, default=0) < 1 or steps < 1 or rounds < 1:
         raise ArgumentError(
             f"batch_sizes, contexts, steps and rounds must be >= 1, got {list(batch_sizes)}, {list(contexts)}, "
@@ -133,7 +128,7 @@ def _rope_append(
     eps: float = 0.0,
     **_scales: object,
 ) -> None:
-    """Do what the operator of this name does with what a graph can hold; padding goes to the trash page."""
+    """Do what the operator of this name does, in torch's operators; padding goes to the trash page."""
     tokens, qo_heads, head_dim = q_out.shape
     pages, page_size, kv_heads = k_cache.shape[:3]
     q, k, v = qkv.view(tokens, -1, head_dim).split([qo_heads, kv_heads, kv_heads], dim=1)
@@ -150,7 +145,7 @@ def _rope_append(
 
 
 def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of x [t, heads, head_dim]: of each head, or of all where the weight is as long as they are."""
+    """Return the norm of x [t, heads, head_dim]: per head, or over all heads if the weight is that long."""
     is_together = weight.shape[0] > x.shape[2]
     return normed(x.flatten(1) if is_together else x, weight, eps).view(x.shape).to(x.dtype)
 
@@ -178,7 +173,7 @@ UNFUSED = StepOperators(
 def _variants(
     model: str, device: torch.device, dtype: str, config: BucketConfig
 ) -> Iterator[tuple[str, Decoder, bool]]:
-    """Yield name, decoder, and whether it is captured with compiled kernels, of the full step and those with less."""
+    """Yield name, decoder, and whether it is captured with compiled kernels, for the full step and its variants."""
 
     def load() -> Decoder:
         loaded = load_model(
@@ -212,7 +207,7 @@ def _without_early_start(choice: LinearChoice) -> LinearChoice:
 def captured_variants(
     model: str, device: torch.device, dtype: str, config: BucketConfig
 ) -> Iterator[dict[str, Runner]]:
-    """Give the full step and those with less, captured; all over one cache, for they take turns."""
+    """Give the full step and its variants, captured over one cache."""
     runners: dict[str, Runner] = {}
     with ExitStack() as held:
         for name, decoder, is_compiled in _variants(model, device, dtype, config):
@@ -231,7 +226,6 @@ def captured_variants(
 def _measure_point(
     runners: dict[str, Runner], bucket: int, context: int, steps: int, rounds: int, errors: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Return the costs of all variants, and of the full step run eagerly."""
     full = runners[FULL]
     device = full.model.device
     with rows_at(full, bucket, context) as rows:
@@ -257,7 +251,7 @@ def _measure_point(
 
 
 def _replayed(profiler: LatencyProfiler, rows: Sequence[RowInputs]) -> list[tuple[float, float]]:
-    """Return milliseconds of each step, and the microseconds of the host: on a CPU of all but the step's work."""
+    """Return the milliseconds of each step, and the host's microseconds; on a CPU, all but the step's work."""
     launch_us, step_ms, token_ms = profiler.replayed(rows)
     if profiler.runner.model.device.type != "cuda":
         launch_us = [1000 * (token - step) for token, step in zip(token_ms, step_ms, strict=True)]
@@ -265,10 +259,7 @@ def _replayed(profiler: LatencyProfiler, rows: Sequence[RowInputs]) -> list[tupl
 
 
 def _errors(runners: dict[str, Runner], bucket: int, context: int) -> dict[str, float]:
-    """Return how far each variant's log-probabilities are from the full step's.
-
-    They are those of each row's most likely token: rounding moves it little, whichever token it is.
-    """
+    """Return each variant's distance from the full step, of the log-probability of each row's most likely token."""
     given: dict[str, list[float]] = {}
     with rows_at(runners[FULL], bucket, context, logprobs=0) as rows:
         for name, runner in runners.items():
@@ -281,7 +272,7 @@ def _errors(runners: dict[str, Runner], bucket: int, context: int) -> dict[str, 
 
 
 def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
-    """Return the top kernels and the idle gaps of some steps, from a profiler's trace."""
+    """Return the top kernels and the idle gaps of some steps, from torch's profiler."""
     with rows_at(runner, bucket, context) as rows:
         runner.stage(rows)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -298,12 +289,7 @@ def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
 
 
 def kernel_summary(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, Any]:
-    """Return, for one step, the time in kernels by name, the time between them, and the largest gaps.
-
-    Args:
-        kernels: name, begin and end in microseconds, in any order; they may overlap.
-        steps: that they belong to.
-    """
+    """Return, per step, the time in kernels by name, between them, and the largest gaps; kernels may overlap."""
     busy: Counter[str] = Counter()
     gaps: list[tuple[float, str, str]] = []
     last_end, last_name = float("-inf"), ""
@@ -324,7 +310,6 @@ def kernel_summary(kernels: list[tuple[str, float, float]], steps: int) -> dict[
 
 
 def show_model(result: dict[str, Any]) -> None:
-    """Show one model's figures, each next to its limit."""
     columns = {
         "batch": "{bucket}",
         "context": "{context}",

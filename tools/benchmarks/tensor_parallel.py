@@ -1,7 +1,6 @@
-"""A decode step of several ranks of one thread beside that of one rank with as many threads, on a CPU.
+"""A decode step of several ranks of one thread beside one rank with as many threads, on a CPU.
 
-Both engines are there at the same time, each in processes of its own, and take turns. The weights' bytes are those that
-each rank holds, all of them; the run is added to the file.
+Both engines run in processes of their own, and take turns. The run is added to the file.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ _WARM_STEPS = 4
 
 
 def step_ms(engine: Engine, rows: int) -> float:
-    """Return the mean time of a step of so many rows."""
     params = SamplingParams(temperature=0.0, max_tokens=_WARM_STEPS + _STEPS + 1, ignore_eos=True)
     first, *_ = [engine.add(Request([5 + row, 6, 7, 8], params)) for row in range(rows)]
     tokens, times = 0, {}
@@ -53,7 +51,7 @@ def step_ms(engine: Engine, rows: int) -> float:
 
 
 def serve(model: str, ranks: int, sizes: list[int], **settings: Any) -> None:
-    """Answer each number of rows on standard input with the time of a step, after a first line with the bytes."""
+    """Print the bytes of the weights, then answer each number of rows on standard input with the time of a step."""
     config = EngineConfig.of(
         None,
         tensor_parallel_size=ranks,

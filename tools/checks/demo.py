@@ -1,7 +1,4 @@
-"""The demo model through this project's engine: exact match on fresh samples of each task, at least 99%.
-
-Greedy decoding; an answer counts if its text is exactly right: with nothing before it, and ended where it ends.
-"""
+"""The demo model: greedy exact match on fresh samples of each task, at least 99%."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""All forms of few bits, caches of 8 bits and fp16, compared with float64, for every set of instructions of the C.
+"""All quantized forms, caches of 8 bits and fp16, compared with float64, for every instruction set of the C kernels.
 
     tools/check few-bits whole --out FILE  every form, shape and number of rows, for each set, a process each
     tools/check few-bits one               some of it, for the set that GRAPHDECODE_ISA names
 
-What weights stand for is computed by the gguf library, by compressed-tensors and from the formats' definitions, in
-float64 (`tests/kernels/quantized_weights.py`, `tests/models/quantized_checkpoints.py`). A difference is given as a
-share of what sums in float32 and one rounding to the result's dtype may cost: above 1 it is a fault.
+Weights are dequantized in float64 by the gguf library, by compressed-tensors and from the formats' definitions (see
+`tests/kernels/quantized_weights.py`, `tests/models/quantized_checkpoints.py`). A difference is given as a share of what
+float32 sums and one rounding of the result may cost: above 1 is a fault.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def blocks(is_whole: bool) -> Iterator[Share]:
 
 
 def integers(is_whole: bool) -> Iterator[Share]:
-    """Yield the shares of integers and float8 in groups of 384, 128, 96, 64, 32 and 16 input features."""
+    """Yield the shares of integers and float8 in groups of 16 to 384 input features."""
     rows = ALL_ROWS if is_whole else SOME_ROWS
     kinds = list(combinations((torch.float16, torch.bfloat16, torch.float32), (False, True)))
     for groups in (1, 3, 4, 6, 12, 24) if is_whole else (3, 24):
@@ -98,7 +98,7 @@ def integers(is_whole: bool) -> Iterator[Share]:
 
 
 def checkpoints(is_whole: bool) -> Iterator[Share]:
-    """Yield the shares of layers as they are loaded from Hugging Face's forms of checkpoints."""
+    """Yield the shares of layers loaded from Hugging Face's quantized checkpoints."""
     for name, form in FORMS.items():
         if not is_whole or name.startswith("nf4"):  # which is expanded
             continue
@@ -135,7 +135,7 @@ def embeddings(is_whole: bool) -> Iterator[Share]:
 
 
 def plain(is_whole: bool) -> Iterator[Share]:
-    """Yield the shares of products with weights that are not quantized, in the dtype of the activations."""
+    """Yield the shares of products with weights that are not quantized."""
     for dtype, shape in combinations(DTYPES, SHAPES + NARROW if is_whole else SHAPES[:1]):
         draw = torch.Generator().manual_seed(2)
         weight, bias = (torch.randn(size, generator=draw).to(dtype) for size in (shape, shape[0]))
@@ -148,7 +148,7 @@ def plain(is_whole: bool) -> Iterator[Share]:
 
 
 def passed(name: str, check: Callable[..., None], *given: Any) -> Share:
-    """Return 1 where a test's check passes, whose limit is its own; else infinity."""
+    """Return 1 if a test's check passes, else infinity."""
     try:
         check(*given)
     except AssertionError as error:
@@ -163,7 +163,7 @@ def called(operation: str) -> Callable[..., None]:
 
 
 def caches(is_whole: bool) -> Iterator[Share]:
-    """Yield whether attention over caches of 8 bits or fp16, and what appends to them, pass their tests' checks."""
+    """Yield whether attention over caches of 8 bits or fp16, and appends to them, pass their tests' checks."""
     common = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
     decode = decode_cases.decode_attention_native
     for module in (append_cases, decode_cases, extend_cases):
@@ -182,7 +182,7 @@ def caches(is_whole: bool) -> Iterator[Share]:
 
 
 def experts(is_whole: bool) -> Iterator[Share]:
-    """Yield whether products of experts, of few bits and plain ones, pass their tests' checks."""
+    """Yield whether products of experts, quantized and plain, pass their tests' checks."""
     rows = (*range(1, 34), 300) if is_whole else (1, 33)
     kinds = [*sorted(GGUF_BLOCKS), (4, False), (4, True), (8, False), "e4m3"]
     gates = ("none", "silu") if is_whole else ("silu",)
@@ -194,7 +194,7 @@ def experts(is_whole: bool) -> Iterator[Share]:
 
 
 def tiles(is_whole: bool) -> Iterator[Share]:
-    """Yield whether the kernel for GPUs, interpreted, passes its tests' check for any number of rows."""
+    """Yield whether the interpreted GPU kernel passes its tests' check for any number of rows."""
     with quick_interpreter(), strict(0):
         for name in tiled_cases.FORMATS:
             held, weight = tiled_cases.weight_of(name, 50, 450)
@@ -209,7 +209,7 @@ PARTS = {part.__name__: part for part in (plain, blocks, integers, checkpoints, 
 
 
 def seen(shares: Iterator[Share]) -> dict[str, Any]:
-    """Return of each form how many comparisons there were, and the largest share by dtype."""
+    """Return by form the number of comparisons, and the largest share by dtype."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, kind, share in shares:
         found[name][kind.removeprefix("torch.")].append(share)
@@ -223,7 +223,7 @@ def seen(shares: Iterator[Share]) -> dict[str, Any]:
 
 
 def extensions() -> list[str]:
-    """Return which of the extensions that the kernels ask for the compiler may use."""
+    """Return the extensions that the compiler may use."""
     command = [*Compiler.found().command, "-dM", "-E", "-x", "c", "/dev/null"]
     defined = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.split()
     return [name.strip("_") for name in EXTENSIONS if name in defined]

@@ -1,13 +1,11 @@
-"""SmolLM2 in fp16, in its file's blocks, and in Hugging Face's forms of few bits, beside what each stands for.
+"""SmolLM2 in fp16, in GGUF blocks, and in Hugging Face's quantized forms, beside the dequantized checkpoint.
 
     tools/check forms compare FOLDER --out FILE --transformers PYTHON --vllm PYTHON
     tools/check forms unpack FOLDER --out FILE --vllm PYTHON    GPTQ's and AWQ's weights as vLLM has them
 
-FOLDER keeps the plain checkpoint in bf16 and one in each form. What a form stands for is written as a plain checkpoint
-in float32, from its definition (`tests/models/quantized_checkpoints.py`), compressed-tensors' own functions or those of
-bitsandbytes, which write these forms too: nearest values, nothing is calibrated. Each model runs in a process of its
-own. PYTHON are interpreters that have transformers with compressed-tensors and bitsandbytes, and vLLM's CPU build: how
-these read the same checkpoints (`tools/elsewhere.py`). FILE keeps what else it holds.
+FOLDER keeps the plain checkpoint in bf16 and one in each form, rounded to the nearest values. Each is dequantized to
+float32 from its definition (`tests/models/quantized_checkpoints.py`), or by compressed-tensors or bitsandbytes. The
+PYTHONs have transformers with these packages, and vLLM's CPU build, which read the same checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ app = typer.Typer(add_completion=False)
 
 
 def int4_by_128() -> Form:
-    """Return compressed-tensors' integers of 4 bits in groups of 128 columns, of 64 where 128 does not divide them."""
+    """Return compressed-tensors' int4 in groups of 128 columns, of 64 where 128 does not divide them."""
     wide, narrow = (compressed("pack-quantized", num_bits=4, strategy="group", group_size=size) for size in (128, 64))
     groups = {
         f"group_{place}": form.settings["config_groups"]["group_0"] | {"targets": [targets]}
@@ -65,7 +63,7 @@ WRITTEN = {
 
 
 def write_pair(plain: Path, folder: Path, undone: Path, form: Form) -> None:
-    """Write a checkpoint in a form, and what it stands for in float32."""
+    """Write a quantized checkpoint, and its dequantized weights in float32."""
     stored, meant = packed_tensors(form, load_file(plain / MODEL_FILE))
     for out, tensors in ((folder, stored), (undone, meant)):
         shutil.copytree(plain, out, ignore=shutil.ignore_patterns(MODEL_FILE))
@@ -82,7 +80,7 @@ def measured(model: str, dtype: str, *options: str) -> Any:
 
 
 def beside(form: str, stored: dict[str, Any], of_undone: dict[str, Any]) -> dict[str, Any]:
-    """Return a row: perplexities of both, and how long their answers are the same."""
+    """Return a row: perplexities of both, and how long their outputs agree."""
     pairs = list(zip(PROMPTS, stored.pop("answers"), of_undone["answers"], strict=True))
     return stored | {
         "form": form,
@@ -93,7 +91,7 @@ def beside(form: str, stored: dict[str, Any], of_undone: dict[str, Any]) -> dict
 
 
 def parted(prompt: str, token_ids: list[int], other: dict[str, Any]) -> dict[str, Any]:
-    """Return how many tokens two answers share, and how near the two best were where they part."""
+    """Return how many tokens two outputs share, and the gap of the two best tokens where they part."""
     pairs = enumerate(zip(token_ids, other["token_ids"], strict=True))
     place = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
     row: dict[str, Any] = {"prompt": prompt, "tokens": len(token_ids)}
@@ -103,7 +101,7 @@ def parted(prompt: str, token_ids: list[int], other: dict[str, Any]) -> dict[str
 
 
 def stored_and_undone(folder: Path, form: str, readers: dict[str, Path]) -> dict[str, Any]:
-    """Return the row of a form of Hugging Face's."""
+    """Return the row of a Hugging Face form."""
     plain, packed = folder / PLAIN, folder / form
     shutil.rmtree(packed, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -125,7 +123,7 @@ def stored_and_undone(folder: Path, form: str, readers: dict[str, Path]) -> dict
 
 
 def read_by_others(form: str, packed: Path, undone: Path, readers: dict[str, Path]) -> dict[str, Any]:
-    """Return the perplexities that other libraries find; vLLM computes in bf16, and so with what is undone, too."""
+    """Return the perplexities that other libraries find; vLLM computes both checkpoints in bf16."""
     found = {}
     if form in READ_BY_TRANSFORMERS and "transformers" in readers:
         found["transformers"] = perplexities_by(readers["transformers"], "transformers", packed, "float32")
@@ -145,7 +143,7 @@ def perplexities_by(python: Path, reader: str, model: Path, dtype: str) -> Any:
 
 
 def half_and_whole(folder: Path, readers: dict[str, Path]) -> dict[str, Any]:
-    """Return the row of fp16, which stands for the same values in float32."""
+    """Return the row of fp16 beside the same values in float32."""
     plain = folder / PLAIN
     narrow, wide = measured(str(plain), "float16"), measured(str(plain), "float32")
     narrow["perplexity"] = {"float16": narrow["perplexity"]}
@@ -158,9 +156,9 @@ def half_and_whole(folder: Path, readers: dict[str, Path]) -> dict[str, Any]:
 
 
 def as_it_comes() -> dict[str, Any]:
-    stored = measured("smollm2", "float32", "--quantize", "gguf")
+    stored, plain = (measured("smollm2", "float32", "--quantize", each) for each in ("gguf", "none"))
     stored["perplexity"] = {"float32": stored["perplexity"]}
-    return beside(AS_IT_COMES, stored, measured("smollm2", "float32"))
+    return beside(AS_IT_COMES, stored, plain)
 
 
 @app.command()

@@ -1,8 +1,4 @@
-"""What a GGUF file answers here beside what llama.cpp and transformers make of the same file.
-
-Three comparisons: the token ids of 2,000 lines with llama.cpp's; greedy answers, and the perplexity of a text, with
-those of transformers on the dequantized weights.
-"""
+"""A GGUF file beside llama.cpp (token ids of 2,000 lines) and transformers (greedy outputs, perplexity of a text)."""
 
 from __future__ import annotations
 
@@ -25,20 +21,8 @@ from harness import ROOT, elsewhere, perplexity, told_by
 
 NUM_LINES = 2000
 NEAR_TIE = 1e-3
-ODD_WORDS = (
-    "don't",
-    "We'LL",
-    "I'm",
-    "it's",
-    "naïve",
-    "Straße",
-    "e\u0301",
-    "½",
-    "Ⅷ",
-    "²",
-    "👩\u200d👧",
-    "🏳\ufe0f\u200d🌈",
-)
+ODD_WORDS = ["don't", "We'LL", "I'm", "it's", "naïve", "Straße", "e\u0301", "½", "Ⅷ", "²"]
+ODD_WORDS += ["👩\u200d👧", "🏳\ufe0f\u200d🌈"]
 SPACES = (" ", "  ", "\t", "\n", "\r\n", " \n ", "\u00a0", "\u3000", "   \t")
 QUESTIONS = (
     "What is the capital of France?",
@@ -49,7 +33,7 @@ QUESTIONS = (
 
 
 def real_lines() -> list[str]:
-    """Return all lines of the standard library's sources, which hold documentation, too."""
+    """Return all lines of the standard library's sources."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py")) + sorted((folder / "email").glob("*.py"))
     return [line for file in files for line in file.read_text("utf-8").splitlines() if line]
@@ -91,7 +75,7 @@ def llama_ids(path: Path, texts: Sequence[str], python: str) -> list[list[int]]:
 
 
 def compare_ids(path: Path, python: str) -> bool:
-    """Print how many lines have llama.cpp's token ids, and the first that has not."""
+    """Print how many lines have llama.cpp's token ids, and the first that differ."""
     tokenizer = load_tokenizer(path)
     texts = lines(tokenizer.all_special_tokens)
     theirs = llama_ids(path, texts, python)
@@ -107,14 +91,13 @@ def compare_ids(path: Path, python: str) -> bool:
 
 
 def reference_model(path: Path) -> Any:
-    """Return transformers' model of the dequantized weights, in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 def compare_answers(llm: LLM, model: Any, max_tokens: int) -> bool:
-    """Print how many tokens of greedy answers are the best of transformers' logits, up to near-ties."""
+    """Print how many tokens of greedy outputs are the best of transformers' logits, up to near-ties."""
     template = bool(llm.tokenizer.chat_template)
     prompts = [
         llm.tokenizer.apply_chat_template(
@@ -137,7 +120,7 @@ def compare_answers(llm: LLM, model: Any, max_tokens: int) -> bool:
 
 
 def compare_perplexity(llm: LLM, model: Any, text: str) -> bool:
-    """Print the perplexity of a text by our weights, and by transformers' for the same tokens."""
+    """Print the perplexity of a text here and in transformers, for the same tokens."""
     ids = llm.tokenizer(text, verbose=False).input_ids[: llm.engine_config.buckets.max_sequence_length - 1]
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)

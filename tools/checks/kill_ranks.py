@@ -1,10 +1,8 @@
-"""One rank of a tensor-parallel engine is killed or stopped: the others end, say which rank it was, and none is left.
+"""A rank of a tensor-parallel engine is killed or stopped: the others end, and name it; no process is left.
 
-Each trial is an engine of the demo over two ranks in processes of its own, which captures, computes prompts, or
-decodes. Some time into the phase one of the ranks is sent SIGKILL or SIGSTOP. The others must end within the limit, or
-soon after it on a busy machine, with an error that names the rank, and no process may be left. A stopped rank 0 is let
-go on when the others have ended, and must end, too. A trial in which somebody else lets the stopped rank go on shows
-nothing, and is made again. The rows of a run take the place of the same ones in the file.
+A trial is an engine of the demo over two ranks that captures, prefills, or decodes. One rank gets SIGKILL or SIGSTOP.
+The other must end within the limit, or soon after on a busy machine, with an error that names the rank. A stopped rank
+0 is continued afterwards, and must end too. A trial in which something else continues the stopped rank is repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Trial(NamedTuple):
 
 
 def engine(phase: str, limit_seconds: float, how: Any) -> None:
-    """Run the trial's engine: print the ranks' processes and the phase, and work in it until something happens."""
+    """Run the trial's engine: print the ranks' processes and the phase, and work until something happens."""
     faulthandler.register(signal.SIGUSR1)
     settings = EngineConfig.of(
         None, tensor_parallel_size=2, max_batch_size=32, rank_limit_seconds=limit_seconds, max_sequence_length=256,
@@ -74,7 +72,7 @@ def engine(phase: str, limit_seconds: float, how: Any) -> None:
 def trial(
     phase: str, number: signal.Signals, victim: int, limit_seconds: float, wait: float, how: str = "shared"
 ) -> Trial:
-    """Run one trial: some seconds into a phase, a rank is sent a signal."""
+    """Send a rank a signal some seconds into a phase, and look at what the others do."""
     command = command_of("check", "kill-ranks", "--engine", phase, "--limit", limit_seconds, "--collectives", how)
     is_stop, is_void = number == signal.SIGSTOP, False
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -123,7 +121,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _state(pid: int) -> str:
-    """Return the letter for a process's state; Z where there is none any more."""
+    """Return the letter of a process's state; Z if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -135,7 +133,6 @@ def _lives(pid: int) -> bool:
 
 
 def trials(phase: str, name: str, how: str, times: int, limit: float, draw: random.Random) -> dict[str, Any]:
-    """Run as many trials as are asked for, of each rank by turns; return what came of them."""
     seconds: list[float] = []
     failures = void = 0
     while len(seconds) < times:

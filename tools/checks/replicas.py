@@ -1,8 +1,7 @@
-"""What is claimed of replicas and of batches, on a real Ray on this machine; a function says what each part tries.
+"""Replicas and batches on a real Ray on this machine, under load, with kills; each part's function says what it tries.
 
-Nothing leaves the machine, Ray's files lie in a folder of their own, and all that was started is found again and ended.
-Requests are streamed, and it is told what came of each. A part takes one to four minutes; `--part` tries some of them,
-and a file that has results already keeps those of the others.
+Ray listens on the loopback interface, its files have a folder of their own, and all processes are ended. A part takes
+one to four minutes; `--part` runs some of them, and the file keeps the results of the others.
 """
 
 from __future__ import annotations
@@ -74,12 +73,11 @@ class Server:
     process: subprocess.Popen[bytes]  # of the command
 
     def counts(self, name: str) -> dict[str, float]:
-        """Return the counter of that name, by replica."""
         found = re.findall(rf'^{name}{{replica="(\w+)".*}} (\S+)$', httpx.get(f"{self.address}/metrics").text, re.M)
         return {replica: float(value) for replica, value in found}
 
     def until_replicas(self, count: int, seconds: float = START_SECONDS) -> float:
-        """Wait until so many replicas serve; return how long it took."""
+        """Wait until so many replicas serve; return the seconds."""
         name = "vllm:prefix_cache_queries_total"
         began = time.monotonic()
         until(lambda: len(self.counts(name)) == count, seconds, f"not {count} replicas", every=0.5)
@@ -90,15 +88,7 @@ class Server:
 def served(
     model: str, *options: str, replicas: int = 0, settings: str = LARGE_CACHE, folder: str | None = None
 ) -> Iterator[Server]:
-    """Serve a model, and leave no process of it.
-
-    Args:
-        model: as the command takes it.
-        options: of the command.
-        replicas: that there are, and are waited for; 0: as the options say.
-        settings: the text of its configuration file.
-        folder: of a Ray that others began and will end; None: of one that is begun here.
-    """
+    """Serve a model with a configuration file, and leave no process; `folder` is that of a Ray that runs already."""
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as own:
         config, log = Path(own) / "server.toml", Path(own) / "log"
         config.write_text(settings)
@@ -139,8 +129,6 @@ def ray_environment(folder: str) -> dict[str, str]:
 
 
 def _address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
-    """Return where the server listens, once it says so."""
-
     def found() -> str:
         if process.poll() is not None:
             raise RuntimeError(log.read_text()[-2000:])
@@ -151,15 +139,12 @@ def _address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
 
 
 def replicas_of(folder: str) -> list[int]:
-    """Return the processes of the replicas of a Ray, whose children are the engines."""
+    """Return the processes of a Ray's replicas, whose children are the engines."""
     return [pid for pid in processes_of(folder) if _REPLICA.match(command_of(pid))]
 
 
 def processes_of(folder: str) -> list[int]:
-    """Return the processes of a Ray that has its files in a folder.
-
-    Some have taken the place of their environment for a longer title; these have their logs open.
-    """
+    """Return a Ray's processes, by environment, or by open logs where a long title replaced the environment."""
     mark = f"RAY_TMPDIR={folder}".encode()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [
@@ -177,7 +162,7 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _files(pid: int) -> Iterator[str]:
-    """Yield the paths of the files that a process has open."""
+    """Yield the paths of a process's open files."""
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -185,7 +170,7 @@ def _files(pid: int) -> Iterator[str]:
 
 
 def until_none_is_left(folder: str) -> float:
-    """Wait until Ray's own processes have seen that who began it is gone; end those that do not."""
+    """Wait until Ray's own processes have ended after their driver; kill those that have not."""
     began = time.monotonic()
     try:
         until(lambda: not processes_of(folder), END_SECONDS, "processes were left")
@@ -198,7 +183,7 @@ def until_none_is_left(folder: str) -> float:
 
 
 def command_of(pid: int) -> str:
-    """Return the command line of a process; of one that has ended, nothing."""
+    """Return the command line of a process, or ""."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -207,7 +192,7 @@ def command_of(pid: int) -> str:
 
 @dataclass
 class Stream:
-    """What came of one streamed request; times are of `time.monotonic`."""
+    """One streamed request; times are of `time.monotonic`."""
 
     text: str = ""
     replica: str = ""
@@ -219,7 +204,7 @@ class Stream:
 
 
 async def ask(http: httpx.AsyncClient, model: str, body: dict[str, Any]) -> Stream:
-    """Ask for a stream, and follow it to its end, whatever that is."""
+    """Ask for a stream, and follow it to its end."""
     stream, last, is_whole = Stream(), time.monotonic(), False
     try:
         async with http.stream("POST", "/v1/completions", json=body | {"model": model, "stream": True}) as response:
@@ -248,7 +233,6 @@ async def ask(http: httpx.AsyncClient, model: str, body: dict[str, Any]) -> Stre
 
 
 def client_of(address: str) -> httpx.AsyncClient:
-    """Return what asks a server, in a loop that is yet to run."""
     timeout = httpx.Timeout(10.0, read=SILENT_SECONDS)
     return httpx.AsyncClient(base_url=address, timeout=timeout, limits=httpx.Limits(max_connections=None))
 
@@ -268,12 +252,12 @@ def by_replica(streams: Iterable[Stream]) -> list[int]:
 
 
 def longest_gap(streams: Sequence[Stream]) -> float:
-    """Return the seconds that a stream was silent at most, before its first event too."""
+    """Return the longest silence of a stream in seconds, the wait for its first event included."""
     return max(max(stream.gaps, default=0.0) for stream in streams)
 
 
 def requests_of(count: int, seed: int, tokens: int) -> list[dict[str, Any]]:
-    """Return seeded requests whose answers have their full length."""
+    """Return seeded requests whose outputs have their full length."""
     draw = random.Random(seed)
     return [
         {
@@ -288,7 +272,7 @@ def requests_of(count: int, seed: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
-    """Kill one of two replicas while 200 streams run; the other one answers what had not begun."""
+    """Kill one of two replicas under 200 streams; the other one serves those that had not begun."""
     with served(model, *options, replicas=2) as server:
         streams, killed, again = asyncio.run(_storm(server, tokens))
         calm = asyncio.run(ask_all(server.address, model, requests_of(KILL_STREAMS, 1, tokens)))
@@ -314,7 +298,7 @@ def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
 
 
 async def _storm(server: Server, tokens: int) -> tuple[list[Stream], float, float]:
-    """Return the streams, when the replica was killed, and how long it took until there were two again."""
+    """Return the streams, when the replica was killed, and how long until there were two again."""
     async with client_of(server.address) as http:
         bodies = requests_of(KILL_STREAMS, 1, tokens)
         tasks = [asyncio.create_task(ask(http, server.model, body)) for body in bodies]
@@ -330,7 +314,7 @@ async def _storm(server: Server, tokens: int) -> tuple[list[Stream], float, floa
 
 
 def _two_again(server: Server) -> float:
-    """Wait until the killed replica is gone from the counts, and then until there are two."""
+    """Wait until the killed replica is gone from the metrics, and then until there are two."""
     return server.until_replicas(1) + server.until_replicas(2)
 
 
@@ -352,7 +336,7 @@ def scale_by_load(model: str, tokens: int) -> dict[str, Any]:
 
 
 def scale_by_command(model: str, tokens: int) -> dict[str, Any]:
-    """Join a Ray that others began, with one replica, and let other commands make two of it, and one again."""
+    """Join a running Ray with one replica; other commands make two of it, and one again."""
 
     async def scaled(stack: ExitStack, folder: str, options: tuple[str, ...]) -> tuple[list[Stream], dict[str, float]]:
         async def to(count: int) -> float:
@@ -376,7 +360,7 @@ def scale_by_command(model: str, tokens: int) -> dict[str, Any]:
 
 @contextmanager
 def cluster() -> Iterator[tuple[str, str]]:
-    """Begin a Ray as an administrator would, and leave no process of it; yield its folder and its address."""
+    """Start a Ray as an administrator would; yield its folder and its address."""
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
         address = f"127.0.0.1:{free_port()}"
         command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
@@ -408,7 +392,7 @@ def _told(streams: list[Stream], took: dict[str, float]) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that ask again and again, each of them one request at a time, until the end of the context."""
+    """Clients that send one request at a time until the end of the context."""
 
     def __init__(self, server: Server, tokens: int, clients: int = CLIENTS) -> None:
         self._server = server
@@ -436,7 +420,7 @@ class Load:
 
 
 def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
-    """Ask for many prompts of few beginnings, under each routing: what share of the prompts' tokens was cached?"""
+    """Ask for many prompts with few prefixes under each routing: what share of prompt tokens was cached?"""
     draw = random.Random(4)
     beginnings = ["".join(draw.choices("abcdefghijklmnop ", k=300)) for _ in range(groups)]
     bodies = [
@@ -465,7 +449,7 @@ def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
 
 
 def batch(model: str, *options: str) -> dict[str, Any]:
-    """Kill a batch three times at random, and an engine of the run that ends it: every line is answered once."""
+    """Kill a batch three times at random, and an engine of the last run: every line is answered once."""
     draw = random.Random(7)
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
         asked, answers, log = (Path(folder) / name for name in ("requests.jsonl", "answers.jsonl", "log"))
@@ -506,13 +490,13 @@ def batch(model: str, *options: str) -> dict[str, Any]:
 
 
 def _engines(folder: str) -> list[int]:
-    """Return the processes of the replicas; without Ray, that of the engine."""
+    """Return the processes of the replicas; without Ray, the engine's."""
     alone = [pid for pid in processes_of(folder) if "graphdecode.server.engine_process" in command_of(pid)]
     return replicas_of(folder) or alone
 
 
 def _lines() -> Iterator[dict[str, Any]]:
-    """Yield requests of a batch; one of a hundred cannot be served, and its line says why."""
+    """Yield requests of a batch; one in a hundred is invalid."""
     for number, body in enumerate(requests_of(LINES, 8, BATCH_ANSWER_TOKENS)):
         wrong = {"max_tokens": "many"} if number % 100 == 99 else {}
         yield {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body | wrong}
@@ -523,7 +507,7 @@ def _line_count(file: Path) -> int:
 
 
 def ends(model: str, *options: str) -> dict[str, Any]:
-    """End the command under load in each way; nothing of it may stay."""
+    """End the command under load in each way; no process may stay."""
     return {name: _ended_by(signals, model, options) for name, signals in WAYS.items()}
 
 
@@ -554,7 +538,7 @@ def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) ->
 
 
 def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
-    """Ask for 32 streams at once: how many tokens come per second, and how long does the first one take?"""
+    """Ask for 32 streams at once: tokens per second, and time to first token."""
     with served(model, *options, replicas=2) as server:
         asyncio.run(ask_all(server.address, model, requests_of(8, 6, tokens)))
         began = time.monotonic()
@@ -571,7 +555,7 @@ def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
 
 
 def split(model: str, tokens: int) -> dict[str, Any]:
-    """Serve one replica of two ranks: the same answers as from one rank; a rank is killed, and it serves again."""
+    """Serve one replica of two ranks: outputs are those of one rank; a rank is killed, and it serves again."""
     bodies = [body | {"temperature": 0.0} for body in requests_of(SPEED_STREAMS, 5, tokens)]
     with served(model, replicas=1) as whole:
         expected = asyncio.run(ask_all(whole.address, model, bodies))
@@ -593,7 +577,6 @@ def split(model: str, tokens: int) -> dict[str, Any]:
 
 
 async def _rank_killed(server: Server, bodies: list[dict[str, Any]]) -> list[Stream]:
-    """Kill the rank that is not the first while some streams run."""
     asking = asyncio.create_task(ask_all(server.address, server.model, bodies))
     while not any((await asyncio.to_thread(server.counts, GENERATED)).values()):
         await asyncio.sleep(0.05)

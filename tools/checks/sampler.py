@@ -1,8 +1,7 @@
-"""The sampler's kernels, in Triton's interpreter, beside the torch version on rows that ask for anything.
+"""The sampler's kernels, interpreted, beside the torch version: tokens must be the same.
 
-A batch has rows of every kind of logits (flat, sharp, tied, of two values, huge, -inf, +inf, NaN) and of every wish
-(temperature, top-k, top-p, min-p, penalties, biases, masks, bad words, stops), over a vocabulary of several blocks,
-with lists of candidates that are long enough or too short. Tokens have to be the same, bit for bit.
+Rows have every kind of logits (flat, sharp, tied, huge, infinite, NaN) and of sampling parameters, over a vocabulary of
+several blocks, with candidate lists that are long enough or too short.
 """
 
 from __future__ import annotations

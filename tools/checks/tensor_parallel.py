@@ -1,10 +1,8 @@
-"""Tokens of several ranks beside those of one, for the small checkpoints of every family and form of weights.
+"""Tokens of several ranks beside those of one, for small checkpoints of every family and weight form.
 
-Requests are sampled and greedy, longer than a chunk and shorter, over few pages, so that some are preempted, with
-prefixes that are shared; chunks go along with steps of rows. A group of processes loads one model after the other.
-Where a family can be had with batch_invariant, a request alone has the tokens that it has among others. The forms are
-of a wider Llama: files with weights in few bits, and weights that are rounded while they are read. The last rows are
-what torchrun gives: the demo's answer, printed by rank 0 alone. Each row takes the place of the same one in the file.
+Requests are sampled and greedy, with shared prefixes, chunks, mixed steps, and few pages, so that some are preempted.
+With batch_invariant, where a family has it, a request alone has the tokens that it has among others. The last rows run
+the demo under torchrun. Each row replaces the same one in the file.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ class Answers(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield all families in plain weights, and one in all forms."""
+    """Yield all families with plain weights, and one family with all forms."""
     for name in family_checkpoints.FAMILIES:
         yield Case(name, "plain", partial(family_checkpoints.save_checkpoint, name), {})
     family_checkpoints.FAMILIES["wide"] = (LlamaConfig, LlamaForCausalLM, _WIDE)
@@ -106,7 +104,7 @@ def cases() -> Iterator[Case]:
 
 
 def in_blocks(folder: Path, quantize: str) -> Path:
-    """Write a checkpoint's weights into a GGUF file beside it; return the file."""
+    """Write a checkpoint as a GGUF file beside it; return the file."""
     source = Checkpoint(folder)
     config, path = source.config(), folder / "model.gguf"
     file = GgufModel(quantized_on_load(source, config, quantize, None), config)
@@ -122,13 +120,13 @@ def settings(ranks: int, how: Any = "auto", **options: Any) -> EngineConfig:
 
 
 def request(seed: int, length: int) -> Request:
-    """Return a request whose first tokens others have, too."""
+    """Return a request that shares its first tokens with others."""
     params = SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=16, ignore_eos=True)
     return Request([5, 6, 7, 8, 9, 10, *range(20 + seed, 20 + seed + length)], params)
 
 
 def served(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], int]:
-    """Return the tokens of requests that come two at a time, and how many of their prompts' came from the cache."""
+    """Return the tokens of requests that arrive two at a time, and how many prompt tokens came from the cache."""
     found: dict[int, list[int]] = {}
     from_cache = 0
     waiting = list(requests)
@@ -159,7 +157,6 @@ def answers(model: Path, config: EngineConfig, leader: Leader | None = None) -> 
 
 
 def row_of(case: Case, model: Path, leader: Leader, ranks: int, how: str) -> dict[str, Any]:
-    """Compare one case; return what came of it."""
     row: dict[str, Any] = dict(zip(_KEYS, (case.model, case.weights, how, ranks), strict=True))
     one = answers(model, settings(1, **case.options))
     began = time.perf_counter()
@@ -181,7 +178,7 @@ def row_of(case: Case, model: Path, leader: Leader, ranks: int, how: str) -> dic
 
 
 def is_right(row: dict[str, Any]) -> bool:
-    """Whether a row is as it should be: tokens are the same, or the whole was refused."""
+    """Whether tokens are the same, or the whole was refused."""
     return "refused" in row or (row["same_tokens"] and row.get("batch_invariant") is not False)
 
 
@@ -202,7 +199,7 @@ def compared(some: list[Case], models: dict[tuple[str, str], Path], ranks: int, 
 
 
 def launched(ranks: int, how: str) -> dict[str, Any]:
-    """Start the demo by torchrun; return whether it answers as it should, once."""
+    """Run the demo under torchrun; it must answer once."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(_LAUNCHED.format(ranks=ranks, how=how))
         script.flush()

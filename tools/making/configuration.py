@@ -1,4 +1,4 @@
-"""What is made from the configurations' fields: docs/configuration.md and buckets.toml."""
+"""docs/configuration.md and buckets.toml, from the fields of the configurations."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ _INTRODUCTION = """\
 
 <!-- Written by `tools/make configuration` from the fields of the configurations: change those. -->
 
-One file in TOML holds all settings of a runtime. `LLM(model, config=...)` takes its path, an `EngineConfig`, or a
-`BucketConfig`; so does `--config` of the commands (a path). Every section and key may be left out, and keeps its
-default then. What is given to `LLM` as a keyword, or to a command as an option, overrides the file. Keys of
-`EngineConfig` have the same names as `LLM`'s keywords. `BucketConfig.load` takes the first four sections of the same
-file. [server] is for `graphdecode serve` alone, and [replicas] for it and for `graphdecode batch --ray`.
+One TOML file holds all settings. `LLM(model, config=...)` takes its path, an `EngineConfig`, or a `BucketConfig`;
+`--config` of the commands takes the path. Every section and key is optional. A keyword of `LLM`, or an option of a
+command, overrides the file. The keys of `EngineConfig` are `LLM`'s keywords. `BucketConfig.load` takes the first four
+sections. [server] is for `graphdecode serve` alone, [replicas] for it and for `graphdecode batch --ray`.
 
 An unknown key, a wrong type and an impossible value are errors (`ConfigError`) that name the file, the line, the key
-and what it takes. `buckets.toml` at the root of the repository is a file to start from: it holds all keys at their
-defaults.
+and the values that it takes. `buckets.toml` at the root of the repository holds all keys at their defaults.
 """
-_FILE_HEADER = "# The defaults of graphdecode: every key may be left out, or changed in a copy of this file.\n"
+_FILE_HEADER = "# graphdecode's defaults: change a copy of this file; every key is optional.\n"
 
 
 def reference() -> str:
@@ -61,6 +59,5 @@ def _default(key: Key) -> str:
 
 
 def main() -> None:
-    (ROOT / "docs").mkdir(exist_ok=True)
     (ROOT / "docs" / "configuration.md").write_text(reference(), encoding="utf-8")
     (ROOT / "buckets.toml").write_text(default_file(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The demo model that ships in graphdecode/models/demo, trained: about 20 minutes on two CPU cores.
+"""Train the demo model in graphdecode/models/demo: about 20 minutes on two CPU cores.
 
     tools/make demo-model --out graphdecode/models/demo
 
@@ -41,7 +41,7 @@ IGNORED = -100  # the label of a position that has no part in the loss (torch's 
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose id i < 256 is byte i; it adds nothing to a prompt and every unicode string round-trips."""
+    """Return a tokenizer whose id i < 256 is byte i; it adds nothing, and every string round-trips."""
     vocab = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's table
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,7 +61,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model() -> LlamaForCausalLM:
-    """The untrained model; draws its weights from torch's global generator."""
     rope: Any = {"rope_theta": 10000.0}  # which transformers keeps under another name
     tokens: Any = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     config = LlamaConfig(
@@ -82,7 +81,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def make_batch(task_counts: dict[str, int], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a batch; returns (input ids, labels), both int64 [batch, longest], labels `IGNORED` off the answers."""
+    """Return (input ids, labels), both int64 [batch, longest]; labels are `IGNORED` outside the answers."""
     samples = [sample(task, rng) for task, count in task_counts.items() for _ in range(count)]
     rows = [[*f"{prompt}{answer}".encode(), EOS_ID] for prompt, answer in samples]
     width = max(map(len, rows))
@@ -97,7 +96,7 @@ def make_batch(task_counts: dict[str, int], rng: random.Random) -> tuple[torch.T
 def answer_logits(
     model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [answer tokens, vocab] and targets [answer tokens] of the positions that predict an answer's token."""
+    """Return logits [answer tokens, vocab] and targets [answer tokens] of the answers."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [batch, width, hidden]
     kept = labels != IGNORED
     return model.lm_head(hidden[kept]), labels[kept]
@@ -105,11 +104,7 @@ def answer_logits(
 
 @torch.inference_mode()
 def exact_match(model: LlamaForCausalLM, task: str, count: int, rng: random.Random) -> float:
-    """The share of `count` samples of `task` that greedy decoding answers exactly, end of sequence included.
-
-    One forward pass tells: greedy decoding writes the answer if and only if the most likely token is right at each
-    position that follows a right prefix.
-    """
+    """Return the share of samples with the right token at each place after a right prefix: greedy exact match."""
     ids, labels = make_batch({task: count}, rng)
     logits, targets = answer_logits(model, ids, labels)
     right = torch.ones_like(labels, dtype=torch.bool)
@@ -118,7 +113,7 @@ def exact_match(model: LlamaForCausalLM, task: str, count: int, rng: random.Rand
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the model folder; each file appears whole, so a reader never meets half of one."""
+    """Write the model folder; each file appears whole."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         model.save_pretrained(scratch)
@@ -129,7 +124,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Linear warm-up over `WARMUP_STEPS`, then a cosine to zero over `progress` in 0..1."""
+    """Return a linear warm-up over `WARMUP_STEPS`, then a cosine to zero over `progress` in 0..1."""
     return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 

@@ -1,9 +1,9 @@
-"""The vocabularies, lines and token ids that tests compare GGUF's tokenizers with; the ids are llama.cpp's.
+"""The vocabularies, lines and llama.cpp's token ids that tests compare GGUF tokenizers with.
 
     tools/make gguf-vocabularies --llama-python PYTHON
 
-Needs sentencepiece here, and llama-cpp-python where PYTHON is the interpreter. The vocabularies are small, and made so
-that a text cut in other places has other tokens: their merges take no notice of words.
+Needs sentencepiece here, and llama-cpp-python in PYTHON's environment. Merges of the small vocabularies ignore words,
+so that a text cut in other places has other tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def sentence_pieces(corpus: list[str]) -> dict[str, Any]:
 
 
 def write(path: Path, vocabulary: dict[str, Any], edit: Callable[[gguf.GGUFWriter], None]) -> None:
-    """Write a file with a vocabulary and no tensors, and with what llama.cpp wants to see beside it."""
+    """Write a file with a vocabulary, no tensors, and the fields that llama.cpp requires."""
     writer = gguf.GGUFWriter(path, "llama")
     for name in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
         getattr(writer, f"add_{name}")(1)

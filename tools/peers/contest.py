@@ -1,9 +1,7 @@
-"""This engine and its peers on one checkpoint: their tokens are compared first, then they are timed in turn.
+"""This engine and its peers on one checkpoint: tokens are compared first, then engines are timed in turn.
 
-Whether tokens are the greedy ones is judged by the logits of a reference in float32. Two correct engines may differ:
-where two logits lie closer together than their rounding, either token is right, and all that follows differs. So an
-answer is judged token by token, given the tokens before it: by how far the logit of the token that was chosen lies
-below the largest one.
+Near-ties of logits may go either way, and all that follows differs. So each token is judged given the tokens before it:
+by how far its logit in a float32 reference lies below the largest one.
 """
 
 from __future__ import annotations
@@ -23,34 +21,25 @@ from tqdm import tqdm
 from graphdecode.profiling.environment import read_bandwidth
 from harness import in_turn, table
 from peers.llama_cpp import LlamaCpp
-from peers.peer import Graphdecode, Peer, Tokens, Workload, attempt, choose, random_prompts
-from peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
+from peers.peer import TRANSFORMERS, Graphdecode, Peer, Tokens, Workload, attempt, choose, random_prompts
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (Transformers, TransformersStatic, TransformersCompiled, LlamaCpp)
-}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (*TRANSFORMERS, LlamaCpp)}
 TOLERANCE = {"float32": 0.005, "float16": 0.05, "bfloat16": 0.25}
 """What rounding may cost, in standard deviations of the logits; another model's tokens lie whole deviations below."""
 _NOISY = 0.2  # spread past which a median of a few turns says little
 
 
 def parse_peers(text: str) -> list[Peer]:
-    """Return the peers of a list such as `"transformers,llama-cpp"`; see `choose`."""
     return [peer() for peer in choose(text, PEERS).values()]
 
 
 def compare_engines(
     peers: Sequence[Peer], folder: Path, workload: Workload, *, repeats: int = 5, progress: bool = False
 ) -> dict[str, Any]:
-    """Compare this engine with its peers at every batch size of the workload.
+    """Compare this engine with its peers at every batch size; return what `generate-*.json` holds of it.
 
-    A peer that is absent, that fails, or whose tokens are not the greedy ones is left out with its reason, and does
-    not disturb the others. These are timed in turn (A B A B ...), and the memory between them, whose speed is not the
-    same for long.
-
-    Returns:
-        `weight_bytes` that a step reads, `tolerance` of the tokens, `versions` of the peers' packages, `left_out`
-        (peer -> reason) and `rows`, one for each batch size, with the fields that `_Round.row` gives.
+    A peer that is absent, fails, or gives tokens that are not greedy is left out with its reason. The others take turns
+    (A B A B ...), with a measurement of the read bandwidth between them.
 
     Raises:
         ValueError: this engine's own tokens are not the greedy ones.
@@ -86,7 +75,7 @@ def compare_engines(
 
 
 class Reference:
-    """The checkpoint in transformers: its weights rounded to the workload's dtype, its arithmetic in float32."""
+    """The checkpoint in transformers: weights rounded to the workload's dtype, arithmetic in float32."""
 
     def __init__(self, folder: Path, workload: Workload) -> None:
         from transformers import AutoModelForCausalLM
@@ -98,12 +87,7 @@ class Reference:
         self.vocab_size: int = model.config.vocab_size
 
     def judge(self, prompts: Tokens, answers: Tokens, new_tokens: int) -> tuple[float | None, str]:
-        """Return how far an engine's answers fall short of the greedy ones, and what is wrong with them.
-
-        Returns:
-            How far, at worst, a chosen token's logit lies below the best one, in standard deviations of the logits
-            (None where it cannot be said), and what is wrong, for people; "" when all are greedy up to rounding.
-        """
+        """Return an answer's shortfall in standard deviations of the logits (or None), and its fault (or "")."""
         lengths = [len(answer) for answer in answers]
         if lengths != [new_tokens] * len(prompts):
             return None, f"gives {lengths} tokens, not {new_tokens} for each of {len(prompts)} prompts"
@@ -126,7 +110,7 @@ class Reference:
 
 
 class _Round:
-    """All engines at one batch size; this engine is the first of them."""
+    """All engines at one batch size; this engine is the first."""
 
     def __init__(self, engines: Mapping[str, Peer], batch_size: int, workload: Workload, vocab_size: int) -> None:
         self._prompts = random_prompts(batch_size, workload.prompt_tokens, vocab_size)
@@ -140,7 +124,7 @@ class _Round:
         self._bandwidth = 0.0
 
     def compare(self, reference: Reference) -> None:
-        """Let every engine answer, which warms it up too, and leave out those whose tokens are wrong."""
+        """Let every engine generate, which warms it up too, and leave out those whose tokens are wrong."""
         new_tokens = self._workload.new_tokens + 1  # the longest answer that is timed
         answers: dict[str, Tokens] = {}
         for name, engine in list(self._engines.items()):
@@ -155,7 +139,7 @@ class _Round:
         }
 
     def time(self, repeats: int) -> None:
-        """Time the engines that are left, in turn; a first turn warms up and does not count."""
+        """Time the remaining engines in turn; a first turn warms up and does not count."""
         calls: dict[str, Callable[[], Any]] = {"": partial(read_bandwidth, self._workload.device, repeats=2)}
         for name, engine in self._engines.items():
             measure = partial(engine.seconds_per_step, self._prompts, self._workload.new_tokens)
@@ -168,10 +152,7 @@ class _Round:
                 self._leave_out(name, failure)
 
     def row(self, weight_bytes: int) -> dict[str, Any]:
-        """Return the figures: medians, each engine's turns, ratios to this engine, and multiples of the floor.
-
-        The floor is the time that reading the weights once takes at the median bandwidth of the turns.
-        """
+        """Return the figures; the floor is the time to read the weights once at the turns' median bandwidth."""
         seconds = {name: statistics.median(self._seconds[name]) for name in self._engines}
         floor = weight_bytes / self._bandwidth
         return {
@@ -196,14 +177,14 @@ class _Round:
 
 
 def _shared_prefix(a: Tokens, b: Tokens) -> float:
-    """Return the share of tokens before the first difference; near-ties of logits may go either way."""
+    """Return the share of tokens before the first difference."""
     pairs = zip(a, b, strict=True)
     equal = sum(next((i for i, (x, y) in enumerate(zip(p, q, strict=True)) if x != y), len(p)) for p, q in pairs)
     return equal / sum(map(len, a))
 
 
 def contest_table(record: dict[str, Any], title: str) -> Table:
-    """Return what `compare_engines` gives as a table: each figure next to its limit; an absence has dashes."""
+    """Return the figures of `compare_engines` as a table."""
     columns = {"batch": "{batch_size}", "engine": "{name}", "ms/step": "{ms:.3f}", "spread": "{spread:.0%}"}
     columns |= {"tokens/s": "{tokens:.1f}", "ratio": "{ratio:.2f}", "floors": "{floors:.2f}", "same": "{same:.0%}"}
     figures = {"ms": "ms_per_step", "tokens": "tokens_per_second", "ratio": "times_faster_than"}
@@ -219,7 +200,7 @@ def contest_table(record: dict[str, Any], title: str) -> Table:
 
 
 def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
-    """Return the lines that belong below the table: floors, tokens, and who was left out and why."""
+    """Return the lines below the table: floors, tokens, and who was left out and why."""
     lines = [
         "ms/step: the median of turns taken one after another; spread: the range of their middle half.",
         "ratio: its time over graphdecode's; floors: its time over that of reading the weights once.",
@@ -245,7 +226,7 @@ def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
 
 
 def _spread(turns: list[float]) -> float:
-    """Return how far the middle half of the turns reaches, over their median; infinite where noise ate the median."""
+    """Return the interquartile range over the median; infinite if the median is not positive."""
     median = statistics.median(turns)
     if median <= 0:
         return math.inf

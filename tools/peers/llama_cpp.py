@@ -1,7 +1,4 @@
-"""llama.cpp through llama-cpp-python, on a CPU: the same weights, one sequence of a batch for each row.
-
-A Llama checkpoint is written as a GGUF file, so that llama.cpp runs the very same weights.
-"""
+"""llama.cpp through llama-cpp-python, on a CPU, over the same weights: a Llama checkpoint is written as GGUF first."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def why_not_gguf(config: ModelConfig | AdoptedConfig) -> str:
-    """Return what of a model `write_gguf` cannot write, for people; "" where it can."""
+    """Return what of a model `write_gguf` cannot write; "" if it can."""
     if not isinstance(config, ModelConfig) or config.architecture != Llama.architecture:
         return f"only Llama checkpoints are written as GGUF here, this is {config.architecture}"
     if config.rope.rope_type != "default":
@@ -37,35 +34,32 @@ def why_not_gguf(config: ModelConfig | AdoptedConfig) -> str:
 
 
 def gguf_type(dtype: str) -> Any:
-    """Return the number that GGUF, and llama.cpp with it, has for a dtype of torch."""
     import gguf
 
     return gguf.GGMLQuantizationType[_TYPES[dtype]]
 
 
 def write_gguf(folder: Path, file: Path, dtype: str) -> None:
-    """Write a checkpoint of safetensors as GGUF, without a vocabulary: prompts are token ids.
-
-    Weights are rounded to `dtype`, norms too, which llama.cpp keeps in float32.
-    """
+    """Write safetensors as GGUF without a vocabulary; weights are rounded to `dtype`, norms too."""
     import gguf
 
-    config = Checkpoint(folder).config()
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("no_vocab")
     checkpoint = Checkpoint(folder)
+    config = checkpoint.config()
+    writer = gguf.GGUFWriter(file, "llama")
+    fields = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "rope_freq_base": config.rope.theta,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "tokenizer_model": "no_vocab",
+    } | dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), config.head_dim)
+    for field, value in fields.items():
+        getattr(writer, f"add_{field}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for stored in checkpoint.tensors:
@@ -87,27 +81,22 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a head [head_dim, hidden]: the rotary pairs (i, i + head_dim / 2) become neighbours."""
+    """Return a weight [heads * head_dim, hidden] whose rotary pairs (i, i + head_dim / 2) are neighbours."""
     rows, hidden = weight.shape
     return weight.view(heads, 2, rows // heads // 2, hidden).transpose(1, 2).reshape(rows, hidden)
 
 
 class LlamaCpp(Peer):
-    """`llama_decode` on batches of token ids, and the largest logit of each row; as many threads as torch has.
-
-    Weights and cache have the workload's dtype. Each batch size has a context of its own, for that many sequences.
-    """
+    """`llama_decode` on batches of token ids; each batch size has a context of its own, in the workload's dtype."""
 
     name = "llama-cpp"
     requires: ClassVar = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
     devices = ("cpu",)
 
     def why_not(self, folder: Path, workload: Workload) -> str:
-        """Return why not; the checkpoint may be one that is not written as GGUF."""
         return super().why_not(folder, workload) or why_not_gguf(describe_model(folder))
 
     def open(self, folder: Path, workload: Workload) -> None:
-        """Write the checkpoint as GGUF, load it, and make a context for each batch size."""
         self._api = llama_cpp_of()
         self._scratch = tempfile.TemporaryDirectory()
         file = Path(self._scratch.name) / "model.gguf"
@@ -117,12 +106,10 @@ class LlamaCpp(Peer):
         self._contexts = {size: Sequences(self._api, self._model, size, *sizes) for size in workload.batch_sizes}
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        """Return greedy tokens."""
         answers, _ = self._contexts[len(prompts)].answer(np.array(prompts), new_tokens)
         return np.stack(answers, axis=1).tolist()
 
     def close(self) -> None:
-        """Free contexts, model and file."""
         for context in self._contexts.values():
             context.close()
         self._api.llama_model_free(self._model)

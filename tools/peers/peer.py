@@ -1,4 +1,4 @@
-"""What a peer is: another engine that decodes the same checkpoint, when it is there; and this engine as one."""
+"""A peer: another engine that decodes the same checkpoint, if it is installed. This engine is one, and transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ _LEAST_CAPACITY = 512  # tokens a sequence may have, though a comparison needs f
 
 
 def attempt(call: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Return what a call gives and "", or None and why it gives nothing, in one line."""
+    """Return what a call gives and "", or None and its error in one line."""
     try:
         return call(), ""
     except Exception as error:
@@ -64,25 +64,20 @@ class Workload:
     threads: int  # of a CPU
 
     @property
-    def max_batch_size(self) -> int:
-        """The largest of the batch sizes."""
-        return max(self.batch_sizes)
-
-    @property
     def capacity(self) -> int:
         """Tokens that a sequence may have: its prompt, the token that ends prefill, and one for each step."""
         return max(self.prompt_tokens + 1 + self.new_tokens, _LEAST_CAPACITY)
 
 
 class Peer(ABC):
-    """An engine that may be absent. Nothing of it is imported before `open`."""
+    """An engine that may not be installed. Nothing of it is imported before `open`."""
 
-    name: ClassVar[str]  # that a person asks for it by
+    name: ClassVar[str]  # on the command line
     requires: ClassVar[Mapping[str, str]] = {}  # module -> distribution that brings it
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # that it is driven on here
 
     def why_not(self, folder: Path, workload: Workload) -> str:
-        """Return why this peer cannot take part, for people; "" when it can be tried."""
+        """Return why this peer cannot take part; "" if it can be tried."""
         absent = [package for module, package in self.requires.items() if util.find_spec(module) is None]
         if absent:
             return f"not installed: {', '.join(absent)}"
@@ -90,7 +85,6 @@ class Peer(ABC):
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the distributions that it requires."""
         found = {}
         for package in self.requires.values():
             try:
@@ -105,14 +99,14 @@ class Peer(ABC):
 
     @abstractmethod
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        """Return `new_tokens` greedy tokens for each prompt, whether or not they end an answer."""
+        """Return `new_tokens` greedy tokens for each prompt, past the end-of-sequence token too."""
 
     def seconds_per_step(self, prompts: Tokens, new_tokens: int) -> float:
-        """Return the time of one decode step: a long answer less a short one, so that prefill does not count."""
+        """Return the time of one decode step: a long run less a short one, so that prefill does not count."""
         return step_seconds(partial(self.generate, prompts), new_tokens)
 
     def close(self) -> None:  # noqa: B027 (few have anything to give back)
-        """Give back what outlives the object: processes, files, memory of other libraries."""
+        """Free what outlives the object: processes, files, memory of other libraries."""
 
 
 class Graphdecode(Peer):
@@ -121,12 +115,8 @@ class Graphdecode(Peer):
     name = "graphdecode"
 
     def open(self, folder: Path, workload: Workload) -> None:
-        """Load and capture."""
-        config = BucketConfig(
-            max_batch_size=workload.max_batch_size,
-            max_sequence_length=workload.capacity,
-            batch_sizes=list(workload.batch_sizes),
-        )
+        sizes = list(workload.batch_sizes)
+        config = BucketConfig(max_batch_size=max(sizes), max_sequence_length=workload.capacity, batch_sizes=sizes)
         self._llm = LLM(folder, config=config, dtype=workload.dtype, device=workload.device, prefix_cache=False)
 
     @property
@@ -135,10 +125,64 @@ class Graphdecode(Peer):
         return self._llm.model.weight_bytes
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        """Return greedy tokens."""
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         return [output.outputs[0].token_ids for output in self._llm.generate(prompts, params, use_tqdm=False)]
 
     def close(self) -> None:
-        """Release the graphs."""
         self._llm.close()
+
+
+class Transformers(Peer):
+    """`generate` with the dynamic cache, which is the default."""
+
+    name = "transformers"
+    requires: ClassVar = {"transformers": "transformers"}
+    cache: str | None = None
+    compiled = False
+
+    def open(self, folder: Path, workload: Workload) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._device = workload.device
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, workload.dtype))
+        self._model = model.to(workload.device).eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+        if self.compiled and workload.device == "cpu":
+            # `generate` compiles a static cache's step by itself, but not on a CPU; a graph that would be broken, or
+            # left to the interpreter after too many shapes, has to fail here rather than be slow
+            self._model.forward = torch.compile(self._model.forward, fullgraph=True, dynamic=False)
+
+    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
+        ids = torch.tensor(prompts, device=self._device)
+        with torch.no_grad():
+            result = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                cache_implementation=self.cache,
+                disable_compile=not self.compiled,
+            )
+        return result[:, ids.shape[1] :].tolist()
+
+    def close(self) -> None:
+        del self._model
+
+
+class TransformersStatic(Transformers):
+    """`generate` with a static cache, not compiled."""
+
+    name = "transformers-static"
+    cache = "static"
+
+
+class TransformersCompiled(TransformersStatic):
+    """`generate` with a static cache and a compiled forward pass."""
+
+    name = "transformers-compiled"
+    compiled = True
+
+
+TRANSFORMERS = (Transformers, TransformersStatic, TransformersCompiled)

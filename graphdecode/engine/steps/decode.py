@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from graphdecode.models import Chunks, Model
 _MOST_CLASSES = 1024  # of tokens that one automaton tells apart
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 _PAGES = "pages"  # staging block: the page table
+_Record = TypeVar("_Record")
 
 
 def state_bytes(vocab_size: int) -> int:
@@ -43,11 +44,7 @@ def state_bytes(vocab_size: int) -> int:
     return 4 * (_MOST_CLASSES + -(-vocab_size // MASK_BITS) + 1)
 
 
-class Place(NamedTuple):
-    """The place of an automaton: its number, and the line of its first state."""
-
-    number: int
-    line: int
+_PLACE = tuple[int, int]  # an automaton's number, and the line of its first state
 
 
 class AutomatonPlaces:
@@ -56,7 +53,7 @@ class AutomatonPlaces:
     def __init__(self, config: BucketConfig, vocab_size: int) -> None:
         self._automata, self._lines = config.max_automata, config.max_automaton_states
         self._vocab_size = vocab_size
-        self._places: dict[TokenAutomaton, Place] = {}
+        self._places: dict[TokenAutomaton, _PLACE] = {}
 
     @property
     def slots(self) -> list[Slot]:
@@ -68,7 +65,7 @@ class AutomatonPlaces:
             Slot("automaton_ends", (self._lines,), torch.int32),
         ]
 
-    def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, Place]:
+    def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _PLACE]:
         """Return where some automata lie; new ones are written, the first before the others, where there is room."""
         distinct = list(dict.fromkeys(wanted))
         for automaton in distinct:
@@ -84,32 +81,31 @@ class AutomatonPlaces:
                 self._write(automaton, found, buffers)
         return {automaton: self._places[automaton] for automaton in distinct if automaton in self._places}
 
-    def _room(self, num_states: int) -> Place | None:
-        """Return the first free place of some lines."""
-        used = {place.number for place in self._places.values()}
+    def _room(self, num_states: int) -> _PLACE | None:
+        used = {number for number, _ in self._places.values()}
         number = next((number for number in range(self._automata) if number not in used), None)
         line = 0
-        for automaton, place in sorted(self._places.items(), key=lambda item: item[1].line):
-            if line + num_states <= place.line:
+        for automaton, (_, begin) in sorted(self._places.items(), key=lambda item: item[1][1]):
+            if line + num_states <= begin:
                 break
-            line = place.line + len(automaton.following)
-        return None if number is None or line + num_states > self._lines else Place(number, line)
+            line = begin + len(automaton.following)
+        return None if number is None or line + num_states > self._lines else (number, line)
 
     @staticmethod
-    def _write(automaton: TokenAutomaton, place: Place, buffers: StepBuffers) -> None:
-        following = np.where(automaton.following < 0, -1, automaton.following + place.line).astype(np.int32)
+    def _write(automaton: TokenAutomaton, place: _PLACE, buffers: StepBuffers) -> None:
+        number, line = place
+        following = np.where(automaton.following < 0, -1, automaton.following + line).astype(np.int32)
         ends = (ACCEPTS * automaton.accepts + COMPLETES * automaton.completes).astype(np.int32)
-        buffers.write("automaton_classes", place.number, automaton.classes[None])
-        buffers.write("automaton_next", place.line, following)
-        buffers.write("automaton_masks", place.line, automaton.masks)
-        buffers.write("automaton_ends", place.line, ends)
+        buffers.write("automaton_classes", number, automaton.classes[None])
+        buffers.write("automaton_next", line, following)
+        buffers.write("automaton_masks", line, automaton.masks)
+        buffers.write("automaton_ends", line, ends)
 
 
 class Rings(NamedTuple):
     """Ring buffers in host memory for the tokens and log-probabilities of finished steps.
 
-    A GPU writes what a step has to tell straight into it: the kernel that has a row's token stores it here, and no copy
-    follows. Only steps with drafts read their tokens back.
+    A GPU's kernels write straight into them. Only steps with drafts read their tokens back.
     """
 
     tokens: Tensor  # int64 [length, rows]; -1 where a row had finished before
@@ -132,7 +128,7 @@ class Rings(NamedTuple):
 class DecodeStep(Step):
     """Feed each row's token, sample its successor, and make the row ready for the next step; see `Step`.
 
-    `queries` are tokens that a row feeds in a step at most, for kinds of this step that feed more than one.
+    `queries` are tokens that a row feeds in a step at most.
     """
 
     takes_constraints = True
@@ -140,9 +136,7 @@ class DecodeStep(Step):
     def __init__(self, setting: StepSetting, *, queries: int = 1) -> None:
         config, model = setting.config, setting.model
         rows, entries = config.max_batch_size, setting.ring_length * queries
-        self._setting = setting
-        self._model = model
-        self._caches = setting.caches
+        self._setting, self._model, self._caches = setting, model, setting.caches
         self._trash_page = setting.trash_page
         self._attention = decode_attention_of(setting, rows * queries, batch_invariant=setting.batch_invariant)
         self._specs = sampling_slots(setting.sampling_capacity, model.config.vocab_size)
@@ -160,34 +154,28 @@ class DecodeStep(Step):
         return [*rows, *(half for shape in rows for half in shape.halves), *self._setting.mixed_shapes]
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
-        vocab_size, pages = self._model.config.vocab_size, setting.max_pages_per_row
-        slots = [
-            Slot("tokens", ("batch",), torch.int64, pad=1, staged=_ROWS),
-            Slot("pre_step_seqlens", ("batch",), torch.int32, staged=_ROWS),
-            Slot("finished", ("batch",), torch.int32, staged=_ROWS),
-            Slot("rows", ("batch",), torch.int32, staged=_ROWS),
-            Slot("state_rows", ("batch",), torch.int32, pad=setting.trash_state_row, staged=_ROWS),
-            Slot("automaton", ("batch",), torch.int32, staged=_ROWS),
-            Slot("automaton_state", ("batch",), torch.int32, pad=NO_AUTOMATON, staged=_ROWS),
-            Slot("page_table", ("batch", pages), torch.int32, pad=self._trash_page, staged=_PAGES),
-            Slot("logits", ("batch", vocab_size), torch.float32),
-            Slot("sampled", ("batch",), torch.int64, pad=1),
-            Slot("token_counts", ("batch", vocab_size), torch.int32),
-            Slot("sampled_logprob", ("batch",), torch.float32),
-            Slot("sampled_rank", ("batch",), torch.int32),
-            Slot("top_logprobs", ("batch", self._logprobs), torch.float32),
-            Slot("top_ids", ("batch", self._logprobs), torch.int32),
-            Slot("recent_tokens", ("batch", BAD_WORD_LENGTH), torch.int32, pad=-1, staged=_block_of(FLAG_BAD_WORDS)),
+        vocab_size, pages, batch = self._model.config.vocab_size, setting.max_pages_per_row, ("batch",)
+        int32, float32 = torch.int32, torch.float32
+        likely, bad_words = ("batch", self._logprobs), _block_of(FLAG_BAD_WORDS)
+        return [
+            Slot("tokens", batch, torch.int64, pad=1, staged=_ROWS),
+            *(Slot(name, batch, int32, staged=_ROWS) for name in ("pre_step_seqlens", "finished", "rows", "automaton")),
+            Slot("state_rows", batch, int32, pad=setting.trash_state_row, staged=_ROWS),
+            Slot("automaton_state", batch, int32, pad=NO_AUTOMATON, staged=_ROWS),
+            Slot("page_table", ("batch", pages), int32, pad=self._trash_page, staged=_PAGES),
+            Slot("logits", ("batch", vocab_size), float32),
+            Slot("sampled", batch, torch.int64, pad=1),
+            Slot("token_counts", ("batch", vocab_size), int32),
+            *(Slot(name, batch, dtype) for name, dtype in (("sampled_logprob", float32), ("sampled_rank", int32))),
+            *(Slot(name, likely, dtype) for name, dtype in (("top_logprobs", float32), ("top_ids", int32))),
+            Slot("recent_tokens", ("batch", BAD_WORD_LENGTH), int32, pad=-1, staged=bad_words),
             Slot("step_index", (1,), torch.int64),
-            Slot("running", (1,), torch.int32),
-            Slot("loop_limit", (1,), torch.int32),
-            Slot("loop_count", (1,), torch.int32),
-        ]
-        if self._automata is not None:
-            slots += self._automata.slots
-        return slots + [
-            Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
-            for spec in self._specs
+            *(Slot(name, (1,), int32) for name in ("running", "loop_limit", "loop_count")),
+            *([] if self._automata is None else self._automata.slots),
+            *(
+                Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
+                for spec in self._specs
+            ),
         ]
 
     def _adopt_tensors(self) -> None:
@@ -212,21 +200,17 @@ class DecodeStep(Step):
             self._take_plain(batch, logits)
 
     def _take_plain(self, batch: Batch, logits: Tensor) -> None:
-        """Take a token of each row; all that a step of one query does with its logits."""
         self._take(batch, logits, batch.live_rows)
 
     def _take(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
-        slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
-        logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
-        state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         guides = None
         if self._automata is not None:
             others = (getattr(batch, name) for name in Guides._fields[2:])
             guides = Guides(batch.automaton_state, batch.token_mask, *others)
-        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, guides)
+        slots, logprobs = slots_of(SamplingSlots, batch), slots_of(LogprobOutputs, batch)
+        sample_and_advance(slots_of(AdvanceState, batch), batch.sampled, logprobs, logits, live_rows, slots, guides)
 
-    def _end_launch(self, batch: Batch) -> None:
-        """What follows the steps of a launch: the next one's begin where the host expects them."""
+    def _end_launch(self, batch: Batch) -> None:  # the next one's steps begin where the host expects them
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
@@ -247,16 +231,15 @@ class DecodeStep(Step):
         self.stage_pages([inputs.pages for inputs in rows])
 
     def _stage_guides(self, staged: dict[str, np.ndarray], rows: Sequence[RowInputs]) -> None:
-        """Tell rows which automaton they follow, and where in it they stand."""
         staged["automaton_state"][: len(rows)] = NO_AUTOMATON
         guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
         wanted = [guide.automaton for guide in guides.values()]
         places = {} if self._automata is None else self._automata.place(wanted, self.buffers)
         self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
         for row in self.guided_rows:
-            place = places[guides[row].automaton]
-            staged["automaton"][row] = place.number
-            staged["automaton_state"][row] = place.line + guides[row].state
+            number, line = places[guides[row].automaton]
+            staged["automaton"][row] = number
+            staged["automaton_state"][row] = line + guides[row].state
 
     def _stage_block(self, flag: int, rows: Sequence[RowInputs]) -> None:
         """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""
@@ -315,6 +298,11 @@ class DecodeStep(Step):
         own = (ring[place, :num_rows].tolist() for ring in (rings.logprob, rings.rank))
         tops = (ring[place, :num_rows, :most].tolist() for ring in (rings.top_logprobs, rings.top_ids))
         return StepLogprobs(*own, *tops)
+
+
+def slots_of(record: type[_Record], batch: Batch) -> _Record:
+    """Return a record of the slots whose names its fields have."""
+    return record(*(getattr(batch, name) for name in record._fields))  # type: ignore[attr-defined]
 
 
 def _block_of(flag: int) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from graphdecode.buckets import MOST_DRAFTS, StepShape, query_widths
 from graphdecode.buffers import Batch, Slot
 from graphdecode.cache import LayerCache
-from graphdecode.engine.steps.decode import DecodeStep, decode_attention_of
+from graphdecode.engine.steps.decode import DecodeStep, decode_attention_of, slots_of
 from graphdecode.engine.steps.step import Drafting, RowInputs, StepDrafts, StepSetting, StepTokens
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.model.advance import skip_steps
@@ -47,15 +47,13 @@ class DraftSource(ABC):
     """Guesses the tokens that follow a row's last one; part of the captured step.
 
     What it writes may be anything: a draft that is wrong costs time and changes no token. A source that needs what the
-    target's layers leave, as an EAGLE-3 head does, is given them by a model whose `decode` writes them into a slot of
-    the source's own.
+    target's layers leave is given them by a model whose `decode` writes them into a slot of the source's own.
     """
 
     slots: Sequence[Slot] = ()  # what it keeps for each row; the step's buffers hold them
     tensors: Mapping[str, Tensor] = MappingProxyType({})  # what else it writes, by name: caches, workspaces
     constants: Sequence[Tensor] = ()  # what it only reads: weights
-    # drafts cost next to nothing, so that plain steps make the first one, too, and tell whether it would have been
-    # right. Else plain steps make none, and `prefill` is given the tokens that they fed before drafts are wanted again
+    # whether plain steps make the first draft, too; else `prefill` is given the tokens that they fed
     is_cheap: bool = True
 
     def prefill(self, chunks: Chunks) -> None:  # noqa: B027 (only sources with keys of their own)
@@ -65,23 +63,19 @@ class DraftSource(ABC):
     def look(self, batch: Batch) -> None:
         """Write `num_drafts` and `match_lengths` of the live rows' next step, and the `drafts` that are known by then.
 
-        A row's tokens are `history[row, : pre_step_seqlens[row] + 1]`, the last of them the one to feed next. It runs
-        at the end of each step, and once when rows are staged. The batch has the source's slots, too.
+        A row's tokens are `history[row, : pre_step_seqlens[row] + 1]`. It runs at the end of each step, and once when
+        rows are staged. The batch has the source's slots, too.
         """
 
     def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (only sources that look nothing up)
-        """Write the first `count` of `drafts`, for a source that makes them when they are wanted.
-
-        It runs at the beginning of each step; of one that feeds no draft, too, with a count of 1, where it is cheap.
-        """
+        """Write the first `count` drafts at the beginning of a step; cheap ones in steps that feed none, too."""
 
 
 class NgramDrafts(DraftSource):
     """Prompt lookup: what followed the last tokens where `ngram_min` or more stood before; see `ngram_draft`."""
 
     def __init__(self, ngram_min: int, ngram_max: int) -> None:
-        self._ngram_min = ngram_min
-        self._ngram_max = ngram_max
+        self._ngram_min, self._ngram_max = ngram_min, ngram_max
 
     def look(self, batch: Batch) -> None:
         """Look the last tokens up."""
@@ -92,15 +86,9 @@ class NgramDrafts(DraftSource):
 class ModelDrafts(DraftSource):
     """The tokens that a small model of the same vocabulary finds most likely, one after another, in the same graph.
 
-    Its keys and values lie in caches of its own under the numbers of the target's pages: who owns a page of one owns
-    that of the other, and a prefix that is shared is shared in both. Drafting begins with the last two tokens: the last
-    draft of a step was fed to the target alone, and where it was accepted its keys are still missing here.
-
-    What it missed while no drafts were wanted, it is given as a prompt; a prefix that other rows shared meanwhile may
-    lack its keys, and then its drafts are worse.
-
-    Raises:
-        ArgumentError: its vocabulary is another.
+    Its keys and values lie in caches of its own under the numbers of the target's pages. Drafting begins with the last
+    two tokens: the last draft of a step was fed to the target alone. What it missed while no drafts were wanted, it is
+    given as a prompt; of a prefix that other rows shared meanwhile it may lack the keys, and guesses worse.
     """
 
     is_cheap = False
@@ -114,8 +102,7 @@ class ModelDrafts(DraftSource):
             )
         pages = setting.trash_page + 1
         shape = (pages, setting.page_size, config.num_key_value_heads, config.head_dim)
-        self._model = model
-        self._num_drafts = num_drafts
+        self._model, self._num_drafts = model, num_drafts
         dtype = setting.kv_dtype if setting.kv_dtype.itemsize == 1 else model.dtype
         self._caches = [LayerCache.zeros(shape, dtype, device) for _ in range(model.num_layers)]
         own = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)
@@ -160,11 +147,8 @@ class ModelDrafts(DraftSource):
 class SpeculativeStep(DecodeStep):
     """Plain decoding, and steps of several queries a row beside it; see `Step`.
 
-    Args:
-        setting: see `DecodeStep`.
-        source: makes what the drafts come from.
-        num_drafts: of a row and step at most.
-        adapts: let each row take fewer drafts after some were wrong, and more after all were right.
+    `source` makes what up to `num_drafts` of a row and step come from; `adapts` lets each row take fewer after some
+    were wrong, and more after all were right.
     """
 
     def __init__(
@@ -179,9 +163,7 @@ class SpeculativeStep(DecodeStep):
         widths = query_widths(num_drafts)
         self._is_cuda = device.type == "cuda"
         self._is_looped = setting.config.steps_per_launch > 1
-        self._num_drafts = num_drafts
-        self._adapts = adapts
-        self._source = source(setting)
+        self._num_drafts, self._adapts, self._source = num_drafts, adapts, source(setting)
         sizes = (setting.ring_length * widths[-1], DRAFT_COLUMNS, rows)
         self._ring_drafts = self._host_drafts = torch.zeros(sizes, dtype=torch.int32, device=device)
         if self._is_cuda:
@@ -189,8 +171,7 @@ class SpeculativeStep(DecodeStep):
         self._query_rows = torch.arange(rows * widths[-1], dtype=torch.int32, device=device)
         self._known: list[tuple[Sequence[int], int]] = []  # tokens of each row that the staging block holds
         super().__init__(setting, queries=widths[-1])
-        self._widths = widths
-        self.constants = self._source.constants
+        self._widths, self.constants = widths, self._source.constants
         self.drafting = Drafting(not adapts, self._found, self._source.prefill, self._source.is_cheap)
 
     def shapes(self) -> list[StepShape]:
@@ -205,21 +186,16 @@ class SpeculativeStep(DecodeStep):
             Slot("history", ("batch", width), torch.int32, staged=_HISTORY),
             Slot("draft_limit", ("batch",), torch.int32, staged=_HISTORY),
             Slot("drafts", ("batch", self._num_drafts), torch.int32),
-            Slot("num_drafts", ("batch",), torch.int32),
-            Slot("match_lengths", ("batch",), torch.int32),
-            Slot("active_rows", (1,), torch.int32),
-            Slot("step_entries", (1,), torch.int32),
+            *(Slot(name, ("batch",), torch.int32) for name in ("num_drafts", "match_lengths")),
+            *(Slot(name, (1,), torch.int32) for name in ("active_rows", "step_entries")),
             *self._source.slots,
         ]
 
     def _adopt_tensors(self) -> None:
         super()._adopt_tensors()
-        self.buffers.adopt("ring_drafts", self._ring_drafts)
-        self.buffers.adopt("query_rows", self._query_rows)
-        for name, tensor in self._source.tensors.items():
+        own = {"ring_drafts": self._ring_drafts, "query_rows": self._query_rows, **self._source.tensors}
+        for name, tensor in (own | ({"host_drafts": self._host_drafts} if self._is_cuda else {})).items():
             self.buffers.adopt(name, tensor)
-        if self._is_cuda:
-            self.buffers.adopt("host_drafts", self._host_drafts)
 
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
         """Run one step of one query a row, or of several."""
@@ -235,7 +211,7 @@ class SpeculativeStep(DecodeStep):
         if self._source.is_cheap:
             self._source.draft(batch, 1)
         self._take(batch, logits, batch.live_rows)
-        judge_drafts(_draft_rows(batch), index=0, queries=1)
+        judge_drafts(slots_of(DraftRows, batch), index=0, queries=1)
         self._settle(batch, 1, adapts=False)
 
     def _verify(self, batch: Batch, queries: int) -> None:
@@ -244,7 +220,7 @@ class SpeculativeStep(DecodeStep):
         of_queries = logits.view(batch.size, queries, -1)
         for index in range(queries):
             self._take(batch, of_queries[:, index], batch.active_rows if index else batch.live_rows)
-            judge_drafts(_draft_rows(batch), index=index, queries=queries)
+            judge_drafts(slots_of(DraftRows, batch), index=index, queries=queries)
         self._settle(batch, queries, adapts=self._adapts)
 
     def _spread(self, batch: Batch, queries: int) -> Batch:
@@ -252,8 +228,8 @@ class SpeculativeStep(DecodeStep):
         tokens = torch.empty(count, dtype=torch.int64, device=table.device)
         sizes = ((count,), (count, table.shape[1]), (1,))
         spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
-        spread_queries(spread, _draft_rows(batch), table, queries=queries, trash_page=self._trash_page)
-        rows: dict[str, Tensor] = {
+        spread_queries(spread, slots_of(DraftRows, batch), table, queries=queries, trash_page=self._trash_page)
+        rows = {
             "tokens": spread.query_tokens,
             "rows": batch.query_rows[:count],
             "pre_step_seqlens": spread.query_positions,
@@ -265,10 +241,9 @@ class SpeculativeStep(DecodeStep):
     def _settle(self, batch: Batch, queries: int, *, adapts: bool) -> None:
         """Look for the next step's drafts, and let all rows go on."""
         self._source.look(batch)
-        settle_drafts(_draft_rows(batch), queries=queries, adapts=adapts)
+        settle_drafts(slots_of(DraftRows, batch), queries=queries, adapts=adapts)
 
     def _end_launch(self, batch: Batch) -> None:
-        """What follows the steps of a launch: the next one's begin where the host expects them."""
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count, batch.step_entries)
         self._copy_drafts(batch)
 
@@ -298,7 +273,6 @@ class SpeculativeStep(DecodeStep):
             self._settle(self.buffers.narrow(num_rows), 0, adapts=False)
 
     def _found(self, num_rows: int) -> list[tuple[int, int]] | None:
-        """Return each row's drafts for the next step, and how many tokens speak for them; None: not known here yet."""
         if self._is_cuda:
             return None
         slots: list[np.ndarray] = [self.buffers.num_drafts.numpy(), self.buffers.match_lengths.numpy()]
@@ -312,7 +286,3 @@ class SpeculativeStep(DecodeStep):
             drafts = StepDrafts(entry[VERIFIED], entry[ACCEPTED], entry[FOUND], entry[MATCHED])
             read[index] = read[index]._replace(drafts=drafts)
         return read
-
-
-def _draft_rows(batch: Batch) -> DraftRows:
-    return DraftRows(*(getattr(batch, name) for name in DraftRows._fields))

@@ -34,10 +34,9 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.models import Chunks, MixingModel, Model
 
-# tokens of a pass that has a graph; a CPU's graph keeps what is between its operators, and more tokens are worth less
-_PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}
-# of a mixed step, those of rows and of chunks together, and rows of it: among so many tokens some of padding weigh
-# little. A CPU multiplies 16 or 32 rows at once, a GPU waits for weights up to some hundred
+_PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}  # of a pass that has a graph
+# of a mixed step, those of rows and of chunks together, and rows of it. A CPU multiplies 16 or 32 rows at once, a GPU
+# waits for weights up to some hundred
 MIXED_TOKENS = {"cuda": (64, 128, 256, 512), "cpu": (16, 32, 64)}
 _MIXED_ROWS = {"cuda": (8, 64), "cpu": (1, 8, 32)}
 CACHED_BYTES = 8 * 2**20  # of weights that a CPU has in the caches of its cores: to read them once more takes no time
@@ -69,7 +68,7 @@ def mixed_shapes(device_type: str, max_tokens: int, ladder: BucketLadder) -> lis
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# slots that hold what was asked for as it was asked for: of `SamplingParams` and of `SamplingSlots` by one name
+# of `SamplingParams` and of `SamplingSlots` by one name, and the same
 _MADE = {"temperature", "top_k", "seed", "bad_words"}
 _AS_ASKED_FOR = {
     spec.name: float(spec.neutral)
@@ -135,8 +134,8 @@ class RowSampling(_Asked):
     ) -> RowSampling:
         """Return what a request's parameters mean for its row.
 
-        `bad_words` are tokens; `constrained` is a token mask whose owner changes it between steps, in place of the
-        parameters' allowed tokens. `held_back_ids` are masked before `min_tokens` too, and end nothing.
+        `bad_words` are tokens; `constrained` is a token mask whose owner changes it between steps. `held_back_ids` are
+        masked before `min_tokens` too, and end nothing.
         """
         if params.allowed_token_ids is not None:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
@@ -174,14 +173,12 @@ def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
 class RowInputs:
     """One row of a batch, as it stands before the next step."""
 
-    # prompt and answer so far; the last one is fed, the keys and values of the others are in the cache
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # prompt and answer so far; the last one is fed, the others are in the cache
     prompt_length: int  # how many of them are the prompt
     pages: Sequence[int]  # of the cache, in order, for the tokens so far and those to come
     sampling: RowSampling  # how the next tokens are chosen
-    # whether tokens may be guessed ahead: not where the host says after each one what may follow
-    may_draft: bool = True
-    guide: Guide | None = None  # the automaton that holds the answer to its form, if the device can follow it
+    may_draft: bool = True  # not where the host says after each token what may follow
+    guide: Guide | None = None  # the automaton of the structured output, if the device can follow it
     state_row: int | None = None  # of its recurrent states; None: nobody's
 
 
@@ -195,21 +192,16 @@ class StepLogprobs(NamedTuple):
 
 
 class StepDrafts(NamedTuple):
-    """Verified and accepted drafts of a step, row by row."""
+    """Verified and accepted drafts of a step, row by row; 1 accepted of none fed: the first would have been."""
 
     verified: list[int]  # drafts that were fed
-    # how many of them were what was sampled; of a step that feeds one token a row, 1 where a draft was known that would
-    # have been
-    accepted: list[int]
+    accepted: list[int]  # how many of them were what was sampled
     found: list[int]  # drafts of the next step
     matched: list[int]  # tokens that agreed where these were found
 
 
 class StepTokens(NamedTuple):
-    """Output of one step, in row order: tokens, ENDED_BEFORE, or one of NO_CHOICE.
-
-    A step that feeds several tokens of a row gives as many of these; `drafts` is with the first.
-    """
+    """Output of one step, row by row: tokens, ENDED_BEFORE, or one of NO_CHOICE; `drafts` with the first of several."""
 
     tokens: list[int]
     logprobs: StepLogprobs | None = None
@@ -261,8 +253,7 @@ class StepSetting:
 def ring_length(config: BucketConfig) -> int:
     """Return the steps whose tokens the device keeps for the host.
 
-    Twice what a launch writes: the host reads one launch while the next is under way; or, at a first use, while the
-    runs before a capture write their entries behind it.
+    Twice what a launch writes, for a launch in flight; or, at a first use, for the runs before a capture.
     """
     steps = config.steps_per_launch
     return max(2 * steps, steps + config.warmup_steps + 2)
@@ -273,8 +264,7 @@ class Drafting:
     """Properties of a step that feeds drafts."""
 
     is_fixed: bool  # whether every launch verifies all drafts that there are, whatever that costs
-    # given the number of staged rows, returns each row's drafts for the next step and how many tokens speak for them;
-    # None where only the rings will tell
+    # given the staged rows, each one's drafts for the next step and how many tokens speak for them; None: not known yet
     found: Callable[[int], list[tuple[int, int]] | None]
     prefill: Callable[[Chunks], None]  # is given the chunks of each prefill, behind it
     is_cheap: bool  # whether plain steps make drafts, too; else `prefill` is to be given the tokens that they fed
@@ -283,18 +273,15 @@ class Drafting:
 class Step(ABC):
     """One kind of step: it owns its slots, and alone knows their names.
 
-    Its shapes are captured, each over the buffers narrowed to its rows. The Runner tells it which rows there are, asks
-    it for the tokens, and launches its graphs.
+    Its shapes are captured, each over the buffers narrowed to its rows.
     """
 
     buffers: StepBuffers  # every tensor that it reads or writes
     constants: Sequence[Tensor] = ()  # what it only reads, beside the model's weights
     loop: Loop | None = None  # how several of them are one launch; None where a launch is one step
     drafting: Drafting | None = None  # how it feeds several tokens of a row; None where it does not
-    # whether its rows can have constraints; it runs in halves then, of which the second alone reads the token masks
-    takes_constraints: bool = False
-    # the staged rows that follow their automata on the device; the host need not stage their masks
-    guided_rows: Collection[int] = ()
+    takes_constraints: bool = False  # whether it runs in halves, too, of which the second alone reads the token masks
+    guided_rows: Collection[int] = ()  # staged rows that follow their automata on the device, without staged masks
 
     @abstractmethod
     def shapes(self) -> Sequence[StepShape]:
@@ -302,12 +289,9 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
-        """Run a shape.
+        """Run a shape of `shapes`, or one of more prompt tokens than any, over the slots narrowed to its rows.
 
-        Args:
-            shape: one of `shapes`, or one of as many rows as there are and more prompt tokens than any.
-            batch: the slots, narrowed to its rows.
-            chunks: of prompts, whose keys and values are computed in the same pass; None where the shape has none.
+        `chunks` are of prompts, whose keys and values are computed in the same pass; None where the shape has none.
         """
 
     @abstractmethod
@@ -330,11 +314,10 @@ class Step(ABC):
 
     @abstractmethod
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
-        """Return what some steps gave their rows; their launch has come to its end.
+        """Return what some steps gave their live rows; their launch has come to its end.
 
         Args:
-            steps: the numbers of their entries in the rings since the beginning; a step has as many of them as it feeds
-                tokens of a row.
+            steps: the numbers of their entries in the rings since the beginning, one for each token that a row feeds.
             num_rows: rows that were live.
             logprobs: most likely tokens that any row asked for; None: no row wants log-probabilities.
         """
@@ -347,12 +330,7 @@ STEPS: dict[str, StepMaker] = {}
 
 
 def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
-    """Register a kind of step.
-
-    Args:
-        name: that settings ask for it by.
-        make: its class.
-        replace: take the place of the step of that name.
+    """Register what makes a kind of step, by the name that settings ask for; `replace` one of that name.
 
     Raises:
         ArgumentError: the name is taken.
@@ -365,11 +343,7 @@ _OUTSIDE = EntryPoints("graphdecode.steps", register_step, STEPS)
 
 
 def step_named(name: str) -> StepMaker:
-    """Return what makes the steps of a kind.
-
-    Raises:
-        ArgumentError: it is not known.
-    """
+    """Return what makes the steps of a kind; an ArgumentError says that it is not known."""
     _OUTSIDE.find()
     if name not in STEPS:
         known = ", ".join(STEPS) or "none"

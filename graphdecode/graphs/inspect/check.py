@@ -23,8 +23,7 @@ _HOSTILE = (1e4, 3e4, 2.0)
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
 _Place = tuple[str | None, int | None]
-# an operator of a run, in a form that can be compared with another run's; its arguments and results: numbers as they
-# are, tensors by where they are and what they look like; and the step's line
+# an operator of a run; its arguments and results, tensors by where they are and what they look like; the step's line
 _Call = tuple[str, Any, _Place]
 
 
@@ -57,20 +56,15 @@ def check(
 ) -> list[Finding]:
     """Return the hazards of a step, in the order in which they were met; a step that can be captured has none.
 
-    The step is run twice, with different contents in all slots and different numbers of live rows: what a graph would
-    repeat though the second run did something else (a number, a slice, a branch) is found by comparing the two. Where
-    nothing is found so, two more runs have different, hostile values in the rows past the live ones: what changes in a
-    live row would be wrong in a padded bucket. The slots hold the same afterwards as before; adopted tensors do not.
+    The step is run twice, with different contents in all slots and different numbers of live rows: a number, slice or
+    branch that a graph would repeat differs between the two. Where nothing is found so, two more runs have different,
+    hostile values in the rows past the live ones. The slots hold the same afterwards; adopted tensors do not.
 
     Args:
         step: what would be captured.
         buffers: what it would be captured over.
         constants: tensors and modules that the step only reads.
-        between_steps: what the caller does on the host between two steps (counts them, picks other lengths), so that a
-            number that the step takes from there is seen to change.
-
-    Raises:
-        ValueError: a constant is neither a tensor nor a module.
+        between_steps: what the caller does on the host between two steps (counts them, picks other lengths).
     """
     owners = Owners(buffers, constants)
     findings: dict[tuple[str, str | None, int | None], Finding] = {}
@@ -157,12 +151,10 @@ def _compare(first: list[_Call], second: list[_Call], *, refuse: Refuse) -> None
 
 
 def _difference(before: Any, after: Any) -> str:
-    if isinstance(before, (tuple, list)) and isinstance(after, (tuple, list)) and len(before) == len(after):
-        for old, new in zip(before, after, strict=True):
-            if old != new:
-                return _difference(old, new)
     if isinstance(before, dict) and isinstance(after, dict):
-        return next((_difference(old, after.get(key)) for key, old in before.items() if old != after.get(key)), "")
+        before, after = list(before.values()), [after.get(key) for key in before]
+    if isinstance(before, (tuple, list)) and isinstance(after, (tuple, list)) and len(before) == len(after):
+        return next((_difference(old, new) for old, new in zip(before, after, strict=True) if old != new), "")
     return f"{before} at first, {after} the next time"
 
 
@@ -187,8 +179,7 @@ class _RowWatcher(StepObserver):
     def __init__(self, owners: Owners, live_rows: int) -> None:
         super().__init__(owners, lambda _: None)
         self.writes: list[tuple[str, str, _Place, Tensor]] = []
-        self._buffers = owners.buffers
-        self._live_rows = live_rows
+        self._buffers, self._live_rows = owners.buffers, live_rows
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Look at the slots that the operator has written."""
@@ -204,13 +195,7 @@ class _RowWatcher(StepObserver):
 
 
 def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: Refuse) -> None:
-    """Run a step several times, with other values in the rows past the live ones, and refuse what differs in live rows.
-
-    Slots and adopted tensors are the same at the beginning of all runs, but for those rows: floating-point numbers are
-    large there, or small, each entry another one, for of equal ones the mean, the softmax and the difference are the
-    same; others, which may be indices, are what the slot declares as its pad, and else 0 or 1. Nothing is found where
-    the buffers have one row alone, for then no bucket is padded. `refuse` takes one error for each slot.
-    """
+    """Refuse what changes in live rows when the rows past them hold other numbers (hostile floats, pads, 0 or 1)."""
     live_rows = max(buffers.max_batch_size // 2, 1)
     if live_rows == buffers.max_batch_size:
         return

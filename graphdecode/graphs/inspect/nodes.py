@@ -38,8 +38,7 @@ def is_mapped(address: int) -> bool:
 class AddressMap:
     """The owners of device memory at one moment: slots and constants, the pool, another live allocation, or nobody.
 
-    The segments are those of `torch.cuda.memory_snapshot()`; `is_mapped` says whether the driver knows an address that
-    lies in none of them.
+    `segments` are those of `torch.cuda.memory_snapshot()`; `is_mapped` is asked of an address in none of them.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class AddressMap:
         return f"{argument.owner} was there at capture, {owner or 'nothing'} is there now"
 
     def _look_up(self, address: int) -> tuple[str | None, bool]:
-        """Return who owns an address, and whether it lies in memory of torch's."""
         for memory in self._declared:
             name = memory.name_at(address)
             if name is not None:
@@ -102,12 +100,10 @@ class AddressMap:
 
 
 def nodes_of(raw_graph: int, memory: AddressMap) -> list[Node]:
-    """Return the nodes of a `cudaGraph_t`, given its handle; none without cuda-python.
+    """Return the nodes of a `cudaGraph_t`, given its handle; none without cuda-python, or with a warning if it refuses.
 
-    Kernels are named by their function, other nodes by their kind. All is asked of the driver, for the runtime's
-    interface does not know Triton's kernels; where it does not tell, there are none, and a warning says so: a graph
-    that cannot be described can be launched all the same. The arguments of a node are the addresses of a copy or a
-    fill, and those 8-byte words of a kernel's parameters that are an address, whether somebody owns it or nobody does.
+    Kernels are named by their function, other nodes by their kind. The arguments of a node are the addresses of a copy
+    or a fill, and those 8-byte words of a kernel's parameters that are an address. The runtime knows no Triton kernels.
     """
     if driver is None:
         return []
@@ -151,10 +147,7 @@ def _copied_at(copy: Any, side: str) -> int:
 
 
 def _kernel(parameters: Any) -> tuple[str, Iterator[tuple[str, int, bool]]]:
-    """Return the name of a kernel, and the 8-byte words of its parameters.
-
-    With each word comes its place, and whether it is all of a parameter or a part of a struct.
-    """
+    """Return the name of a kernel, and the 8-byte words of its parameters: place, word, whether it is a whole one."""
     kind, handle = ("Func", parameters.func) if int(parameters.func) else ("Kernel", parameters.kern)
     (name,) = _checked(getattr(driver, f"cu{kind}GetName")(handle))
     words = _words(parameters, functools.partial(getattr(driver, f"cu{kind}GetParamInfo"), handle))

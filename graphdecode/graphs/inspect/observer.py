@@ -44,9 +44,11 @@ _METHODS = {getattr(Tensor, name): ("host-read", f"Tensor.{name}") for name in (
     Tensor.__dlpack__: ("raw-pointer", "Tensor.__dlpack__"),
     Tensor.data.__set__: ("moved", "Tensor.data = ..."),  # type: ignore[attr-defined]
 }
-_HOST_OPERATORS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item", "aten::allclose"}
-_DATA_OPERATORS = {"aten::lift_fresh", "aten::lift"}
-_MOVING_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
+_HAZARDS = {  # of operators, whatever they are given
+    **dict.fromkeys(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"), "host-read"),
+    **dict.fromkeys(("lift_fresh", "lift"), "host-data"),
+    **dict.fromkeys(("resize_", "resize_as_", "set_", "set_data"), "moved"),
+}
 # tagged as dynamic, but only boolean masks make their shape depend on data
 _INDEX_OPERATORS = {"aten::index", "aten::_unsafe_index"}
 _INDEX_PUT_OPERATORS = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -69,9 +71,7 @@ class Schema(NamedTuple):
     arguments: tuple[Given, ...]
     is_mutable: bool
     is_aten: bool
-    reads_host: bool
-    brings_data: bool
-    moves: bool
+    hazard: str | None
     reshapes: bool  # only gives its tensor another view of its memory (`transpose_`, `unsqueeze_`)
     may_draw: bool
     is_dynamic: bool  # the shape of its result depends on data
@@ -90,9 +90,7 @@ def schema_of(func: Any) -> Schema:
         ),
         schema.is_mutable,
         func.namespace in ("aten", "prim"),
-        schema.name in _HOST_OPERATORS,
-        schema.name in _DATA_OPERATORS,
-        schema.name in _MOVING_OPERATORS,
+        _HAZARDS.get(schema.name.removeprefix("aten::")),
         torch.Tag.inplace_view in tags,
         torch.Tag.nondeterministic_seeded in tags,
         torch.Tag.dynamic_output_shape in tags,
@@ -100,10 +98,9 @@ def schema_of(func: Any) -> Schema:
 
 
 class TorchDispatchMode(TorchsMode):
-    """torch's mode that sees every operator, which keeps the compiler out of `__torch_dispatch__` without importing it.
+    """torch's mode that sees every operator, without the import of `torch._dynamo` by its first call (70 MB, seconds).
 
-    torch wraps the method of each subclass so that its first call imports `torch._dynamo`: 70 MB and seconds, where
-    nothing was ever compiled. While nobody has imported that, there is no compiler to keep out.
+    torch wraps `__torch_dispatch__` to keep the compiler out; while nobody has imported that, there is none.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -121,33 +118,20 @@ class TorchDispatchMode(TorchsMode):
 
 
 class StepObserver(TorchDispatchMode):
-    """Checks every operator of one eager run of a step.
+    """Checks every operator of one eager run of a step, and raises the first hazard, or collects all.
 
-    Args:
-        owners: of the memory that it may touch.
-        collect: takes each hazard; None: the first is raised.
-        checks_memory: where operators read and write, too, which takes most of the time.
-
-    Attributes:
-        checks_memory: as given.
-        made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
-            free when the step needs it no more.
-        literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
-        depth: how many operators are running, one in the other; what happens inside of one is its own affair.
-        in_setitem: whether Python code is writing into a tensor by index.
-        slot_views: ids of the tensors that the step's batch holds.
-        written: storages that operators have written, and how often.
+    `checks_memory`: also where operators read and write, which takes most of the time. `made` are storages that the
+    step made, `literals` tensors of one number that Python code writes into others (`x[0] = 1.0`), `written` how often
+    each storage was; `depth` is how many operators are running, one in the other, `slot_views` the batch's tensors.
     """
 
     def __init__(self, owners: Owners, collect: Refuse | None = None, *, checks_memory: bool = True) -> None:
         super().__init__()
-        self._collect = collect
-        self.checks_memory = checks_memory
+        self._collect, self.checks_memory = collect, checks_memory
         self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int | None, Tensor] = {}
         self.last_operator: str | None = None
-        self.depth = 0
-        self.in_setitem = False
+        self.depth, self.in_setitem = 0, False
         self.slot_views: set[int] = set()
         self.written: Counter[int | None] = Counter()
         self._device_type = owners.buffers.device.type
@@ -169,7 +153,7 @@ class StepObserver(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = schema_of(func)
         self.last_operator = schema.overload
-        is_literal = self.in_setitem and schema.brings_data and args[0].numel() == 1
+        is_literal = self.in_setitem and schema.hazard == "host-data" and args[0].numel() == 1
         if not is_literal:
             self._check_operator(schema, args, kwargs)
         written = self._check_inputs(schema, args, kwargs) if self.checks_memory else []
@@ -206,9 +190,9 @@ class StepObserver(TorchDispatchMode):
 
     def _check_operator(self, schema: Schema, args: tuple, kwargs: dict) -> None:
         hazards = {
-            "host-read": schema.reads_host or _copies_to_host(schema, args, kwargs),
-            "host-data": schema.brings_data,
-            "moved": schema.moves or (schema.reshapes and id(args[0]) in self.slot_views),
+            "host-read": schema.hazard == "host-read" or _copies_to_host(schema, args, kwargs),
+            "host-data": schema.hazard == "host-data",
+            "moved": schema.hazard == "moved" or (schema.reshapes and id(args[0]) in self.slot_views),
             "torch-rng": schema.may_draw and _draws(schema, args, kwargs),
             "data-dependent-shape": self._is_dynamic(schema, args),
         }
@@ -233,7 +217,7 @@ class StepObserver(TorchDispatchMode):
                 self.written[key] += 1
             if key is None or key in self._slots or key in self.made or key in self.literals:
                 continue
-            if schema.brings_data:
+            if schema.hazard == "host-data":
                 continue  # where host data comes in, which is a hazard of its own
             if key not in self._constants:
                 detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
@@ -243,7 +227,7 @@ class StepObserver(TorchDispatchMode):
         return written
 
     def _check_outputs(self, schema: Schema, args: tuple, result: Any, written: list) -> None:
-        reports_itself = schema.moves or schema.reshapes
+        reports_itself = schema.hazard == "moved" or schema.reshapes
         for tensor, shape, address in written:
             if not reports_itself and (tensor.shape != shape or storage_address(tensor) != address):
                 owner = self.owner_of(tensor) or "its output"
@@ -315,8 +299,7 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_m
     """Watch the step that runs over the batch that this yields, and refuse what it did unseen.
 
     `step` is blamed for what no operator of its thread did. With `guards_methods` some of torch's modules take another
-    path (they ask whether anybody overrides torch functions), so that what is to be bit for bit what an eager step does
-    is watched without.
+    path (they ask whether anybody overrides torch functions); what is to be an eager step's bits is watched without.
 
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.
@@ -422,7 +405,6 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _kernel_classes() -> tuple[Any, ...]:
-    """Return what a kernel can be; where nobody has imported Triton there is none to launch."""
     if "triton" not in sys.modules:
         return ()
     from triton.runtime.interpreter import InterpretedFunction

@@ -63,18 +63,12 @@ class MemoryMap:
 class Owners:
     """The memory that a step may touch, and whether it is still where it was.
 
-    Args:
-        buffers: slots and adopted tensors.
-        constants: what the step only reads: modules, tensors, and lists or dicts of these; kept alive.
-        beside: buffers of prompts, which steps read and write, too.
-
-    Raises:
-        ValueError: a constant is something else.
+    `buffers` are slots and adopted tensors, `beside` those of prompts; `constants` are modules, tensors, and lists or
+    dicts of these, and kept alive; a ValueError says that one is something else.
     """
 
     def __init__(self, buffers: StepBuffers, constants: Iterable[Any] = (), beside: Sequence[StepBuffers] = ()) -> None:
-        self.buffers = buffers
-        self._beside = beside
+        self.buffers, self._beside = buffers, beside
         self._given = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
         self._hooks: list[Any] = []
         constants = _named_tensors(self._given, "constants")
@@ -102,11 +96,7 @@ class Owners:
         self._hooks = []
 
     def verify(self) -> None:
-        """Check that every slot, adopted tensor and constant is where it was.
-
-        Raises:
-            FrozenError: one was moved (`set_`, `resize_`, `.data = ...`), with its name.
-        """
+        """Raise a FrozenError if a slot, adopted tensor or constant was moved (`set_`, `resize_`, `.data = ...`)."""
         for buffers in (self.buffers, *self._beside):
             buffers.verify_addresses()
         for name, tensor, address in self._addresses:

@@ -15,8 +15,7 @@ Edges = list[dict[tuple[int | str, str], None]]
 def to_dot(title: str, nodes: list[Node]) -> str:
     """Return the step as a graph: a box an operation, an arrow from the last that wrote some memory to who reads it.
 
-    Slots and constants that are read before they are written stand as ellipses. Where the arguments are not known (a
-    CUDA graph), the boxes are chained in the order of the nodes.
+    Slots and constants that are read before they are written are ellipses; nodes of a CUDA graph are chained in order.
     """
     lines = ["digraph step {", f"  label={_quoted(title)}; rankdir=TB; node [shape=box, fontname=monospace];"]
     sources: set[str] = set()
@@ -37,11 +36,7 @@ class PictureError(GraphdecodeError, RuntimeError):
 
 
 def to_svg(dot: str) -> str:
-    """Return the picture that Graphviz draws of a graph in its language.
-
-    Raises:
-        PictureError: Graphviz is not installed, or it refuses.
-    """
+    """Return the picture that Graphviz draws of a graph in its language; a PictureError says why it does not."""
     program = shutil.which("dot")
     if program is None:
         raise PictureError("a picture needs Graphviz' program dot, which is not installed; --dot prints what it draws")

@@ -18,23 +18,19 @@ from graphdecode.kernels.attention.attention_plan import (
     plan_size,
     work_items,
 )
-from graphdecode.kernels.attention.attention_records import AttentionOptions
-from graphdecode.kernels.attention.attention_torch import Positions
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.work_item import SplitPlan
+from graphdecode.surfaces.arguments import require_choice, require_fit
 
 from .decode_problem import (
+    BACKENDS,
     FP8_DTYPES,
     OUT_DTYPES,
     Q_DTYPE_LEFT_OUT,
-    DecodeOptions,
     DecodeProblem,
-    check_backend,
     check_metadata,
-    check_window,
     exact_queries,
     planned_dtypes,
-    scale_of,
 )
 
 
@@ -51,9 +47,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         use_cuda_graph: keep the metadata in the three buffers, at fixed addresses, so that a captured `run` goes on
             working after any later `plan`, of any batch up to the buffers' capacity.
         use_tensor_cores: a hint; all paths here use them. Several queries a request need it, as they do there.
-        paged_kv_indptr_buffer: int32 [max_batch + 1]; with use_cuda_graph.
-        paged_kv_indices_buffer: int32 [max_pages]; with use_cuda_graph.
-        paged_kv_last_page_len_buffer: int32 [max_batch]; with use_cuda_graph.
+        paged_kv_indptr_buffer: int32 [max_batch + 1].
+        paged_kv_indices_buffer: int32 [max_pages].
+        paged_kv_last_page_len_buffer: int32 [max_batch].
         backend: part of the surface; all of FlashInfer's mean the same here.
         jit_args: part of the surface; must be None.
         batch_invariant: split rows at fixed places, so that a row's bits do not depend on the rest of the batch.
@@ -77,80 +73,60 @@ class BatchDecodeWithPagedKVCacheWrapper:
         batch_invariant: bool = False,
     ) -> None:
         check_layout(kv_layout)
-        check_backend(backend, jit_args)
-        self._layout = kv_layout
-        self._invariant = batch_invariant
-        self._use_tensor_cores = use_tensor_cores
-        self._device = float_workspace_buffer.device
-        self._workspace = float_workspace_buffer
+        require_choice("backend", backend, BACKENDS)
+        if jit_args is not None:
+            raise ValueError(f"jit_args must be None: kernels of one's own are not taken, got {jit_args!r}")
+        self._layout, self._invariant, self.use_tensor_cores = kv_layout, batch_invariant, use_tensor_cores
+        self.is_cuda_graph_enabled = use_cuda_graph
+        self._workspace, self._device = float_workspace_buffer, float_workspace_buffer.device
         self._problem: DecodeProblem | None = None
-        self._rows = 0
-        self._max_items = 0
-        self._indptr = paged_kv_indptr_buffer
-        self._indices = paged_kv_indices_buffer
-        self._last_page_len = paged_kv_last_page_len_buffer
-        self._max_rows = self._check_buffers() if use_cuda_graph else None
+        self._rows = self._max_items = 0
+        self._pages: tuple[Tensor, ...] = ()  # indptr, indices, last_page_len
+        self._max_rows: int | None = None  # where the caller keeps these
+        if use_cuda_graph:
+            self._pages = self._checked_buffers(
+                paged_kv_indptr_buffer=paged_kv_indptr_buffer,
+                paged_kv_indices_buffer=paged_kv_indices_buffer,
+                paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+            )
+            self._max_rows = self._pages[2].shape[0]
         self._kv_lens = torch.zeros(self._max_rows or 0, dtype=torch.int32, device=self._device)
         self._plan = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=self._device)
 
-    def _check_buffers(self) -> int:
-        """Return the rows that the three buffers have room for."""
-        sizes = []
-        for name, buffer in (
-            ("paged_kv_indptr_buffer", self._indptr),
-            ("paged_kv_indices_buffer", self._indices),
-            ("paged_kv_last_page_len_buffer", self._last_page_len),
-        ):
+    def _checked_buffers(self, **buffers: Tensor | None) -> tuple[Tensor, ...]:
+        held = []
+        for name, buffer in buffers.items():
             if buffer is None:
                 raise ValueError(f"use_cuda_graph needs {name}")
-            if buffer.dim() != 1 or buffer.dtype != torch.int32 or buffer.device != self._device:
-                raise ValueError(
-                    f"{name} must be int32 of 1 dimension on {self._device}, got {buffer.dtype} "
-                    f"{list(buffer.shape)} on {buffer.device}"
-                )
-            sizes.append(buffer.shape[0])
-        if sizes[0] != sizes[2] + 1 or not sizes[2]:
+            require_tensors(self._device, **{name: buffer})
+            require_fit(name, buffer, ("entries",), torch.int32)
+            held.append(buffer)
+        entries, _, rows = map(len, held)
+        if entries != rows + 1 or not rows:
             raise ValueError(
                 "paged_kv_indptr_buffer must have one entry more than paged_kv_last_page_len_buffer, which has one for "
-                f"each row of the largest batch, got {sizes[0]} and {sizes[2]}"
+                f"each row of the largest batch, got {entries} and {rows}"
             )
-        return sizes[2]
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether the metadata stays in the caller's buffers."""
-        return self._max_rows is not None
-
-    @property
-    def use_tensor_cores(self) -> bool:
-        """The hint that was given."""
-        return self._use_tensor_cores
+        return tuple(held)
 
     @property
     def workspace(self) -> list[Tensor]:
         """The tensors that `plan` and `run` write besides the output, to be declared with a captured step's buffers.
 
-        They stay where they are for as long as later plans need no more than those before; plan once before capture.
+        They stay where they are while later plans need no more than those before; plan once before capture.
         """
         return [self._workspace, self._kv_lens, self._plan, self._counters]
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
     ) -> None:
-        """Work in another workspace from now on; `plan` again before `run`.
+        """Work in another workspace of the same device from now on; `plan` again before `run`.
 
-        Args:
-            float_workspace_buffer: as for the constructor.
-            int_workspace_buffer: part of the surface; the plan keeps its integers itself.
-
-        Raises:
-            ValueError: it is on another device.
+        `int_workspace_buffer` is part of the surface: the plan keeps its integers itself.
         """
-        if float_workspace_buffer.device != self._device:
-            raise ValueError(f"the workspace must be on {self._device}, got {float_workspace_buffer.device}")
-        self._workspace = float_workspace_buffer
-        self._problem = None
+        require_tensors(self._device, float_workspace_buffer=float_workspace_buffer)
+        self._workspace, self._problem = float_workspace_buffer, None
 
     def plan(
         self,
@@ -197,34 +173,38 @@ class BatchDecodeWithPagedKVCacheWrapper:
             rope_scale: divides the rotation angles; None: 1.
             rope_theta: base of the rotation frequencies; None: 10000.
             non_blocking: copy metadata that is on the host without waiting.
-            q_len_per_req: queries a row, the row's newest tokens, causal among themselves; more than one need
-                use_tensor_cores.
+            q_len_per_req: queries a row, its newest tokens, causal among themselves.
 
         Raises:
             ValueError: an argument does not fit; nothing has changed then.
         """
-        logits = DecodeOptions.of(
-            head_dim, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        problem = DecodeProblem(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            *planned_dtypes(q_data_type, kv_data_type, data_type),
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            page_size,
+            q_len_per_req,
         )
-        dtypes = planned_dtypes(q_data_type, kv_data_type, data_type)
-        problem = DecodeProblem(num_qo_heads, num_kv_heads, page_size, q_len_per_req, *dtypes, logits)
-        if q_len_per_req > 1 and not self._use_tensor_cores:
+        if q_len_per_req > 1 and not self.use_tensor_cores:
             raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as there")
         rows = check_metadata(indptr, indices, last_page_len)
-        if self._max_rows is not None and self._indices is not None:
+        if self._max_rows is not None:
             if rows > self._max_rows:
                 raise ValueError(f"the buffers hold {self._max_rows} rows, got {rows}")
-            if indices.shape[0] > self._indices.shape[0]:
-                raise ValueError(
-                    f"paged_kv_indices_buffer holds {self._indices.shape[0]} pages, got {indices.shape[0]}"
-                )
-        wave_items, fixed_split, max_items = self._divide(
-            problem, rows, indices.shape[0] * page_size, q_len_per_req * num_qo_heads * (head_dim + 1)
-        )
+            if len(indices) > len(self._pages[1]):
+                raise ValueError(f"paged_kv_indices_buffer holds {len(self._pages[1])} pages, got {len(indices)}")
+        wave_items, fixed_split, max_items = self._divide(problem, rows, indices.shape[0] * page_size)
         if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
             check_page_lists(indptr.numpy(), last_page_len.numpy(), indices.shape[0], page_size)
         given = (indptr, indices, last_page_len)
-        metadata = [t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given]
+        metadata = tuple(t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given)
         kv_lens, plan, counters = self._plan_tensors(rows, max_items, q_len_per_req * num_qo_heads)
         paged_attention_plan(
             kv_lens,
@@ -240,22 +220,22 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
         self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
         if self._max_rows is None:
-            self._indptr, self._indices, self._last_page_len = metadata
+            self._pages = metadata
         else:
-            for buffer, tensor in zip((self._indptr, self._indices, self._last_page_len), metadata, strict=True):
-                if buffer is not None:
-                    buffer[: tensor.shape[0]].copy_(tensor)
+            for buffer, tensor in zip(self._pages, metadata, strict=True):
+                buffer[: tensor.shape[0]].copy_(tensor)
         self._problem, self._rows, self._max_items = problem, rows, max_items
 
-    def _divide(self, problem: DecodeProblem, rows: int, tokens: int, floats_of_item: int) -> tuple[int, int, int]:
+    def _divide(self, problem: DecodeProblem, rows: int, tokens: int) -> tuple[int, int, int]:
         """Return the work items of a wave, the fixed split and the most items, such that partials fit the workspace."""
-        if self._max_rows is not None and self._indices is not None:
-            rows, tokens = self._max_rows, self._indices.shape[0] * problem.page_size
-        wave_items = problem.wave_items(self._device)
+        if self._max_rows is not None:
+            rows, tokens = self._max_rows, len(self._pages[1]) * problem.page_size
+        wave_items = problem.wave_items(self._device, problem.head_dim)
         fixed_split = FIXED_SPLIT if self._invariant else 0
         items = rows + -(-tokens // FIXED_SPLIT) if self._invariant else work_items(rows, wave_items)
         if self._device.type != "cuda":
             return wave_items, fixed_split, items
+        floats_of_item = problem.q_len * problem.num_qo_heads * (problem.head_dim + 1)
         held = self._workspace.nbytes // (4 * floats_of_item)
         if held < items and not self._invariant:  # fewer splits fit too
             wave_items = min(wave_items, held) if rows <= min(wave_items, held) else (held - rows) // WAVES_WHEN_FULL
@@ -299,8 +279,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             q: [b * q_len_per_req, num_qo_heads, head_dim], any strides.
             paged_kv_cache: (k, v), each [pages, page_size, num_kv_heads, head_dim] (NHD) or [pages, num_kv_heads,
                 page_size, head_dim] (HND), or one tensor of 5 dimensions with keys and values at dimension 1.
-            q_scale: multiplies the logits; None: 1.
-            k_scale: multiplies the logits; None: 1.
+            q_scale, k_scale: multiply the logits; None: 1.
             v_scale: multiplies the output; None: 1.
             return_lse: whether to return the log-sum-exps.
             out: where to write, [b * q_len_per_req, num_qo_heads, head_dim_v], contiguous, of q's dtype; for fp8
@@ -317,12 +296,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             ValueError: a tensor does not fit what was planned.
         """
         problem = self._problem
-        if problem is None or self._indices is None:
+        if problem is None:
             raise RuntimeError("call plan() before run()")
         k_cache, v_cache = paged_caches(paged_kv_cache, self._layout)
         problem.check_tensors(q, k_cache, self._device)
-        q_len = problem.q_len
-        rows, rest = divmod(q.shape[0], q_len)
+        rows, rest = divmod(q.shape[0], problem.q_len)
         most = self._rows if self._max_rows is None else self._max_rows
         if rest or not self._rows <= rows <= most:
             wanted = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
@@ -339,31 +317,23 @@ class BatchDecodeWithPagedKVCacheWrapper:
         _check_result("lse", lse, lse_shape, (torch.float32,))
         queries = exact_queries(q)
         result = out if out.dtype == queries.dtype else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
-        logits = problem.logits
-        window = logits.window_left if window_left is None else window_left
-        check_window(window)
+        indptr, indices, _ = self._pages
         decode_attention(
             result,
             lse,
             queries,
             k_cache,
             v_cache,
-            self._indices,
-            self._indptr,
+            indices,
+            indptr,
             SplitPlan(self._kv_lens, self._plan, *self._partials(problem, v_cache.shape[-1]), self._counters),
             q_len=problem.q_len,
             max_items=self._max_items,
-            options=AttentionOptions(
-                logits.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale), window, logits.soft_cap
-            ),
-            v_scale=scale_of(v_scale=v_scale),
-            positions=Positions(logits.position_mode, logits.rope_scale, logits.rope_theta),
+            **problem.how_to_attend(q_scale, k_scale, v_scale, window_left),
         )
         if result is not out:
             out.copy_(result)
-        if return_lse and lse is not None:
-            return out, lse
-        return out
+        return (out, lse) if return_lse and lse is not None else out
 
     def run_return_lse(
         self,
@@ -383,7 +353,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return result[0], result[1]
 
     def _partials(self, problem: DecodeProblem, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Return the workspace as partial outputs and log-sum-exps; a CPU makes none."""
         shape = (self._max_items, problem.q_len, problem.num_qo_heads)
         if self._device.type != "cuda":
             nothing = torch.empty(0)
@@ -404,16 +373,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     A captured `run` is right after any later `plan` of at most as many rows and pages as the buffers hold, in whichever
     order; rows of q past the planned batch get 0. `plan` can be captured as well.
 
-    Args:
-        workspace_buffer: as `float_workspace_buffer` of the base class.
-        indptr_buffer: int32 [max_batch + 1].
-        indices_buffer: int32 [max_pages].
-        last_page_len_buffer: int32 [max_batch].
-        kv_layout: `NHD` or `HND`.
-        use_tensor_cores: a hint.
-
-    Raises:
-        ValueError: the layout is unknown, or a buffer does not fit.
+    Arguments are those of the base class by shorter names; both have the same errors.
     """
 
     def __init__(
@@ -425,21 +385,14 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         kv_layout: str = "NHD",
         use_tensor_cores: bool = False,
     ) -> None:
-        super().__init__(
-            workspace_buffer,
-            kv_layout,
-            use_cuda_graph=True,
-            use_tensor_cores=use_tensor_cores,
-            paged_kv_indptr_buffer=indptr_buffer,
-            paged_kv_indices_buffer=indices_buffer,
-            paged_kv_last_page_len_buffer=last_page_len_buffer,
-        )
+        buffers = (indptr_buffer, indices_buffer, last_page_len_buffer)
+        super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, *buffers)
 
 
 def _check_result(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor is None:
         return
     require_tensors(None, **{name: tensor})
-    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} must be contiguous {wanted} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+    require_fit(name, tensor, shape, *dtypes)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.layouts import check_layout
-from graphdecode.attention.paged_decode import new_split_plan, wave_items_for
-from graphdecode.cache import require_numbers, require_tensors
+from graphdecode.attention.paged_decode import new_split_plan
+from graphdecode.cache import require_tensors
 from graphdecode.kernels.attention.attention_plan import attention_plan, work_items
-from graphdecode.kernels.attention.attention_records import AttentionOptions
-from graphdecode.kernels.attention.attention_torch import Positions
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
-from .decode_problem import DTYPES, DecodeOptions, check_heads, dtype_of, exact_queries, scale_of
+from .decode_problem import DecodeProblem, exact_queries, planned_dtypes
 
 
 def single_decode_with_kv_cache(
@@ -37,24 +35,17 @@ def single_decode_with_kv_cache(
 
     Args:
         q: [num_qo_heads, head_dim], fp16, bf16, fp32, fp8 e4m3 or e5m2.
-        k: [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND), any strides; fp16, bf16,
-            fp32, fp8 e4m3 or e5m2.
+        k: [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND), any strides; likewise.
         v: the same, with head_dim_v.
-        kv_layout: `NHD` or `HND`.
         others: see `BatchDecodeWithPagedKVCacheWrapper.plan` and `run`.
-        return_lse: whether to return the log-sum-exps.
 
     Returns:
         The output [num_qo_heads, head_dim_v] in q's dtype; with return_lse also the base-2 log-sum-exp of the logits,
         fp32 [num_qo_heads].
-
-    Raises:
-        ValueError: an argument does not fit.
     """
     check_layout(kv_layout)
     require_tensors(q=q)
     require_tensors(q.device, k=k, v=v)
-    require_numbers(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if q.dim() != 2 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(f"q must have 2 dimensions, k and v 3, got {q.dim()}, {k.dim()} and {v.dim()}")
     if kv_layout == "HND":
@@ -63,26 +54,16 @@ def single_decode_with_kv_cache(
     kv_len, kv_heads = k.shape[:2]
     if k.shape[:2] != v.shape[:2] or k.shape[-1] != head_dim:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} (NHD) do not fit q {list(q.shape)}")
-    check_heads(heads, kv_heads)
-    logits = DecodeOptions.of(
-        head_dim, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-    )
-    dtype_of("q's dtype", q.dtype, DTYPES)
-    dtype_of("k's dtype", k.dtype, DTYPES)
+    q_dtype, kv_dtype = planned_dtypes(q.dtype, k.dtype, None)
+    logits = (logits_soft_cap, sm_scale, rope_scale, rope_theta)
+    problem = DecodeProblem(heads, kv_heads, head_dim, q_dtype, kv_dtype, pos_encoding_mode, window_left, *logits)
     if v.dtype != k.dtype:
         raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
+    how = problem.how_to_attend(q_scale, k_scale, v_scale)
 
     device, dtype = q.device, q.dtype
     q = exact_queries(q)
-    wave_items = wave_items_for(
-        device,
-        num_qo_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=v.shape[-1],
-        dtype=q.dtype,
-        kv_dtype=k.dtype,
-    )
+    wave_items = problem.wave_items(device, v.shape[-1])
     items = work_items(1, wave_items)
     work = new_split_plan(device, 1, items, heads, v.shape[-1])
     before = torch.full((1,), kv_len - 1, dtype=torch.int32, device=device)
@@ -100,11 +81,7 @@ def single_decode_with_kv_cache(
         None,
         work,
         max_items=items,
-        options=AttentionOptions(
-            logits.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale), window_left, logits.soft_cap
-        ),
-        v_scale=scale_of(v_scale=v_scale),
-        positions=Positions(pos_encoding_mode, logits.rope_scale, logits.rope_theta),
+        **how,
     )
     out = out[0].to(dtype)
     return (out, lse[0]) if lse is not None else out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from itertools import chain
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from graphdecode.buckets import BucketLadder
+from graphdecode.buffers import default_device
 from graphdecode.cache import require_positive, require_tensors, untouched_zeros
 from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.slot_cache import slot_scatter, slot_shift
+from graphdecode.surfaces.arguments import require_choice, require_fit
 
 _TILE = 128
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -23,12 +26,8 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 def kv_heads_per_rank(num_attention_heads: int, num_key_value_heads: int, tp_degree: int) -> int:
     """Return the key/value heads of one of `tp_degree` ranks.
 
-    Heads that divide among the ranks are dealt out. Fewer heads than ranks are replicated, one a rank, where they
-    divide the ranks. In all other cases every query head gets a key/value head of its own, and where there are as many
-    of both to begin with, both are padded to a multiple of the ranks.
-
-    Raises:
-        ValueError: a number is not an integer >= 1.
+    Heads that divide among the ranks are dealt out; fewer heads than ranks are replicated, where they divide the ranks.
+    Else every query head gets a key/value head of its own; as many of both are padded to a multiple.
     """
     require_positive(
         num_attention_heads=num_attention_heads, num_key_value_heads=num_key_value_heads, tp_degree=tp_degree
@@ -45,15 +44,11 @@ class SlotKVCacheManager:
     """Keys and values `[max_batch, heads, length, head_dim]` a layer; the caller names slots and positions.
 
     All indices are read on the device, so that `update_cache` captured once is right for any later ones; a slot or a
-    position that the cache does not have is skipped.
+    position that the cache does not have is skipped. `length` is the places of a slot, without the garbage place.
 
     Args:
-        num_layers: layers, each with keys and values.
         max_batch_size: slots.
-        num_kv_heads: key/value heads.
         max_length: tokens of one sequence, at most.
-        head_dim: size of a head.
-        dtype: of the cache.
         padding_side: `right`: token i of a sequence is at place i; `left`: its newest token is at the last place.
         continuous_batching: whether context encoding writes the slots that `seq_ids` names, or all from the first.
         num_cores_per_group: flash decoding: over how many shards a sequence is dealt. This cache is one shard, with
@@ -62,10 +57,6 @@ class SlotKVCacheManager:
             to a multiple, with a warning.
         tiled: store `[batch, heads, 128, length / 128, head_dim]`, seen as `[batch, heads, length, head_dim]`.
         device: None means CUDA where there is one, else the CPU.
-
-    Attributes:
-        length: places of a slot, without the garbage place.
-        padding_side: as given.
 
     Raises:
         ValueError: a size is not a positive integer, or two options exclude each other.
@@ -94,8 +85,7 @@ class SlotKVCacheManager:
             head_dim=head_dim,
             num_cores_per_group=num_cores_per_group,
         )
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
+        require_choice("padding_side", padding_side, ("left", "right"))
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
         sharded = num_cores_per_group > 1
@@ -113,19 +103,15 @@ class SlotKVCacheManager:
                 f"padded to {padded}",
                 stacklevel=2,
             )
-        self.num_layers = num_layers
-        self.max_batch_size = max_batch_size
-        self.num_kv_heads = num_kv_heads
-        self.max_length = padded
-        self.head_dim = head_dim
-        self.dtype = dtype
-        self.padding_side = padding_side
+        self.num_layers, self.max_batch_size, self.num_kv_heads = num_layers, max_batch_size, num_kv_heads
+        self.max_length, self.head_dim, self.dtype, self.padding_side = padded, head_dim, dtype, padding_side
         self.num_cores_per_group = num_cores_per_group
-        self._continuous_batching = continuous_batching
-        self._tiled = tiled
-        self.length = padded // num_cores_per_group
-        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self.is_continuous_batching, self.is_kv_cache_tiled = continuous_batching, tiled
+        self.flash_decoding_enabled = sharded
+        self.length, self.device = padded // num_cores_per_group, default_device(device)
         self._places = self.length + (1 if sharded else 0)
+        inner = (_TILE, self._places // _TILE) if tiled else (self._places,)
+        self.kv_shape = (max_batch_size, num_kv_heads, *inner, head_dim)  # of each stored tensor
         self._flat = [untouched_zeros(self.kv_shape, dtype, self.device) for _ in range(2 * num_layers)]
 
     @classmethod
@@ -140,9 +126,6 @@ class SlotKVCacheManager:
                 `continuous_batching`, `flash_decoding_enabled` and `num_cores_per_group`.
             num_kv_head: key/value heads of the whole model; see `kv_heads_per_rank` for those of a rank.
             device: None means CUDA where there is one, else the CPU.
-
-        Raises:
-            ValueError: a size cannot be.
         """
         heads = config.num_attention_heads
         return cls(
@@ -163,36 +146,11 @@ class SlotKVCacheManager:
         """The stored tensors: layer i's keys are at 2i and its values at 2i + 1."""
         return list(self._flat)
 
-    @property
-    def kv_shape(self) -> tuple[int, ...]:
-        """The shape of each stored tensor, the garbage place included."""
-        inner = (_TILE, self._places // _TILE) if self._tiled else (self._places,)
-        return (self.max_batch_size, self.num_kv_heads, *inner, self.head_dim)
-
-    @property
-    def is_kv_cache_tiled(self) -> bool:
-        """Whether the places are stored in tiles."""
-        return self._tiled
-
-    @property
-    def is_continuous_batching(self) -> bool:
-        """Whether context encoding writes the slots that `seq_ids` names."""
-        return self._continuous_batching
-
-    @property
-    def flash_decoding_enabled(self) -> bool:
-        """Whether this cache is one shard of several."""
-        return self.num_cores_per_group > 1
-
     def length_ladder(self, shortest: int = 128) -> BucketLadder:
         """Return the lengths that steps are worth capturing for: the powers of two from `shortest` on, and `length`.
 
-        A step reads all places of its length bucket, so that a short one costs less; `bucket_for(n)` is the smallest
-        that holds n places. Attention over pages needs no such ladder: it reads each row's own length on the device,
-        and one graph serves them all.
-
-        Raises:
-            ValueError: `shortest` is not an integer >= 1.
+        A step reads all places of its length bucket, so that a short one costs less; attention over pages needs no such
+        ladder.
         """
         require_positive(shortest=shortest)
         first = shortest.bit_length() - 1
@@ -201,11 +159,7 @@ class SlotKVCacheManager:
         return BucketLadder(sizes, self.length)
 
     def layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values as they are stored.
-
-        Raises:
-            ValueError: there is no such layer.
-        """
+        """Return the keys and values of a layer, as they are stored; a ValueError says that there is none."""
         if not 0 <= layer_number < self.num_layers:
             raise ValueError(f"layer_number must be in 0..{self.num_layers - 1}, got {layer_number!r}")
         return self._flat[2 * layer_number], self._flat[2 * layer_number + 1]
@@ -215,10 +169,7 @@ class SlotKVCacheManager:
     ) -> tuple[Tensor, Tensor]:
         """Return the keys at a flat index of `past_key_values` and the values behind them, as they are stored.
 
-        Args:
-            key_layer_idx: twice the layer's number; `layer` takes the number itself.
-            gather_index: part of the surface; without effect, there as here.
-            slice_index: likewise.
+        `key_layer_idx` is twice the layer's number; the others are part of the surface, without effect, there as here.
 
         Raises:
             ValueError: there are no keys at this index.
@@ -236,13 +187,9 @@ class SlotKVCacheManager:
         The places are the first ones, or with `padding_side="left"` the last ones.
 
         Args:
-            seq_len: places wanted (a length bucket), the garbage place of a shard included; more than there are means
-                all.
+            seq_len: places wanted (a length bucket), the garbage place of a shard included; at most all.
             skip_slice: return all places.
             **kwargs: part of the surface, without effect.
-
-        Raises:
-            ValueError: `seq_len` is less than 1.
         """
         self._check_seq_len(seq_len)
         wanted = self._places if skip_slice else min(seq_len, self._places)
@@ -289,9 +236,16 @@ class SlotKVCacheManager:
         rows, tokens = self._check_new(new_key_values, self.length if active_mask is None else self.max_length)
         targets = self._targets(kvcache_buffer)
         positions = position_ids if scatter_index is None else scatter_index
-        if is_for_context_encoding and not self._continuous_batching:
+        if is_for_context_encoding and not self.is_continuous_batching:
             seq_ids = None
-        self._check_indices(rows, tokens, seq_ids, positions, active_mask)
+        for name, tensor, shape, dtypes in (
+            ("seq_ids", seq_ids, (rows,), _INDEX_DTYPES),
+            ("position_ids", positions, (rows, tokens), _INDEX_DTYPES),
+            ("active_mask", active_mask, (rows, tokens), ()),
+        ):
+            if tensor is not None:
+                require_tensors(self._flat[0].device, **{name: tensor})
+                require_fit(name, tensor, shape, *dtypes)
         shifted = not is_for_context_encoding and self.padding_side == "left"
         if self.num_cores_per_group == 1:
             active_mask = None
@@ -322,59 +276,39 @@ class SlotKVCacheManager:
     def _seen(self, stored: Tensor) -> Tensor:
         return stored.flatten(2, 3) if stored.dim() == 5 else stored
 
+    def _pairs(self, name: str, given: Sequence[Sequence[Tensor]], most: float) -> list[Tensor]:
+        are_pairs = _is_listed(given) and all(_is_listed(pair) and 2 <= len(pair) <= most for pair in given)
+        if not are_pairs or len(given) != self.num_layers:
+            raise ValueError(f"{name} must have keys and values of {self.num_layers} layers")
+        found = list(chain.from_iterable(pair[:2] for pair in given))
+        for tensor in found:
+            require_tensors(self._flat[0].device, **{name: tensor})
+        return found
+
     def _check_new(self, new_key_values: Sequence[Sequence[Tensor]], limit: int) -> tuple[int, int]:
-        are_pairs = _is_listed(new_key_values) and all(_is_listed(pair) and len(pair) == 2 for pair in new_key_values)
-        if not are_pairs or len(new_key_values) != self.num_layers:
-            raise ValueError(f"new_key_values must have keys and values of {self.num_layers} layers")
-        for tensor in chain.from_iterable(new_key_values):
-            require_tensors(new_key_values=tensor)
-        first, device = new_key_values[0][0], self._flat[0].device
-        rows, tokens = (first.shape[0], first.shape[2]) if first.dim() == 4 else (0, 0)
-        wanted = (rows, self.num_kv_heads, tokens, self.head_dim)
-        for tensor in chain.from_iterable(new_key_values):
-            if tuple(tensor.shape) != wanted or tensor.dtype != self.dtype or tensor.device != device:
-                raise ValueError(
-                    f"new_key_values must be [rows, {self.num_kv_heads}, n, {self.head_dim}] of {self.dtype} on "
-                    f"{device}, all alike, got {tuple(tensor.shape)} of {tensor.dtype} on "
-                    f"{tensor.device}"
-                )
+        first, *others = self._pairs("new_key_values", new_key_values, 2)
+        require_fit("new_key_values", first, ("rows", self.num_kv_heads, "n", self.head_dim), self.dtype)
+        for tensor in others:
+            require_fit("new_key_values, all alike,", tensor, first.shape, self.dtype)
+        rows, tokens = first.shape[0], first.shape[2]
         if not 1 <= rows <= self.max_batch_size:
             raise ValueError(f"new_key_values must have 1..{self.max_batch_size} rows, got {rows}")
         if not 1 <= tokens <= limit:
             raise ValueError(f"new_key_values must have 1..{limit} tokens a row, got {tokens}")
         return rows, tokens
 
-    def _check_indices(
-        self, rows: int, tokens: int, seq_ids: Tensor | None, positions: Tensor | None, active_mask: Tensor | None
-    ) -> None:
-        given = {"seq_ids": seq_ids, "position_ids": positions, "active_mask": active_mask}
-        require_tensors(self._flat[0].device, **{name: each for name, each in given.items() if each is not None})
-        if seq_ids is not None and (tuple(seq_ids.shape) != (rows,) or seq_ids.dtype not in _INDEX_DTYPES):
-            raise ValueError(f"seq_ids must be int32 or int64 [{rows}], got {seq_ids.dtype} {tuple(seq_ids.shape)}")
-        for name, tensor in (("position_ids", positions), ("active_mask", active_mask)):
-            if tensor is not None and tuple(tensor.shape) != (rows, tokens):
-                raise ValueError(f"{name} must be [{rows}, {tokens}], got {tuple(tensor.shape)}")
-        if positions is not None and positions.dtype not in _INDEX_DTYPES:
-            raise ValueError(f"position_ids must be int32 or int64, got {positions.dtype}")
-
     def _targets(self, kvcache_buffer: Sequence[Sequence[Tensor]] | None) -> list[Tensor]:
         if kvcache_buffer is None:
             return [self._seen(stored) for stored in self._flat]
-        are_pairs = _is_listed(kvcache_buffer) and all(_is_listed(pair) and len(pair) >= 2 for pair in kvcache_buffer)
-        if not are_pairs or len(kvcache_buffer) != self.num_layers:
-            raise ValueError(f"kvcache_buffer must have keys and values of {self.num_layers} layers")
         targets = []
-        for tensor in chain.from_iterable(pair[:2] for pair in kvcache_buffer):
-            require_tensors(self._flat[0].device, kvcache_buffer=tensor)
+        for tensor in self._pairs("kvcache_buffer", kvcache_buffer, math.inf):
             if tensor.dim() == 5 and not tensor.is_contiguous():
                 raise ValueError("a tiled kvcache_buffer must be contiguous")
             seen = self._seen(tensor)
             wanted = (self.max_batch_size, self.num_kv_heads, self._places, self.head_dim)
-            if tuple(seen.shape) != wanted or seen.dtype != self.dtype or seen.stride(-1) != 1:
-                raise ValueError(
-                    f"kvcache_buffer must hold {self.dtype} {wanted} with a dense last dimension, "
-                    f"got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
-                )
+            require_fit("kvcache_buffer", seen, wanted, self.dtype)
+            if seen.stride(-1) != 1:
+                raise ValueError(f"kvcache_buffer must have a dense last dimension, got strides {tensor.stride()}")
             targets.append(seen)
         return targets
 
@@ -384,7 +318,7 @@ class SlotKVCacheManager:
         return (
             f"SlotKVCacheManager({self.num_layers} layers of [{self.max_batch_size}, {self.num_kv_heads}, "
             f"{self.length}, {self.head_dim}], {str(self.dtype).removeprefix('torch.')}, "
-            f"padding_side={self.padding_side!r}{', tiled' if self._tiled else ''}{sharded}, "
+            f"padding_side={self.padding_side!r}{', tiled' if self.is_kv_cache_tiled else ''}{sharded}, "
             f"{size:.1f} MiB in all, on {self.device})"
         )
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.buffers import default_device
 from graphdecode.cache import (
     PageLedger,
-    PagePool,
     UnknownSequenceError,
     copy_page,
     require_hashable,
@@ -22,6 +22,7 @@ from graphdecode.cache import (
 from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.cache_append import cache_append
 from graphdecode.kernels.surfaces.cache_moves import move_rows, plan_row_moves, plan_words
+from graphdecode.surfaces.arguments import require_choice, require_fit
 
 from .metadata import StepMetadata
 
@@ -29,15 +30,20 @@ QKV_FORMATS = ("bshd", "sbhd", "thd")
 _INT32_MAX = 2**31 - 1
 
 
+def layer_of(cache: Mapping[Any, tuple[Tensor, Tensor]], layer_number: Any) -> tuple[Tensor, Tensor]:
+    """Return a layer's keys and values; a ValueError says that it has no memory."""
+    require_hashable(layer_number=layer_number)
+    if layer_number not in cache:
+        raise ValueError(f"layer {layer_number!r} has no memory: call allocate_memory({layer_number!r}) first")
+    return cache[layer_number]
+
+
 class KVCacheManager:
     """Base of cache managers, as `InferenceParams` uses them.
 
-    A subclass of one's own offers these methods, `cache` and `sequences`; a paged one `page_table` too. It is made with
-    those of the built-in manager's keyword arguments that it takes. Arguments of this class are ignored.
-
-    Attributes:
-        cache: layer number -> (keys, values).
-        sequences: id -> tokens, in row order.
+    A subclass of one's own offers these methods, `cache` (layer number -> (keys, values)), `sequences` (id -> tokens,
+    in row order), and where paged `page_table`. It is made with those of the built-in manager's keyword arguments that
+    it takes. Arguments of this class are ignored.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,45 +71,20 @@ class KVCacheManager:
         cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values, and return the layer's cache.
+        """Write one layer's new keys and values, and return the layer's (keys, values) in the cache's own layout.
 
-        Args:
-            layer_number: of the layer.
-            new_k: [b, s, h, d_k], [s, b, h, d_k] or [t, h, d_k].
-            new_v: the same with d_v.
-            cu_new_seqlens: int32 [max_batch + 1], sums of the step lengths.
-            cu_cached_seqlens: int32 [max_batch + 1], sums of the lengths after the step.
-            qkv_format: `bshd`, `sbhd` or `thd`.
-
-        Returns:
-            (keys, values) in the cache's own layout.
+        Tensors are those of `InferenceParams.step`; `cu_new_seqlens` and `cu_cached_seqlens`, int32 [max_batch + 1],
+        are the sums of the step lengths, and of the lengths after the step.
         """
         raise NotImplementedError
 
 
 class StagedKVCacheManager(KVCacheManager, ABC):
-    """The base of the built-in managers: which sequences there are, how long each is, and which row is whose.
+    """Base of the built-in managers: which sequences there are, how long each is, and which row is whose.
 
     A subclass says where tokens go, in `allocate_memory` and the `_place` hooks. `sequences` is the one list that all
-    lengths on the device are derived from.
-
-    Args:
-        max_batch_size: rows.
-        max_seqlen: tokens of one sequence, at most.
-        num_heads: key/value heads.
-        head_dim_k: size of a key head.
-        dtype: of the cache, and of the keys and values given to `step`.
-        head_dim_v: size of a value head; None means `head_dim_k`.
-        max_ctx_len: tokens that a sequence may enter or advance by in one step, at most; None means `max_seqlen`.
-        device: None means CUDA where there is one, else the CPU.
-
-    Attributes:
-        cache: layer number -> (keys, values).
-        sequences: id -> tokens, in row order.
-        metadata: the buffers on the device.
-
-    Raises:
-        ValueError: a size is not a positive integer.
+    lengths on the device are derived from; `metadata` holds the buffers there. Arguments, by shorter names, and errors
+    are those of `InferenceParams`.
     """
 
     def __init__(
@@ -118,16 +99,15 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         max_ctx_len: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
-        require_positive(
-            max_batch_size=max_batch_size,
-            max_seqlen=max_seqlen,
-            num_heads=num_heads,
-            head_dim_k=head_dim_k,
-            head_dim_v=head_dim_v,
-        )
-        if max_ctx_len is not None:
-            require_positive(max_ctx_len=max_ctx_len)
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "max_seqlen": max_seqlen,
+            "num_heads": num_heads,
+            "head_dim_k": head_dim_k,
+            "head_dim_v": head_dim_k if head_dim_v is None else head_dim_v,
+            "max_ctx_len": max_seqlen if max_ctx_len is None else max_ctx_len,
+        }
+        require_positive(**sizes)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
         if max_batch_size * max_seqlen > _INT32_MAX:
@@ -136,14 +116,9 @@ class StagedKVCacheManager(KVCacheManager, ABC):
                 f"got {max_batch_size} * {max_seqlen}"
             )
         super().__init__()
-        self.max_batch_size = max_batch_size
-        self.max_seqlen = max_seqlen
-        self.num_heads = num_heads
-        self.head_dim_k = head_dim_k
-        self.head_dim_v = head_dim_v
-        self.dtype = dtype
-        self.max_ctx_len = max_seqlen if max_ctx_len is None else max_ctx_len
-        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self.max_batch_size, self.max_seqlen, self.num_heads = max_batch_size, max_seqlen, num_heads
+        self.head_dim_k, self.head_dim_v = head_dim_k, sizes["head_dim_v"]
+        self.dtype, self.max_ctx_len, self.device = dtype, sizes["max_ctx_len"], default_device(device)
         self._row_ids: list[Hashable] | None = []  # whose rows the device knows; None: rows must be looked at anew
         self.metadata = self._make_metadata()
 
@@ -152,37 +127,27 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         """Make the buffers on the device, and what else says where tokens are."""
 
     def _allocate(self, layer_number: int, slots: tuple[int, int]) -> None:
-        """Allocate a layer of `slots` = (rows, tokens) or (pages, tokens), zero-filled, unless it exists."""
-        if layer_number in self.cache:
-            return
-        keys = untouched_zeros((*slots, self.num_heads, self.head_dim_k), self.dtype, self.device)
-        values = untouched_zeros((*slots, self.num_heads, self.head_dim_v), self.dtype, self.device)
-        self.cache[layer_number] = (keys, values)
+        if layer_number not in self.cache:
+            sizes = ((*slots, self.num_heads, self.head_dim_k), (*slots, self.num_heads, self.head_dim_v))
+            keys, values = (untouched_zeros(size, self.dtype, self.device) for size in sizes)
+            self.cache[layer_number] = (keys, values)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a step reads or writes, by name, for whoever captures it."""
-        found: dict[str, Tensor] = {}
+        found = self.metadata.tensors()
         for layer, (keys, values) in self.cache.items():
             found |= {f"keys_{layer}": keys, f"values_{layer}": values}
-        return found | self.metadata.tensors()
+        return found
 
     def reset(self) -> None:
         """Forget all sequences. The cache keeps its memory and its graphs."""
-        self.sequences = OrderedDict()
-        empty = np.zeros(0, dtype=np.int64)
-        self._forget_places()
-        self.metadata.set_lengths(empty, empty)
-        self.metadata.upload()
-        self._row_ids = []
+        self.pre_step({})
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> OrderedDict[Hashable, int]:
         """Prepare a step: row i becomes the i-th sequence of `step_dict`, and advances by that many tokens.
 
         A sequence that is not in `step_dict` is finished, and its row or pages are free; one that was not known
         enters. Costs the host O(batch + changed pages) and one copy to the device, which nothing waits for.
-
-        Args:
-            step_dict: id -> new tokens, >= 1, in the order of the rows.
 
         Returns:
             `sequences`: id -> length after the step.
@@ -197,21 +162,16 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         ids = list(step_dict)
         steps = self._check_steps(step_dict)
         same_rows = ids == self._row_ids and ids == list(self.sequences)
-        if same_rows:
-            before = np.fromiter(self.sequences.values(), np.int64, len(ids))
-        else:
-            known = self.sequences
-            before = np.fromiter([known.get(i, 0) for i in ids], np.int64, len(ids))
+        known = self.sequences
+        before = np.fromiter([known.get(i, 0) for i in ids], np.int64, len(ids))
         after = before + steps
         if ids and after.max() > self.max_seqlen:
             row = int(after.argmax())
             raise ValueError(
                 f"sequence {ids[row]!r} would have {after[row]} tokens, max_sequence_length is {self.max_seqlen}"
             )
-        if same_rows:
-            self._extend_places(ids, after)
-        else:
-            self._arrange_places(ids, after)
+        self.metadata.wait()
+        (self._extend_places if same_rows else self._arrange_places)(ids, after)
         self.sequences = OrderedDict(zip(ids, after.tolist(), strict=True))
         self._row_ids = ids
         self.metadata.set_lengths(before, after)
@@ -235,17 +195,12 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             raise ValueError(f"the step length of {wrong[0]!r} must be in 1..{limit}, got {step_dict[wrong[0]]}")
         return steps.astype(np.int64, copy=False)
 
-    @abstractmethod
     def _extend_places(self, ids: list[Hashable], after: np.ndarray) -> None:
         """Make room for the lengths `after` where rows and sequences are as in the last step; all or nothing."""
 
     @abstractmethod
     def _arrange_places(self, ids: list[Hashable], after: np.ndarray) -> None:
         """Make room for these sequences in these rows, and free all others' places; all or nothing."""
-
-    @abstractmethod
-    def _forget_places(self) -> None:
-        """Free all places."""
 
     def step(
         self,
@@ -258,64 +213,35 @@ class StagedKVCacheManager(KVCacheManager, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values of one layer behind what each row has, and return the layer's cache.
 
-        Everything that depends on who is in the batch is read on the device: captured once, it is right for any
-        later `pre_step` whose steps fit into the captured shapes; b, s and t may be larger than the step needs. Rows
-        past the batch write nothing. Arguments and result are those of `KVCacheManager.step`.
+        Captured once, it is right for any later `pre_step` whose steps fit into the captured shapes; b, s and t may be
+        larger than the step needs. Rows past the batch write nothing. See `KVCacheManager.step`.
 
         Raises:
             ValueError: an argument does not fit; nothing has changed.
         """
-        rows = self._check_step(layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, qkv_format)
-        if qkv_format == "sbhd":
-            new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
-        return self._write(layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, rows)
-
-    @abstractmethod
-    def _write(
-        self, layer: int, new_k: Tensor, new_v: Tensor, cu_new_seqlens: Tensor, cu_cached_seqlens: Tensor, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [b, s, h, d] or [t, h, d] on the device; return the layer's first `rows` rows."""
-
-    def _check_step(
-        self,
-        layer: int,
-        new_k: Tensor,
-        new_v: Tensor,
-        cu_new_seqlens: Tensor,
-        cu_cached_seqlens: Tensor,
-        qkv_format: str,
-    ) -> int:
-        """Check the arguments of `step`; return the rows of the cache that they are about."""
-        require_hashable(layer_number=layer)
         require_tensors(new_k=new_k, new_v=new_v, cu_new_seqlens=cu_new_seqlens, cu_cached_seqlens=cu_cached_seqlens)
-        if layer not in self.cache:
-            raise ValueError(f"layer {layer!r} has no memory: call allocate_memory({layer!r}) first")
-        if qkv_format not in QKV_FORMATS:
-            raise ValueError(f"qkv_format must be one of {QKV_FORMATS}, got {qkv_format!r}")
+        keys, values = layer_of(self.cache, layer_number)
+        require_choice("qkv_format", qkv_format, QKV_FORMATS)
         for name, tensor, dim in (("new_k", new_k, self.head_dim_k), ("new_v", new_v, self.head_dim_v)):
-            if tensor.dtype != self.dtype:
-                raise ValueError(f"{name} must be {self.dtype} like the cache, got {tensor.dtype}")
-            if tensor.device != self.cache[layer][0].device:
-                raise ValueError(f"{name} must be on {self.cache[layer][0].device}, got {tensor.device}")
-            if tensor.dim() != len(qkv_format) or tuple(tensor.shape[-2:]) != (self.num_heads, dim):
-                raise ValueError(
-                    f"{name} must be {qkv_format} with (h, d) = ({self.num_heads}, {dim}), "
-                    f"got shape {tuple(tensor.shape)}"
-                )
+            require_tensors(keys.device, **{name: tensor})
+            require_fit(name, tensor, (*qkv_format[:-2], self.num_heads, dim), self.dtype)
         if new_k.shape[:-1] != new_v.shape[:-1]:
             raise ValueError(f"new_k and new_v differ: {tuple(new_k.shape)} and {tuple(new_v.shape)}")
         for name, tensor in (("cu_new_seqlens", cu_new_seqlens), ("cu_cached_seqlens", cu_cached_seqlens)):
-            if tensor.dtype != torch.int32 or tuple(tensor.shape) != (self.max_batch_size + 1,):
-                raise ValueError(
-                    f"{name} must be int32 [{self.max_batch_size + 1}], got {tensor.dtype} {tuple(tensor.shape)}"
-                )
+            require_fit(name, tensor, (self.max_batch_size + 1,), torch.int32)
+        if qkv_format == "sbhd":
+            new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
         if qkv_format == "thd":
             self._check_room("tokens", new_k.shape[0], self.metadata.tokens_in_step, None)
-            return self.max_batch_size
-        batch, width = (new_k.shape[0], new_k.shape[1]) if qkv_format == "bshd" else (new_k.shape[1], new_k.shape[0])
-        self._check_room("rows", batch, self.metadata.live_rows, self.max_batch_size)
-        self._check_room("tokens a row", width, self.metadata.widest_step, None)
-        return batch
+        else:
+            self._check_room("rows", new_k.shape[0], self.metadata.live_rows, self.max_batch_size)
+            self._check_room("tokens a row", new_k.shape[1], self.metadata.widest_step, None)
+        rows = self.max_batch_size if qkv_format == "thd" else new_k.shape[0]
+        return self._write(layer_number, (keys, values, new_k, new_v, cu_new_seqlens, cu_cached_seqlens), rows)
+
+    @abstractmethod
+    def _write(self, layer: int, tensors: tuple[Tensor, ...], rows: int) -> tuple[Tensor, Tensor]:
+        """Write what `cache_append` takes on the device; return the layer's first `rows` rows."""
 
     @staticmethod
     def _check_room(what: str, given: int, needed: int, limit: int | None) -> None:
@@ -324,9 +250,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             raise ValueError(f"new_k and new_v must have {needed}{upper} {what} for this step, got {given}")
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """Enter `child_id` behind all other rows, with the parent's tokens.
-
-        Call it between steps. The child takes part from the next `pre_step` on.
+        """Enter `child_id` behind all other rows, with the parent's tokens. Call it between steps.
 
         Raises:
             CacheFullError: there is no page for the child.
@@ -364,7 +288,6 @@ class StagedKVCacheManager(KVCacheManager, ABC):
     def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
         """Enter a child with the places of the parent's first `length` tokens; all or nothing."""
 
-    @abstractmethod
     def _truncate_places(self, sequence_id: Hashable, length: int) -> None:
         """Give back the places past `length` tokens; all or nothing."""
 
@@ -390,10 +313,8 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
 
     When sequences change rows their tokens move, inside the step. Each sequence has a tag, each layer remembers on
     the device which tag's tokens are in which row, and a step moves rows where the tags that the host staged differ.
-    So a captured step is right for any later membership, and a layer that missed a step catches up in the next one.
-    A fork names its parent's tag as origin, and is copied by the same move.
-
-    Arguments, attributes and errors are those of `StagedKVCacheManager`.
+    So a layer that missed a step catches up in the next one. A fork names its parent's tag as origin, and is copied
+    by the same move.
     """
 
     def _make_metadata(self) -> StepMetadata:
@@ -402,7 +323,7 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
         self._last_tag = 0
         self._owners: dict[int, Tensor] = {}  # layer -> tags of the tokens in each row
         self._plan = torch.zeros(plan_words(self.max_batch_size), dtype=torch.int32, device=self.device)
-        return StepMetadata(self.max_batch_size, self.device, with_tags=True)
+        return StepMetadata(self.max_batch_size, self.device)
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate a layer's rows, zero-filled; a layer that exists is left as it is."""
@@ -415,21 +336,13 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
         owners = {f"owners_{layer}": tags for layer, tags in self._owners.items()}
         return {**super().tensors(), **owners, "row_moves": self._plan}
 
-    def _extend_places(self, ids: list[Hashable], after: np.ndarray) -> None:
-        """Nothing to do: every row has its place."""
-
     def _arrange_places(self, ids: list[Hashable], after: np.ndarray) -> None:
         self._tags = {i: self._tags.get(i) or self._new_tag() for i in ids}
         self._origins = {i: self._origins[i] for i in ids if i in self._origins}
-        self._stage_tags([self._tags[i] for i in ids], [self._origins.get(i, 0) for i in ids])
-
-    def _forget_places(self) -> None:
-        self._tags, self._origins = {}, {}
-        self._stage_tags([], [])
-
-    def _stage_tags(self, tags: list[int], origins: list[int]) -> None:
-        for staged, values in ((self.metadata.host_tags, tags), (self.metadata.host_origins, origins)):
-            assert staged is not None
+        for staged, values in (
+            (self.metadata.host["row_tags"], [self._tags[i] for i in ids]),
+            (self.metadata.host["row_origins"], [self._origins.get(i, 0) for i in ids]),
+        ):
             staged[: len(values)], staged[len(values) :] = values, 0
 
     def _new_tag(self) -> int:
@@ -437,26 +350,17 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
         return self._last_tag
 
     def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
-        staged = self.metadata.host_tags
-        assert staged is not None
         tag = self._tags[parent_id]
         # a parent that no step has seen is nowhere yet: its own origin is where the tokens are
-        self._origins[child_id] = tag if tag in staged else self._origins[parent_id]
+        self._origins[child_id] = tag if tag in self.metadata.host["row_tags"] else self._origins[parent_id]
         self._tags[child_id] = self._new_tag()
 
-    def _truncate_places(self, sequence_id: Hashable, length: int) -> None:
-        """Nothing to do: tokens past the length are overwritten when the sequence grows again."""
-
-    def _write(
-        self, layer: int, new_k: Tensor, new_v: Tensor, cu_new_seqlens: Tensor, cu_cached_seqlens: Tensor, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache[layer]
-        tags, origins = self.metadata.row_tags, self.metadata.row_origins
-        assert tags is not None
-        assert origins is not None
-        plan_row_moves(self._plan, self._owners[layer], tags, origins, cu_new_seqlens, cu_cached_seqlens)
+    def _write(self, layer: int, tensors: tuple[Tensor, ...], rows: int) -> tuple[Tensor, Tensor]:
+        keys, values, *_, new_seqlens, cached_seqlens = tensors
+        tags = (self._owners[layer], self.metadata.row_tags, self.metadata.row_origins)
+        plan_row_moves(self._plan, *tags, new_seqlens, cached_seqlens)
         move_rows(keys, values, self._plan)
-        cache_append(keys, values, new_k, new_v, cu_new_seqlens, cu_cached_seqlens)
+        cache_append(*tensors)
         return keys[:rows], values[:rows]
 
     def __repr__(self) -> str:
@@ -474,10 +378,6 @@ class PagedKVCacheManager(StagedKVCacheManager):
     Attributes:
         page_table: int32 [max_batch, max_pages_per_row] on the device; unused entries name the trash page.
         trash_page: the page that nobody owns, `total_num_pages`.
-        max_pages_per_row: width of the page table.
-
-    Raises:
-        ValueError: a size is not a positive integer.
     """
 
     def __init__(
@@ -494,16 +394,15 @@ class PagedKVCacheManager(StagedKVCacheManager):
         max_ctx_len: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        require_positive(max_seqlen=max_seqlen, total_num_pages=total_num_pages, page_size=page_size)
-        self.page_size = page_size
-        self.total_num_pages = total_num_pages
+        require_positive(total_num_pages=total_num_pages, page_size=page_size, max_seqlen=max_seqlen)
+        self.page_size, self.total_num_pages = page_size, total_num_pages
         self.trash_page = total_num_pages
         self.max_pages_per_row = -(-max_seqlen // page_size)
         self._ledger = PageLedger(total_num_pages, page_size, prefix_caching=False)
+        self.pool = self._ledger.pool  # the pages' owners: ask it for `free`, `used` and `shared`
         super().__init__(
             max_batch_size, max_seqlen, num_heads, head_dim_k, dtype, head_dim_v, max_ctx_len=max_ctx_len, device=device
         )
-        assert self.metadata.page_table is not None
         self.page_table = self.metadata.page_table
         self._row_pages: list[tuple[list[int], int]] = [([], 0)] * max_batch_size  # staged: the list, its length then
         self._capacity = np.zeros(max_batch_size, dtype=np.int64)  # tokens that each row's pages hold
@@ -513,21 +412,12 @@ class PagedKVCacheManager(StagedKVCacheManager):
             self.max_batch_size, self.device, pages_per_row=self.max_pages_per_row, trash_page=self.trash_page
         )
 
-    @property
-    def pool(self) -> PagePool:
-        """The pages' owners: ask it for `free`, `used` and `shared`."""
-        return self._ledger.pool
-
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate a layer's pages and its trash page, zero-filled; a layer that exists is left as it is."""
         self._allocate(layer_number, (self.total_num_pages + 1, self.page_size))
 
     def pages_of(self, sequence_id: Hashable) -> tuple[int, ...]:
-        """Return the pages of a sequence, in order.
-
-        Raises:
-            UnknownSequenceError: there is no such sequence.
-        """
+        """Return a sequence's pages, in order; an UnknownSequenceError says that there is none."""
         self._length(sequence_id)
         return tuple(self._ledger.pages[sequence_id])
 
@@ -555,11 +445,6 @@ class PagedKVCacheManager(StagedKVCacheManager):
         self._row_pages[row] = (pages, len(pages))
         self._capacity[row] = len(pages) * self.page_size
 
-    def _forget_places(self) -> None:
-        self._ledger.clear()
-        for row in range(self.max_batch_size):
-            self._stage_row(row, [])
-
     def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
         copy_page(self.cache.values(), self._ledger.fork(parent_id, child_id, length))
 
@@ -567,11 +452,9 @@ class PagedKVCacheManager(StagedKVCacheManager):
         copy_page(self.cache.values(), self._ledger.truncate(sequence_id, length))
         self._row_ids = None
 
-    def _write(
-        self, layer: int, new_k: Tensor, new_v: Tensor, cu_new_seqlens: Tensor, cu_cached_seqlens: Tensor, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache[layer]
-        cache_append(keys, values, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, self.page_table)
+    def _write(self, layer: int, tensors: tuple[Tensor, ...], rows: int) -> tuple[Tensor, Tensor]:
+        keys, values, new_k, new_v, new_seqlens, cached_seqlens = tensors
+        cache_append(keys, values, new_k, new_v, new_seqlens, cached_seqlens, self.page_table)
         return keys, values
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdecode.attention import cached_attention
+from graphdecode.surfaces.arguments import require_choice
 
 from .cache_managers import QKV_FORMATS
 from .inference_params import OUTPUT_FORMATS, InferenceParams
@@ -44,12 +45,7 @@ _ONLY = {  # what would change the result, or the shape of a weight
 
 
 def check_training_arguments(module: str, given: Mapping[str, object]) -> None:
-    """Let pass what changes nothing for inference on one device.
-
-    Raises:
-        TypeError: there is no such argument.
-        ValueError: an argument asks for something that is not done here.
-    """
+    """Let pass what changes nothing here; a TypeError refuses what there is not, a ValueError what is not done."""
     for name, value in given.items():
         if name in _WITHOUT_EFFECT:
             continue
@@ -60,10 +56,9 @@ def check_training_arguments(module: str, given: Mapping[str, object]) -> None:
 
 
 class DotProductAttention(nn.Module):
-    """Causal attention of the step's tokens over all tokens of their sequences.
+    """Causal attention of the step's tokens over all tokens of their sequences, up to their own positions.
 
-    A query sees the tokens of its own sequence up to its own position, whatever else the batch holds: with a cache the
-    masks `causal` and `padding_causal` are aligned at the bottom right, as there, and mean the same.
+    With a cache the masks `causal` and `padding_causal` are aligned at the bottom right, as there, and mean the same.
 
     Args:
         num_attention_heads: query heads.
@@ -76,9 +71,6 @@ class DotProductAttention(nn.Module):
         layer_number: of the layer in the cache; None: 1.
         softmax_scale: multiplies the logits; None: 1 / sqrt of a key head's size.
         **training: arguments that only training and sharding need; see `check_training_arguments`.
-
-    Raises:
-        ValueError: the heads do not divide, or an option is not known.
     """
 
     def __init__(
@@ -105,8 +97,7 @@ class DotProductAttention(nn.Module):
             )
         key_channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = 1.0 / math.sqrt(key_channels) if softmax_scale is None else softmax_scale
-        self.qkv_format = qkv_format
-        self.attn_mask_type = attn_mask_type
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.window_size = window_size
         self.layer_number = 1 if layer_number is None else layer_number
         _check_options(qkv_format, attn_mask_type, window_size)
@@ -132,19 +123,14 @@ class DotProductAttention(nn.Module):
             key_layer: the new tokens' keys, the same with the key/value heads.
             value_layer: likewise.
             attention_mask: must be None: lengths say what is padding.
-            qkv_format: None: the module's.
+            qkv_format, attn_mask_type, window_size: None: the module's.
             cu_seqlens_q: int32 [b + 1], sums of the tokens of each row; without a cache, for thd and rows with padding.
             cu_seqlens_kv: must be None or `cu_seqlens_q`: keys and queries are of the same tokens.
-            attn_mask_type: None: the module's.
-            window_size: None: the module's.
             inference_params: the cache; `pre_step` has been called, and memory for this layer allocated. None: the
                 tokens attend to one another alone.
 
         Returns:
             [s, b, h * d_v], [b, s, h * d_v] or [t, h * d_v]; zero where there is no token.
-
-        Raises:
-            ValueError: an option is not known, or the shapes do not fit.
         """
         form = self.qkv_format if qkv_format is None else qkv_format
         window = self.window_size if window_size is None else window_size
@@ -177,10 +163,8 @@ class DotProductAttention(nn.Module):
 
 
 def _check_options(qkv_format: str, attn_mask_type: str, window_size: tuple[int, int] | None) -> None:
-    if qkv_format not in QKV_FORMATS:
-        raise ValueError(f"qkv_format must be one of {', '.join(QKV_FORMATS)}, got {qkv_format!r}")
-    if attn_mask_type not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type must be one of {', '.join(MASK_TYPES)}, got {attn_mask_type!r}")
+    require_choice("qkv_format", qkv_format, QKV_FORMATS)
+    require_choice("attn_mask_type", attn_mask_type, MASK_TYPES)
     if window_size is not None and (window_size[0] < -1 or window_size[1] not in (-1, 0)):
         raise ValueError(f"window_size must be (-1 or more, 0 or -1) for a causal mask, got {window_size!r}")
 

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.cache import require_hashable, require_positive
+from graphdecode.buffers import default_device
+from graphdecode.cache import require_positive
 from graphdecode.kernels.surfaces.page_gather import page_gather
+from graphdecode.surfaces.arguments import require_choice
 
-from .cache_managers import QKV_FORMATS, NonPagedKVCacheManager, PagedKVCacheManager
+from .cache_managers import QKV_FORMATS, NonPagedKVCacheManager, PagedKVCacheManager, layer_of
 from .metadata import StepMetadata
 
 OUTPUT_FORMATS = {"bshd": "bshd", "sbhd": "sbhd_2bshd", "thd": "thd_2bshd"}
@@ -33,12 +35,10 @@ class InferenceParams:
         is_paged: whether sequences own pages or whole rows.
         total_num_pages: pages, where paged; any number >= 1.
         page_size: tokens in a page, where paged.
-        max_ctx_len: tokens that a sequence may enter with or advance by in one step, at most: the longest prompt, or
-            chunk of it, 1..max_sequence_length; None means `max_sequence_length`.
+        max_ctx_len: tokens that a sequence may enter with or advance by in one step, at most; None means
+            `max_sequence_length`.
         qkv_format: what `step` is given unless it says otherwise: `bshd`, `sbhd` or `thd`.
-        custom_cache_manager: a class to use instead of the built-in one, made with those of its keyword arguments that
-            it takes; it offers `cache`, `sequences`, `reset`, `allocate_memory`, `pre_step`, `step`, and `page_table`
-            where paged.
+        custom_cache_manager: a class to use instead of the built-in one; see `KVCacheManager`.
         device: None means CUDA where there is one, else the CPU.
 
     Attributes:
@@ -47,12 +47,10 @@ class InferenceParams:
         cu_seqlens_kv: int32 [max_batch + 1], sums of the lengths after the step; likewise.
         cache_manager: who keeps the tokens.
         batch_size: rows of the last `pre_step`.
-        max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, head_dim_v, dtype, is_paged, total_num_pages,
-        page_size, max_ctx_len, qkv_format: as given, with the defaults filled in.
+        and the arguments but for the last two, with the defaults filled in.
 
     Raises:
-        ValueError: a size is missing or is not a positive integer, or the format is unknown. `num_heads_kv`,
-            `head_dim_k` and `dtype` are always required, `total_num_pages` and `page_size` where paged.
+        ValueError: a size is missing or is not a positive integer, or the format is unknown.
     """
 
     def __init__(
@@ -72,8 +70,7 @@ class InferenceParams:
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        if qkv_format not in QKV_FORMATS:
-            raise ValueError(f"qkv_format must be one of {QKV_FORMATS}, got {qkv_format!r}")
+        require_choice("qkv_format", qkv_format, QKV_FORMATS)
         if num_heads_kv is None or head_dim_k is None or dtype is None:
             raise ValueError(
                 f"num_heads_kv, head_dim_k and dtype are required, got {num_heads_kv!r}, {head_dim_k!r} and {dtype!r}"
@@ -84,41 +81,33 @@ class InferenceParams:
             num_heads_kv=num_heads_kv,
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_k if head_dim_v is None else head_dim_v,
+            max_ctx_len=max_sequence_length if max_ctx_len is None else max_ctx_len,
+            **({"total_num_pages": total_num_pages, "page_size": page_size} if is_paged else {}),
         )
-        if is_paged:
-            require_positive(total_num_pages=total_num_pages, page_size=page_size)
-        if max_ctx_len is not None:
-            require_positive(max_ctx_len=max_ctx_len)
-            if max_ctx_len > max_sequence_length:
-                raise ValueError(
-                    f"max_ctx_len must be in 1..{max_sequence_length} (max_sequence_length), got {max_ctx_len}"
-                )
-        self.max_batch_size = max_batch_size
-        self.max_sequence_length = max_sequence_length
-        self.num_heads_kv = num_heads_kv
-        self.head_dim_k = head_dim_k
+        if max_ctx_len is not None and max_ctx_len > max_sequence_length:
+            raise ValueError(
+                f"max_ctx_len must be in 1..{max_sequence_length} (max_sequence_length), got {max_ctx_len}"
+            )
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
-        self.dtype = dtype
-        self.is_paged = is_paged
+        self.dtype, self.is_paged = dtype, is_paged
         self.total_num_pages = total_num_pages if is_paged else None
         self.page_size = page_size if is_paged else None
         self.max_ctx_len = max_sequence_length if max_ctx_len is None else max_ctx_len
         self.qkv_format = qkv_format
-        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self.device = default_device(device)
         built_in = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
         self.cache_manager: Any = self._make_manager(custom_cache_manager or built_in)
         self.batch_size = 0
-        own = getattr(self.cache_manager, "metadata", None)
+        own: Any = getattr(self.cache_manager, "metadata", None)
         self._staged_by_manager = isinstance(own, StepMetadata)
-        self._metadata: StepMetadata = (
-            own if isinstance(own, StepMetadata) else StepMetadata(max_batch_size, self.device)
-        )
+        self._metadata: StepMetadata = own if self._staged_by_manager else StepMetadata(max_batch_size, self.device)
         self.pre_step_seqlens = self._metadata.pre_step_seqlens
         self.cu_seqlens_q = self._metadata.cu_seqlens_q
         self.cu_seqlens_kv = self._metadata.cu_seqlens_kv
 
     def _make_manager(self, manager: Callable[..., Any]) -> Any:
-        """Make a cache manager with the built-in one's keyword arguments, or those of them that it takes."""
         arguments: dict[str, Any] = {
             "max_batch_size": self.max_batch_size,
             "max_seqlen": self.max_sequence_length,
@@ -153,15 +142,7 @@ class InferenceParams:
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
-        """Prepare a step: row i becomes the i-th sequence of `step_dict`, and advances by that many tokens.
-
-        A sequence that is not in `step_dict` is finished; one that was not known enters.
-
-        Raises:
-            CacheFullError: there are not enough pages.
-            ValueError: too many rows, a sequence too long, or a step length that is not an integer >= 1.
-            In each case nothing has changed.
-        """
+        """Prepare a step; see `StagedKVCacheManager.pre_step`."""
         self.cache_manager.pre_step(step_dict)
         self.batch_size = len(step_dict)
         if not self._staged_by_manager:
@@ -171,6 +152,7 @@ class InferenceParams:
             self._stage(after - steps, after)
 
     def _stage(self, before: np.ndarray, after: np.ndarray) -> None:
+        self._metadata.wait()
         self._metadata.set_lengths(before, after)
         self._metadata.upload()
 
@@ -193,38 +175,19 @@ class InferenceParams:
         Returns:
             (keys, values, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, out_format). The cache is bshd: its first
             b rows (thd: all rows), or the whole pool where paged. `out_format` is `bshd`, `sbhd_2bshd` or `thd_2bshd`.
-
-        Raises:
-            ValueError: a shape, dtype, format or layer does not fit; nothing has changed.
         """
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
-        if qkv_format not in QKV_FORMATS:
-            raise ValueError(f"qkv_format must be one of {QKV_FORMATS}, got {qkv_format!r}")
-        keys, values = self.cache_manager.step(
-            layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format
-        )[:2]
-        return (
-            keys,
-            values,
-            self.cu_seqlens_q,
-            self.cu_seqlens_kv,
-            self.max_sequence_length,
-            OUTPUT_FORMATS[qkv_format],
-        )
+        require_choice("qkv_format", qkv_format, QKV_FORMATS)
+        lengths = (self.cu_seqlens_q, self.cu_seqlens_kv)
+        keys, values = self.cache_manager.step(layer_number, new_k, new_v, *lengths, qkv_format)[:2]
+        return keys, values, *lengths, self.max_sequence_length, OUTPUT_FORMATS[qkv_format]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values as contiguous rows `[batch_size, max_seq, h, d]`, zero past each length.
-
-        Raises:
-            ValueError: the cache is not paged, or the layer has no memory.
-        """
+        """Return a layer as contiguous rows `[batch_size, max_seq, h, d]`, zero past each length, where paged."""
         if not self.is_paged:
             raise ValueError("convert_paged_to_nonpaged needs is_paged=True: this cache's rows are contiguous already")
-        require_hashable(layer_number=layer_number)
-        if layer_number not in self.cache_manager.cache:
-            raise ValueError(f"layer {layer_number!r} has no memory: call allocate_memory({layer_number!r}) first")
         converted = []
-        for pages in self.cache_manager.cache[layer_number]:
+        for pages in layer_of(self.cache_manager.cache, layer_number):
             rows = pages.new_empty((self.batch_size, self.max_sequence_length, *pages.shape[2:]))
             page_gather(rows, pages, self.cache_manager.page_table, self.cu_seqlens_kv)
             converted.append(rows)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphdecode.buffers import default_device
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.norm.rms_norm import rms_norm
+from graphdecode.surfaces.arguments import require_choice
 
 from .dot_product_attention import DotProductAttention, check_training_arguments
 from .inference_params import InferenceParams
@@ -29,7 +31,7 @@ def frozen(*shape: int, value: float | None = None, like: dict[str, object]) -> 
 
 
 class NormSettings(NamedTuple):
-    """Settings of a norm and of the products behind it."""
+    """Settings of a norm of `hidden_size`, and of the products behind it; `like` is their dtype and device."""
 
     hidden_size: int  # of the input
     eps: float  # added to the variance, or to the mean square
@@ -40,19 +42,14 @@ class NormSettings(NamedTuple):
 
 
 class Normalized(nn.Module):
-    """A module that begins with a norm: `layer_norm_weight`, and `layer_norm_bias` for LayerNorm.
-
-    Raises:
-        ValueError: the normalization is not known.
-    """
+    """A module that begins with a norm: `layer_norm_weight`, and `layer_norm_bias` for LayerNorm."""
 
     def __init__(self, settings: NormSettings) -> None:
         super().__init__()
         hidden_size, self.eps, normalization, self.zero_centered_gamma, _, like = settings
-        if normalization is not None and normalization not in NORMALIZATIONS:
-            raise ValueError(f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}")
         self.layer_norm_weight = self.layer_norm_bias = None
         if normalization is not None:
+            require_choice("normalization", normalization, NORMALIZATIONS)
             self.layer_norm_weight = frozen(hidden_size, value=0.0 if self.zero_centered_gamma else 1.0, like=like)
         if normalization == "LayerNorm":
             self.layer_norm_bias = frozen(hidden_size, value=0.0, like=like)
@@ -71,12 +68,7 @@ class Normalized(nn.Module):
 
 
 class LayerNormQKV(Normalized):
-    """Queries, keys and values of a norm: `query_weight`, `key_weight`, `value_weight`, and their biases.
-
-    Args:
-        settings: of the norm.
-        **sizes: of `query`, `key` and `value`.
-    """
+    """Queries, keys and values of a norm: `query_weight`, `key_weight`, `value_weight`, and their biases."""
 
     def __init__(self, settings: NormSettings, **sizes: int) -> None:
         super().__init__(settings)
@@ -97,20 +89,12 @@ class LayerNormQKV(Normalized):
 class LayerNormMLP(Normalized):
     """A norm and a perceptron with one hidden layer: `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`.
 
-    Args:
-        settings: of the norm.
-        ffn_hidden_size: of the layer between; `fc1_weight` has twice as many rows for a gated activation, the gate's
-            first.
-        activation: one of `ACTIVATIONS`.
-
-    Raises:
-        ValueError: the activation is not known.
+    For a gated activation `fc1_weight` has twice as many rows, the gate's first.
     """
 
     def __init__(self, settings: NormSettings, ffn_hidden_size: int, activation: str) -> None:
         super().__init__(settings)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        require_choice("activation", activation, ACTIVATIONS)
         hidden_size, like, bias = settings.hidden_size, settings.like, settings.bias
         self.activation = activation
         rows = ffn_hidden_size * (2 if activation in _GATES else 1)
@@ -137,18 +121,13 @@ class LayerNormMLP(Normalized):
 class MultiheadAttention(nn.Module):
     """Attention with its projections: `qkv` or, with a norm before it, `layernorm_qkv`; and `proj`.
 
-    Parameters have TransformerEngine's names (`query_weight`, ...), and need no gradients.
+    Parameters have TransformerEngine's names (`query_weight`, ...), and need no gradients. Arguments that
+    `DotProductAttention` has too mean the same.
 
     Args:
         hidden_size: of input and output.
-        num_attention_heads: query heads.
         kv_channels: size of a head; None: hidden_size / num_attention_heads.
-        attention_dropout: part of the surface: nothing is dropped.
         layernorm_epsilon: of the norm.
-        layer_number: of the layer in the cache; None: 1.
-        attn_mask_type: see `DotProductAttention`.
-        window_size: see `DotProductAttention`.
-        num_gqa_groups: key/value heads; None: as many as query heads.
         params_dtype: of the parameters; None: torch's default.
         input_layernorm: whether there is a norm.
         zero_centered_gamma: whether it multiplies by 1 + weight.
@@ -156,8 +135,6 @@ class MultiheadAttention(nn.Module):
         normalization: `LayerNorm` or `RMSNorm`.
         rotary_pos_interleaved: whether the pairs that are rotated are neighbours.
         device: None means CUDA where there is one, else the CPU.
-        qkv_format: `sbhd`, `bshd` or `thd`.
-        **training: arguments that only training and sharding need; see `check_training_arguments`.
 
     Raises:
         ValueError: the sizes do not divide, or an option is not known.
@@ -195,8 +172,7 @@ class MultiheadAttention(nn.Module):
         self.qkv_format = qkv_format
         self.kv_channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.rotary_pos_interleaved = rotary_pos_interleaved
-        place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-        like: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": place}
+        like = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         inner = num_attention_heads * self.kv_channels
         self.core_attention = DotProductAttention(
@@ -230,61 +206,35 @@ class MultiheadAttention(nn.Module):
         """Attend from the step's tokens; a layer that the cache does not know gets its memory here.
 
         Args:
-            hidden_states: [s, b, hidden], [b, s, hidden] or [t, hidden].
-            attention_mask: must be None: lengths say what is padding.
-            attn_mask_type: None: the module's.
-            window_size: None: the module's.
+            hidden_states: [s, b, hidden], [b, s, hidden] or [t, hidden], as the output.
             inference_params: the cache, after its `pre_step`.
             rotary_pos_emb: angles [s2, 1, 1, d2], or those of queries and keys; tokens are rotated to the positions
                 that `get_seqlens_pre_step` says.
-            cu_seqlens_q: see `DotProductAttention.forward`.
-            cu_seqlens_kv: likewise.
-
-        Returns:
-            The output, in the shape of the input.
-
-        Raises:
-            ValueError: something does not fit.
+            others: see `DotProductAttention.forward`.
         """
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
             inference_params.allocate_memory(self.layer_number)
         flat: tuple[Tensor, Tensor, Tensor] = getattr(self, self.qkv_name)(hidden_states)
         query, key, value = (x.unflatten(-1, (-1, self.kv_channels)) for x in flat)
         if rotary_pos_emb is not None:
-            query, key = self._rotate(query, key, rotary_pos_emb, inference_params, cu_seqlens_q)
+            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            starts, begins = None, cu_seqlens_q
+            if inference_params is not None:
+                starts, begins = inference_params.get_seqlens_pre_step(), inference_params.cu_seqlens_q
+                longest, given = inference_params.max_sequence_length, min(len(angles) for angles in pair)
+                if given < longest:
+                    raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {given}")
+            layout = (self.qkv_format, starts, self.rotary_pos_interleaved, False, begins)
+            query, key = (
+                apply_rotary_pos_emb(x, angles, *layout) for x, angles in zip((query, key), pair, strict=True)
+            )
         out = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
+            *(query, key, value, attention_mask, None, cu_seqlens_q, cu_seqlens_kv),
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             inference_params=inference_params,
         )
         return self.proj(out)
-
-    def _rotate(
-        self,
-        query: Tensor,
-        key: Tensor,
-        angles: Tensor | tuple[Tensor, Tensor],
-        inference_params: InferenceParams | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        of_query, of_key = angles if isinstance(angles, tuple) else (angles, angles)
-        starts = None
-        if inference_params is not None:
-            starts, cu_seqlens = inference_params.get_seqlens_pre_step(), inference_params.cu_seqlens_q
-            longest = inference_params.max_sequence_length
-            if min(of_query.shape[0], of_key.shape[0]) < longest:
-                raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {of_query.shape[0]}")
-        form, pairs = self.qkv_format, self.rotary_pos_interleaved
-        return (
-            apply_rotary_pos_emb(query, of_query, form, starts, pairs, cu_seqlens=cu_seqlens),
-            apply_rotary_pos_emb(key, of_key, form, starts, pairs, cu_seqlens=cu_seqlens),
-        )
 
 
 class TransformerLayer(nn.Module):
@@ -294,10 +244,8 @@ class TransformerLayer(nn.Module):
 
     Args:
         ffn_hidden_size: of the perceptron's inner layer.
-        hidden_dropout: part of the surface: nothing is dropped.
-        self_attn_mask_type: see `DotProductAttention`.
-        bias: whether there are biases.
         activation: `gelu`, `relu`, `geglu` or `swiglu`.
+        self_attn_mask_type: see `DotProductAttention`.
         attn_input_format: `sbhd`, `bshd` or `thd`.
 
     Raises:

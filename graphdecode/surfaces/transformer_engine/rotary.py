@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from graphdecode.buffers import default_device
+
 
 class RotaryPositionEmbedding(nn.Module):
     """The angles of rotary position embedding (Su et al., RoFormer, 2021): `position * rotary_base^(-2i / dim)`.
@@ -13,8 +15,8 @@ class RotaryPositionEmbedding(nn.Module):
         dim: size of a head.
         rotary_percent: the part of it that is rotated.
         seq_len_interpolation_factor: divides the positions; needs `pretrained_max_position_embeddings`.
-        pretrained_max_position_embeddings: tokens that a model was trained for; where the sequence is more than the
-            factor times as long, positions are scaled into these.
+        pretrained_max_position_embeddings: tokens that a model was trained for; positions of a sequence that is more
+            than the factor times as long are scaled into these.
         rotary_base: base of the frequencies.
         interleaved: whether pairs are neighbours (0, 1), or apart (i, i + dim / 2).
         device: None means CUDA where there is one, else the CPU.
@@ -39,8 +41,8 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = interleaved
-        place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=place) / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device(device)) / dim
+
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -65,7 +67,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Rotate queries or keys to their positions; nothing is read on the host, so that it can be captured.
+    """Rotate queries or keys to their positions, in fp32; nothing is read on the host, so that it can be captured.
 
     Args:
         t: [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or [t, h, d] (thd).
@@ -74,13 +76,8 @@ def apply_rotary_pos_emb(
         tensor_format: `sbhd`, `bshd` or `thd`.
         start_positions: int [>= b], the position of each row's first token; None: 0.
         interleaved: whether pairs are neighbours.
-        fused: part of the surface, without effect.
         cu_seqlens: int32 [b + 1], where each row's tokens begin; thd needs it.
-        cp_size: ranks that share a sequence; only 1 is known.
-        cp_rank: part of the surface.
-
-    Returns:
-        The rotated tensor, in t's shape and dtype; computed in fp32.
+        fused, cp_size, cp_rank: part of the surface; a sequence is not shared among ranks.
 
     Raises:
         ValueError: the format is unknown, or the shapes do not fit it.

@@ -1,4 +1,4 @@
-"""Prompts to requests of tokens, and to the answers that their events will fill."""
+"""Input processor: prompts to requests of tokens, and to the outputs that their events will fill."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.answer import Answer
 from graphdecode.text.grammar import Grammars
+from graphdecode.text.light_tokenizer import is_tokenizers_own
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
-from graphdecode.text.tokenizer import is_tokenizers_own
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -31,11 +31,11 @@ def as_prompt(prompt: Any) -> str | list[int]:
     """Return one prompt as a text or a list of token ids.
 
     Args:
-        prompt: a text; integers in a sequence, a NumPy array or a tensor; or a dict as vLLM takes it, in which
-            `prompt_token_ids` wins over `prompt`.
+        prompt: a text; integers in a sequence, a NumPy array or a tensor; or vLLM's dict, in which `prompt_token_ids`
+            wins over `prompt`.
 
     Raises:
-        ValueError: it is none of these, or a text with halves of surrogate pairs.
+        ValueError: it is none of these, or a text with surrogates.
     """
     if isinstance(prompt, Mapping):
         if not prompt or set(prompt) - _DICT_KEYS:
@@ -48,7 +48,7 @@ def as_prompt(prompt: Any) -> str | list[int]:
             raise ArgumentError(f"a prompt is no valid text: {error}") from error
         return prompt
     ids = _listed(prompt)
-    if type(ids) is list and set(map(type, ids)) == {int}:  # of a million, each would be looked at for a while
+    if type(ids) is list and set(map(type, ids)) == {int}:  # the quick path for a million
         return list(ids)
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
         raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
@@ -56,13 +56,10 @@ def as_prompt(prompt: Any) -> str | list[int]:
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Return what `generate` was given as a list of prompts.
-
-    Args:
-        prompts: one prompt, or an iterable of prompts; integers are one prompt.
+    """Return one prompt, or an iterable of prompts, as a list; integers are one prompt.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is neither.
     """
     if isinstance(prompts, str | Mapping):
         return [as_prompt(prompts)]
@@ -83,68 +80,68 @@ def _is_token(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Order:
-    """One prompt with its requests, ready to submit."""
+    """One prompt with the engine's requests for its `n` outputs."""
 
-    output: RequestOutput  # what its caller gets
-    # what the engine gets, each with the answer that its events go to; none where the prompt was refused
-    requests: list[tuple[Request, Answer]]
+    output: RequestOutput  # for its caller
+    requests: list[tuple[Request, Answer]]  # each with the receiver of its events; none if the prompt was refused
 
     @property
     def answers(self) -> list[Answer]:
-        """The answers, `n` of them, or none."""
+        """The outputs in progress: `n`, or none."""
         return [answer for _, answer in self.requests]
+
+    def refuse(self, error: str) -> None:
+        """End it with an error, before anything of it was submitted."""
+        self.requests.clear()
+        self.output.error = error
+        for output in self.output.outputs:
+            output.finish_reason = "refused"
 
 
 class Asked(NamedTuple):
-    """Parameters that all prompts of a request share, in tokens; picklable."""
+    """Parameters shared by all prompts of a request, in tokens; picklable."""
 
-    params: SamplingParams  # of all answers
-    of_answer: SamplingParams  # of one answer, as the engine takes them
-    bad_words: list[list[int]]  # tokens of each spelling of a word that the answers must not have
+    params: SamplingParams
+    of_answer: SamplingParams  # of one output, for the engine
+    bad_words: list[list[int]]  # tokens of each spelling
     priority: int  # the lowest is served first
 
 
 class Resolved(NamedTuple):
-    """A prompt in tokens; picklable."""
+    """A tokenized prompt; picklable."""
 
-    prompt: str | None  # the text; None: it was given as token ids
-    token_ids: list[int]  # of the prompt, cut as the parameters ask for it
-    asked: Asked  # of its answers
+    prompt: str | None  # the text; None if token ids were given
+    token_ids: list[int]  # truncated as the parameters say
+    asked: Asked
 
 
 class _Serving(Protocol):
-    """The limits and the seed of an engine."""
+    """The limits and the seed of an engine, in this process or in another one."""
 
     @property
     def rules(self) -> RequestRules: ...
 
     @property
-    def seed(self) -> int: ...  # of the requests that bring none
+    def seed(self) -> int: ...  # for requests without one
 
 
-class Intake:
-    """Tokenizes prompts and textual parameters, and refuses what can never be served.
+class InputProcessor:
+    """Tokenizes prompts and textual parameters; what can never be served is refused by the engine's rules."""
 
-    Args:
-        reads_grammars: compile grammars here, so that an engine of this process, whose `constrain` is that of
-            `grammars`, finds them read and nobody's step waits for it.
-    """
-
-    def __init__(self, engine: _Serving, tokenizer: Any, *, reads_grammars: bool = False) -> None:
+    def __init__(self, engine: _Serving, tokenizer: Any) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._reads_grammars = reads_grammars
-        self._encoding = threading.Lock()  # the tokenizer keeps settings of the call that runs
+        self._encoding = threading.Lock()  # a tokenizer keeps settings of the running call
         self._numbers = itertools.count()
 
     def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them.
+        """Return a prompt's token ids; given ids stay as they are.
 
         Args:
-            special: add the special tokens that the tokenizer begins a text with.
+            special: add the tokenizer's special tokens.
 
         Raises:
-            ArgumentError: it is a text, and there is no tokenizer, or one that fails at it.
+            ArgumentError: a text without a tokenizer, or the tokenizer fails.
         """
         if not isinstance(prompt, str):
             return prompt
@@ -156,77 +153,77 @@ class Intake:
         return ids
 
     def order(
-        self, prompt: str | list[int], token_ids: list[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        token_ids: list[int] | None = None,
+        priority: int = 0,
     ) -> Order:
-        """Return the order of a prompt; one that can never be served is refused, with `output.error` set.
+        """Return the requests of a prompt; one with unusable parameters is refused, with `output.error` set.
+
+        A grammar is compiled here, so that no step waits for it.
 
         Args:
-            token_ids: what `encode` made of it.
+            token_ids: of the prompt; None: from `encode`.
 
         Raises:
-            ArgumentError: the parameters are of text, and there is no tokenizer.
+            ArgumentError: the prompt or the parameters are of text, and there is no tokenizer, or it fails.
         """
-        self._check_tokenizer(params)
+        token_ids = self.encode(prompt) if token_ids is None else token_ids
+        if self._tokenizer is None and (params.stop_strings or params.bad_words):
+            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
+        asked, grammar, refusal = Asked(params, params, [], priority), None, None
         try:
-            asked = self.asked(params, priority=priority, is_structured=params.structured_outputs is not None)
-            resolved = self.resolved(prompt, token_ids, asked)
-            grammar, structured = None, params.structured_outputs
-            if structured is not None:
+            asked = self.asked(params, priority=priority)
+            if params.structured_outputs is not None:
                 if self._tokenizer is None:
                     raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
-                grammar = self.grammars.grammar(structured)
-                if self._reads_grammars:
-                    self.grammars.constraint(grammar)
+                grammar = self.grammars.grammar(params.structured_outputs)
+                self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
-            token_ids = self._truncated(token_ids, params, is_text=isinstance(prompt, str))
-            output = self._output(prompt if isinstance(prompt, str) else None, token_ids, params.n)
-            output.error = str(error)
-            for answer_output in output.outputs:
-                answer_output.finish_reason = "refused"
-            return Order(output, [])
-        return self.opened(resolved, grammar)
+            refusal = str(error)
+        order = self.opened(self.resolved(prompt, token_ids, asked), grammar)
+        if refusal is not None:
+            order.refuse(refusal)
+        return order
 
-    def asked(self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False) -> Asked:
-        """Check and resolve the parameters that all prompts of a request share.
+    def asked(self, params: SamplingParams, *, priority: int = 0) -> Asked:
+        """Tokenize the parameters that all prompts of a request share.
 
         Raises:
-            ArgumentError: the parameters are of text, and there is no tokenizer, or one that fails at it.
-            RequestError: no prompt can be served with them.
+            ArgumentError: the tokenizer fails.
+            RequestError: there are too many bad words.
         """
-        self._check_tokenizer(params)
-        words, rules = tuple(dict.fromkeys(params.bad_words or ())), self._engine.rules
-        rules.check_count("bad_words", len(words), "max_bad_words")  # before each of them is spelled
+        words = tuple(dict.fromkeys(params.bad_words or ()))
+        self._engine.rules.check_count("bad_words", len(words), "max_bad_words")  # before tokenizing each
         bad_words = self._spellings(words) if words else []
         named: dict[str, Any] = {
-            name: tuple(dict.fromkeys(ids))  # each answer takes them along
+            name: tuple(dict.fromkeys(ids))  # each request holds a copy
             for name in ("stop_token_ids", "allowed_token_ids")
             if (ids := getattr(params, name)) is not None
         }
         params = params.unchecked(bad_words=None, structured_outputs=None, **named)
         of_answer = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
-        rules.check_sampling(of_answer, bad_words, has_form=is_structured)
         return Asked(params, of_answer, bad_words, priority)
 
     def resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
-        """Truncate and check a tokenized prompt; see `order`.
-
-        Raises:
-            RequestError: it can never be served.
-        """
-        token_ids = self._truncated(token_ids, asked.params, is_text=isinstance(prompt, str))
-        self._engine.rules.check_prompt(token_ids, asked.params.max_tokens)
-        return Resolved(prompt if isinstance(prompt, str) else None, token_ids, asked)
+        """Truncate a tokenized prompt as its parameters say."""
+        text = prompt if isinstance(prompt, str) else None
+        return Resolved(text, self._truncated(token_ids, asked.params, is_text=text is not None), asked)
 
     def opened(self, resolved: Resolved, grammar: str | None, turn: float = 0.0) -> Order:
-        """Return the order of a prompt; see `order`.
+        """Return the requests of a prompt.
 
         Args:
-            resolved: what `resolved` gave, here or in another process.
-            grammar: of its answers; None: unconstrained.
-            turn: of its answers, among requests of one priority.
+            resolved: from `resolved`, here or in another process.
+            grammar: None: unconstrained.
+            turn: of its requests, among those of one priority.
         """
         params, of_answer, bad_words, priority = resolved.asked
-        output = self._output(resolved.prompt, resolved.token_ids, params.n)
+        outputs = [CompletionOutput(index) for index in range(params.n)]
+        times = RequestMetrics(time.perf_counter())
+        output = RequestOutput(next(self._numbers), resolved.prompt, resolved.token_ids, outputs, times)
         seed = derived_seed(self._engine.seed, int(output.request_id)) if params.seed is None else params.seed
         tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
         requests: list[tuple[Request, Answer]] = []
@@ -234,26 +231,18 @@ class Intake:
             index = answer_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
             own = of_answer.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn)
+            request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn, is_checked=True)
             requests.append((request, Answer(answer_output, output, params, tokenizer)))
         return Order(output, requests)
 
-    def _output(self, prompt: str | None, token_ids: list[int], answers: int) -> RequestOutput:
-        outputs = [CompletionOutput(index) for index in range(answers)]
-        return RequestOutput(next(self._numbers), prompt, token_ids, outputs, RequestMetrics(time.perf_counter()))
-
-    def _check_tokenizer(self, params: SamplingParams) -> None:
-        if self._tokenizer is None and (params.stop_strings or params.bad_words):
-            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
-
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of structured outputs, for this tokenizer and engine."""
+        """The compiler of structured outputs."""
         rules = self._engine.rules
         return Grammars(self._tokenizer.backend_tokenizer, rules.vocab_size, rules.eos_token_ids)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams, *, is_text: bool) -> list[int]:
-        """Return the last tokens of a prompt, as many as are to be kept; a text keeps what stands in front of it."""
+        """Return the last tokens of a prompt; a text keeps its beginning-of-sequence token."""
         kept = params.truncate_prompt_tokens
         if kept is None:
             return token_ids
@@ -267,7 +256,7 @@ class Intake:
         return token_ids[-kept:]
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of words, at the beginning of a text and behind a space, where these are others."""
+        """Return the tokens of words at the beginning of a text, and behind a space if those differ."""
         plain = self._encoded([word.lstrip() for word in words], "bad_words", special=False)
         spaced = self._encoded([f" {word.lstrip()}" for word in words], "bad_words", special=False)
         spellings = []
@@ -276,29 +265,21 @@ class Intake:
         return spellings
 
     def _encoded(self, texts: Sequence[str], name: str, *, special: bool) -> list[list[int]]:
-        """Return the tokens of some texts.
-
-        Raises:
-            ArgumentError: the tokenizer fails at one.
-        """
         try:
             with self._encoding:
                 return list(self._tokenizer(list(texts), verbose=False, add_special_tokens=special).input_ids)
         except BaseException as error:
             if not is_tokenizers_own(error):
                 raise
-            told = shown(texts[0] if len(texts) == 1 else list(texts))
-            raise ArgumentError(f"the tokenizer fails at {name} {told}: {type(error).__name__}: {error}") from error
+            wrong = shown(texts[0] if len(texts) == 1 else list(texts))
+            raise ArgumentError(f"the tokenizer fails at {name} {wrong}: {type(error).__name__}: {error}") from error
 
 
 def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:
-    """Return the priority of each of some prompts.
-
-    Args:
-        priority: of all prompts, or one for each; None is 0.
+    """Return a priority for each prompt; None is 0.
 
     Raises:
-        ArgumentError: they are not as many, or no integers of 64 bits.
+        ArgumentError: there are not as many, or they are no 64-bit integers.
     """
     given = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
     if len(given) != count:
@@ -310,19 +291,15 @@ def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Return the parameters of each of some prompts.
-
-    Args:
-        params: for all prompts, or one for each; None means the defaults.
+    """Return parameters for each prompt; None means the defaults.
 
     Raises:
         ValueError: they are something else, or not as many.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence):
-        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {shown(params)}")
-    wrong = [type(item).__name__ for item in params if not isinstance(item, SamplingParams)]
+    items = params if isinstance(params, Sequence) else [params]
+    wrong = [shown(item) for item in items if not isinstance(item, SamplingParams)]
     if wrong:
         raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")
     if len(params) != count:
