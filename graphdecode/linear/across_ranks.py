@@ -13,15 +13,16 @@ from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 
 @dataclass(frozen=True)
-class AcrossRanks(WeightForm):
-    """A weight form of one rank's shard, whose product is not the whole one.
+class Summed(WeightForm):
+    """Each rank has some columns of the weight, and its inputs are the same columns of `x`.
 
     Attributes:
-        form: of the shard.
+        form: of the rank's shard.
         collectives: of the ranks.
         place: in the model.
     """
 
+    path = "summed"
     form: WeightForm
     collectives: Collectives
     place: str
@@ -34,6 +35,11 @@ class AcrossRanks(WeightForm):
             TypeError: always.
         """
         raise TypeError(f"{cls.__name__} is made of another form")
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the sum of all ranks' products into `out`."""
+        self.form.apply(out, x)
+        self.collectives.all_reduce(out, self.place)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -60,19 +66,7 @@ class AcrossRanks(WeightForm):
 
 
 @dataclass(frozen=True)
-class Summed(AcrossRanks):
-    """Each rank has some columns of the weight, and its inputs are the same columns of `x`."""
-
-    path = "summed"
-
-    def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the sum of all ranks' products into `out`."""
-        self.form.apply(out, x)
-        self.collectives.all_reduce(out, self.place)
-
-
-@dataclass(frozen=True)
-class Gathered(AcrossRanks):
+class Gathered(Summed):
     """Each rank has some rows of the weight, and all get all outputs."""
 
     path = "gathered"

@@ -1,16 +1,16 @@
 """The weights of a layer's experts: those of one product, of all experts, read expert by expert.
 
-They have all their bits, in panels on a CPU with compiled kernels, else as they are; or the few bits in which their
-source has them, in panels on a CPU, in tiles on a GPU.
+They are whole, in panels on a CPU with compiled kernels, else as they stand; or quantized as their source has them, in
+panels on a CPU, in tiles on a GPU.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from graphdecode.kernels.moe.expert_linear import (
     Routed,
     expert_linear,
     expert_panels,
-    panels_by_turns,
+    interleaved_panels,
     quantized_expert_linear,
     stacked_panels,
     tiled_expert_linear,
@@ -33,7 +33,7 @@ from graphdecode.linear.kept import Kept, KeptPanels
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, read_parts
 from graphdecode.linear.tiles import KeptTiles
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, read_fused, tensors_in
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, StoredForm, TensorSource, read_fused
 
 
 class Gate(NamedTuple):
@@ -55,16 +55,14 @@ class ExpertNames(NamedTuple):
             experts along its first dimension.
         experts: how many there are.
         is_gated: the first half of the outputs is the gate of the second.
-        slots: how many of them a token takes.
-        has_turns: stacks are [experts, in_features, out_features], and with a gate its outputs and those that it is for
-            stand by turns, as gpt-oss has them.
+        interleaved: stacks are [experts, in_features, out_features], and with a gate every second output is the gate's,
+            as gpt-oss has them.
     """
 
     weights: tuple[str, ...]
     experts: int
     is_gated: bool
-    slots: int
-    has_turns: bool = False
+    interleaved: bool = False
 
     @property
     def is_stack(self) -> bool:
@@ -78,18 +76,8 @@ class ExpertNames(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpertForm(ABC):
-    """The weights of all experts for one of their products, as that reads them.
-
-    Attributes:
-        path: the form's name in reports.
-        shape: [experts, out_features, in_features].
-        bias: [experts, out_features] or None.
-    """
-
-    path: ClassVar[str]
-    shape: tuple[int, ...]
-    bias: Tensor | None
+class ExpertForm(StoredForm):
+    """The weights of all experts for one of their products, as that reads them."""
 
     @classmethod
     @abstractmethod
@@ -99,36 +87,21 @@ class ExpertForm(ABC):
         """Read all experts' weights into this form, one after another; None where they cannot take it."""
 
     @abstractmethod
+    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
+        """Write the product of each listed pair into `out`; see `expert_linear`."""
+
     def apply(
         self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
-        """Write the product of each listed pair into `out`; see `expert_linear` for the arguments."""
-
-    @property
-    def gives_floats(self) -> bool:
-        """Whether the product takes no longer where it is written in float32, as it was summed up."""
-        return False
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that the product only reads."""
-        return [tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name))]
-
-    @property
-    def nbytes(self) -> int:
-        """What the weights of all experts take."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def choice(self, rows: int) -> LinearChoice:
-        """Return the path that the products of so many tokens take."""
-        return LinearChoice(self.path)
+        """Write the product of each listed pair into `out`; see `Routed` for the arguments."""
+        self.write(out, x, Routed(order, offsets, slots, *gate))
 
 
 def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
     """Return [experts, out_features, in_features]."""
     shapes = [source.tensors[name].shape for name in names.of(0)]
     rows, columns = sum(shape[-2] for shape in shapes), shapes[0][-1]
-    is_transposed = names.is_stack and names.has_turns
+    is_transposed = names.is_stack and names.interleaved
     return (names.experts, columns, rows) if is_transposed else (names.experts, rows, columns)
 
 
@@ -142,8 +115,8 @@ def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions
         shape = source.tensors[name].shape[1:]
         stored = torch.empty((1, *shape), dtype=options.dtype, device=options.device)
         source.read(name, stored, Shard(expert, names.experts, 0))
-        own = stored[0].T if names.has_turns else stored[0]
-        yield torch.cat((own[::2], own[1::2])) if names.has_turns and names.is_gated else own
+        own = stored[0].T if names.interleaved else stored[0]
+        yield torch.cat((own[::2], own[1::2])) if names.interleaved and names.is_gated else own
 
 
 @dataclass(frozen=True)
@@ -156,55 +129,43 @@ class PlainExperts(ExpertForm):
 
     @classmethod
     def load(cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> PlainExperts:
-        """Read all experts' weights; those of few bits are undone."""
-        whole = stacked(plain_weights(source, names, options), names.experts, is_gated=names.is_gated)
-        return cls(shape_of(source, names), bias, whole, options.batch_invariant)
+        """Read all experts' weights, dequantized; each is dropped before the next one is read."""
+        whole: Tensor | None = None
+        for expert, weight in enumerate(plain_weights(source, names, options)):
+            own = expert_panels(weight, names.is_gated) if can_panel(weight) else weight.unsqueeze(0)
+            if whole is None:
+                whole = own.new_empty((names.experts, *own.shape))
+            whole[expert] = own
+            del weight, own
+        assert whole is not None
+        return cls(shape_of(source, names), bias, whole.flatten(0, 1), options.batch_invariant)
 
     @property
     def gives_floats(self) -> bool:
         """On a CPU sums are written as they are."""
         return self.weight.is_cpu
 
-    def apply(
-        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
-    ) -> None:
+    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         """Write the product of each listed pair into `out`."""
-        pairs = Routed(order, offsets, slots, *gate)
         expert_linear(out, x, self.weight, self.bias, pairs, batch_invariant=self.batch_invariant)
-
-
-def stacked(weights: Iterable[Tensor], count: int, *, is_gated: bool) -> Tensor:
-    """Return the weights of all experts in one tensor, as `expert_linear` reads them fastest.
-
-    Args:
-        weights: [out_features, in_features] of each; each is dropped before the next one is made.
-        count: how many experts there are.
-        is_gated: whether the first half of the outputs is the gate of the second.
-    """
-    made = (expert_panels(own, is_gated) if can_panel(own) else own.unsqueeze(0) for own in weights)
-    first = next(made)
-    whole = first.new_empty((count, *first.shape))
-    whole[0] = first
-    for expert, own in enumerate(made, 1):
-        whole[expert] = own
-    return whole.flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class ExpertPanels(ExpertForm):
-    """Weights in panels, whose values are the source's own, not rounded."""
+    """Quantized weights in panels, as their source has them."""
 
     path = "panels"
     weight: QuantizedPanels
     columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: as they stand
     layout: str  # the path of their `QuantizedWeight`
     batch_invariant: bool
+    gives_floats = True  # sums are written as they are
 
     @classmethod
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights; None where they are in no few bits, or not all of one kind."""
+        """Read all experts' weights; None where they are not quantized, or not all of one kind."""
         if KeptPanels.why_not(options):
             return None
         firsts: list[QuantizedWeight] = []  # of each expert
@@ -216,7 +177,7 @@ class ExpertPanels(ExpertForm):
                     yield None
                     return
                 firsts.append(parts[0])
-                yield panels[0] if len(panels) == 1 else panels_by_turns(*panels)
+                yield panels[0] if len(panels) == 1 else interleaved_panels(*panels)
 
         weight = stacked_panels(made(), names.experts)
         columns = [first.order.int() for first in firsts if first.order is not None]
@@ -225,26 +186,19 @@ class ExpertPanels(ExpertForm):
         order = torch.stack(columns) if columns else None
         return cls(shape_of(source, names), bias, weight, order, firsts[0].path, options.batch_invariant)
 
-    @property
-    def gives_floats(self) -> bool:
-        """Sums are written as they are."""
-        return True
-
     def choice(self, rows: int) -> LinearChoice:
         """Return the layout, which says more than that they are in panels."""
         return LinearChoice(self.layout)
 
-    def apply(
-        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
-    ) -> None:
+    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         """Write the product of each listed pair into `out`."""
-        held, pairs = (self.weight, self.columns, self.bias), Routed(order, offsets, slots, *gate)
+        held = (self.weight, self.columns, self.bias)
         quantized_expert_linear(out, x, *held, pairs, batch_invariant=self.batch_invariant)
 
 
 @dataclass(frozen=True)
 class ExpertTiles(ExpertForm):
-    """Weights in tiles, the rows of one expert after another, undone as they are multiplied."""
+    """Quantized weights in tiles, the rows of one expert after another, dequantized as they are multiplied."""
 
     path = "tiles"
     tiles: WeightTiles
@@ -255,7 +209,7 @@ class ExpertTiles(ExpertForm):
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights; None where they are in no few bits that tiles can hold, or not all of one kind."""
+        """Read all experts' weights; None where they are not quantized, or not all alike, or tiles cannot hold them."""
         if KeptTiles.why_not(options):
             return None
         held: list[WeightTiles] = []
@@ -269,38 +223,32 @@ class ExpertTiles(ExpertForm):
         major = torch.cuda.get_device_properties(options.device).major
         return cls(shape_of(source, names), bias, joined_tiles(held), major, options.batch_invariant)
 
-    def apply(
-        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
-    ) -> None:
+    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         """Write the product of each listed pair into `out`; tiles have the rows that an expert has on average."""
         sizes = (out.shape[1], columns_of(self.tiles), self.tiles.layout)
         rows = None if self.is_invariant else max(1, -(-out.shape[0] // self.shape[0]))
-        config = tiled_config(rows, *sizes, 1, major=self.major)
-        tiled_expert_linear(out, x, self.tiles, self.bias, Routed(order, offsets, slots, *gate), config)
+        tiled_expert_linear(out, x, self.tiles, self.bias, pairs, tiled_config(rows, *sizes, 1, major=self.major))
 
 
 def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iterator[tuple[QuantizedWeight, ...]]:
-    """Yield each expert's weight, with a gate both halves; nothing of one that has none, or a part of some."""
+    """Yield each expert's weight, with a gate both halves; () where it is not quantized, or in several kinds."""
     for expert in range(names.experts):
-        own, found = LinearNames(names.of(expert)), None
+        own = LinearNames(names.of(expert))
+        parts: list[QuantizedWeight | None] = []
         if form.keeps(source, own):
             with suppress(ArgumentError):  # a shard's part begins within a group
-                found = _whole(source, names, own, expert)
-        yield () if found is None else tuple(found.rows(rows) for rows in _parts_of(found.shape[0], names))
+                if names.is_stack and isinstance(source, QuantizedSource):
+                    parts = [source.read_quantized(own.weights[0], expert=expert)]
+                else:
+                    parts = [*(read_parts(source, own) or [])]
+        whole = parts[0] if len(parts) == 1 else None
+        yield () if whole is None else tuple(whole.rows(rows) for rows in _halves_of(whole.shape[0], names))
 
 
-def _whole(source: TensorSource, names: ExpertNames, own: LinearNames, expert: int) -> QuantizedWeight | None:
-    """Return an expert's weight in one; None where it is in no few bits, or in several kinds."""
-    if names.is_stack and isinstance(source, QuantizedSource):
-        return source.read_quantized(own.weights[0], expert=expert)
-    parts = read_parts(source, own) or []
-    return parts[0] if len(parts) == 1 else None
-
-
-def _parts_of(rows: int, names: ExpertNames) -> tuple[slice, ...]:
+def _halves_of(rows: int, names: ExpertNames) -> tuple[slice, ...]:
     """Return which rows of an expert's weight are multiplied as one: with a gate those of each half."""
     if not names.is_gated:
         return (slice(0, rows),)
-    if names.is_stack and names.has_turns:
+    if names.is_stack and names.interleaved:
         return slice(0, rows, 2), slice(1, rows, 2)
     return slice(0, rows // 2), slice(rows // 2, rows)

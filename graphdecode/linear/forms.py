@@ -13,23 +13,19 @@ from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, PlainExperts
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import Choices, Product
-from graphdecode.linear.plain import Fixed, Int8, Int8Panels, Packed, Panels, Plain
+from graphdecode.linear.plain import Int8, Packed, Panels, Plain
 from graphdecode.linear.tiles import Int8Tiles, KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
-    Int8Panels,
     Int8Tiles,
     Int8,
-    Fixed,
     KeptTiles,
     KeptPanels,
     Panels,
     Packed,
     Plain,
 ]
-
-EXPERT_FORMS: tuple[type[ExpertForm], ...] = (ExpertTiles, ExpertPanels)  # plain ones are for all others
 
 
 def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
@@ -85,10 +81,9 @@ def has_form(options: FormOptions) -> bool:
 
 def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
     """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
-    kept = keeping(source, names, options)
-    if kept is not None:
-        return kept.load(source, names, shard, options)
-    form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
+    form, choices = keeping(source, names, options), Choices()
+    if form is None:
+        form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
     return _with(form.load(source, names, shard, options), choices)
 
 
@@ -106,11 +101,8 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
     """
     if options.quantize not in (None, KeptPanels.quantize):
         raise ArgumentError(f"quantize={options.quantize!r} cannot be had for a model with experts")
-    for form in EXPERT_FORMS:
-        held = form.load(source, names, bias, options)
-        if held is not None:
-            return held
-    return PlainExperts.load(source, names, bias, options)
+    held = (form.load(source, names, bias, options) for form in (ExpertTiles, ExpertPanels, PlainExperts))
+    return next(form for form in held if form is not None)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
@@ -137,7 +129,7 @@ def keeping(source: TensorSource, names: LinearNames, options: FormOptions) -> t
 
 
 def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
-    """Return the preferred form; where that is a measured one, the fastest of those, and what was measured."""
+    """Return the preferred form, or the fastest if it is one that is measured; and what was measured."""
     known = check_options(options)
     able = [form for form in known if not form.is_of_source] or known
     rivals = {form.path: form for form in able if form.is_measured}

@@ -41,54 +41,17 @@ class BlockType(NamedTuple):
 
 
 # by the number that a file has for it; what is not here is no weight (I8, ...), or never stored (Q8_1, Q8_K)
-BLOCK_TYPES = {
-    number: BlockType(*described)
-    for number, described in {
-        0: ("F32", 1, 4),
-        1: ("F16", 1, 2),
-        2: ("Q4_0", 32, 18),
-        3: ("Q4_1", 32, 20),
-        6: ("Q5_0", 32, 22),
-        7: ("Q5_1", 32, 24),
-        8: ("Q8_0", 32, 34),
-        10: ("Q2_K", 256, 84),
-        11: ("Q3_K", 256, 110),
-        12: ("Q4_K", 256, 144),
-        13: ("Q5_K", 256, 176),
-        14: ("Q6_K", 256, 210),
-        16: ("IQ2_XXS", 256, 66),
-        17: ("IQ2_XS", 256, 74),
-        18: ("IQ3_XXS", 256, 98),
-        19: ("IQ1_S", 256, 50),
-        20: ("IQ4_NL", 32, 18),
-        21: ("IQ3_S", 256, 110),
-        22: ("IQ2_S", 256, 82),
-        23: ("IQ4_XS", 256, 136),
-        28: ("F64", 1, 8),
-        29: ("IQ1_M", 256, 56),
-        30: ("BF16", 1, 2),
-        34: ("TQ1_0", 256, 54),
-        35: ("TQ2_0", 256, 66),
-        39: ("MXFP4", 32, 17),
-        40: ("NVFP4", 64, 36),
-        41: ("Q1_0", 128, 18),
-    }.items()
-}
+_DESCRIBED: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 28: ("F64", 1, 8), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+BLOCK_TYPES = {number: BlockType(*described) for number, described in sorted(_DESCRIBED.items())}
 BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
-
-
-class _Parts(NamedTuple):
-    """Blocks taken apart.
-
-    Attributes:
-        codes: uint8 [rows, in_features].
-        scales: of the groups of a block, [rows, blocks * groups].
-        mins: likewise, or None.
-    """
-
-    codes: Tensor
-    scales: Numbers
-    mins: Numbers | None = None
 
 
 class _Layout(NamedTuple):
@@ -97,13 +60,15 @@ class _Layout(NamedTuple):
     Attributes:
         bits: of a code.
         table: what codes mean; None for bytes, which mean themselves.
+        tile_code: the same code in tiles; None if there is none.
         codes: given blocks, uint8 [rows, blocks, nbytes], returns their codes, [rows, blocks, values]; or the byte of
             a block from where it has 16 bytes, those of 16 values in the lower halves and of 16 in the upper.
-        numbers: given the same, returns scales and least values.
+        numbers: given the same, returns scales and least values of the groups, [rows, blocks * groups].
     """
 
     bits: int
-    table: tuple[int, ...] | None
+    table: Sequence[int] | None
+    tile_code: str | None
     codes: Callable[[Tensor], Tensor] | int
     numbers: Callable[[Tensor], tuple[Numbers, Numbers | None]]
 
@@ -212,33 +177,22 @@ def _iq4_xs_scales(blocks: Tensor) -> tuple[Numbers, None]:
 
 
 _LAYOUTS = {
-    "Q8_0": _Layout(8, None, lambda blocks: blocks[..., 2:], _scale),
-    "Q4_0": _Layout(4, tuple(range(-8, 8)), 2, _scale),
-    "Q4_1": _Layout(4, tuple(range(16)), 4, _scale_and_least),
-    "Q5_0": _Layout(5, tuple(range(-16, 16)), _five_bits(2), _scale),
-    "Q5_1": _Layout(5, tuple(range(32)), _five_bits(4), _scale_and_least),
-    "Q2_K": _Layout(2, tuple(range(4)), _q2_k_codes, _q2_k_numbers),
-    "Q3_K": _Layout(3, tuple(range(-4, 4)), _q3_k_codes, _q3_k_scales),
-    "Q4_K": _Layout(4, tuple(range(16)), _q4_k_codes, _scales_and_mins),
-    "Q5_K": _Layout(5, tuple(range(32)), _q5_k_codes, _scales_and_mins),
-    "Q6_K": _Layout(6, tuple(range(-32, 32)), _q6_k_codes, _q6_k_scales),
-    "IQ4_NL": _Layout(4, _NON_LINEAR, 2, _scale),
-    "IQ4_XS": _Layout(4, _NON_LINEAR, _iq4_xs_codes, _iq4_xs_scales),
-    "MXFP4": _Layout(4, (*_FP4, *(-value for value in _FP4)), 1, _mxfp4_scale),
+    "Q8_0": _Layout(8, None, "s8", lambda blocks: blocks[..., 2:], _scale),
+    "Q4_0": _Layout(4, range(-8, 8), "s4", 2, _scale),
+    "Q4_1": _Layout(4, range(16), "u4", 4, _scale_and_least),
+    "Q5_0": _Layout(5, range(-16, 16), "s5", _five_bits(2), _scale),
+    "Q5_1": _Layout(5, range(32), "u5", _five_bits(4), _scale_and_least),
+    "Q2_K": _Layout(2, range(4), None, _q2_k_codes, _q2_k_numbers),
+    "Q3_K": _Layout(3, range(-4, 4), None, _q3_k_codes, _q3_k_scales),
+    "Q4_K": _Layout(4, range(16), "u4", _q4_k_codes, _scales_and_mins),
+    "Q5_K": _Layout(5, range(32), "u5", _q5_k_codes, _scales_and_mins),
+    "Q6_K": _Layout(6, range(-32, 32), "s6", _q6_k_codes, _q6_k_scales),
+    "IQ4_NL": _Layout(4, _NON_LINEAR, None, 2, _scale),
+    "IQ4_XS": _Layout(4, _NON_LINEAR, None, _iq4_xs_codes, _iq4_xs_scales),
+    "MXFP4": _Layout(4, (*_FP4, *(-value for value in _FP4)), "e2m1", 1, _mxfp4_scale),
 }
 GGUF_BLOCKS = frozenset(_LAYOUTS)  # that can be put in panels
-_TILE_CODES = {
-    "Q8_0": "s8",
-    "Q4_0": "s4",
-    "Q4_1": "u4",
-    "Q5_0": "s5",
-    "Q5_1": "u5",
-    "Q4_K": "u4",
-    "Q5_K": "u5",
-    "Q6_K": "s6",
-    "MXFP4": "e2m1",
-}
-TILED_BLOCKS = frozenset(_TILE_CODES)  # that can be put in tiles
+TILED_BLOCKS = frozenset(kind for kind, layout in _LAYOUTS.items() if layout.tile_code)  # that can be put in tiles
 
 
 @dataclass(frozen=True)
@@ -291,7 +245,7 @@ class GgufBlocks(QuantizedWeight):
 
     def some_panels(self) -> QuantizedPanels:
         """Return some rows in panels."""
-        layout, blocks = _LAYOUTS[self.block_type], self._blocks
+        layout, blocks = self._layout, self._blocks
         table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.int8)
         at = layout.codes
         codes = blocks[..., at : at + 16] if isinstance(at, int) else at(blocks).flatten(1)
@@ -303,8 +257,11 @@ class GgufBlocks(QuantizedWeight):
 
     def some_tiles(self) -> WeightTiles:
         """Return some rows in tiles."""
-        codes, scales, mins = self._apart()
-        code, group = _TILE_CODES[self.block_type], codes.shape[1] // scales.values.shape[1]
+        layout, blocks = self._layout, self._blocks
+        code, at, (scales, mins) = layout.tile_code, layout.codes, layout.numbers(blocks)
+        codes = (_nibbles(blocks[..., at : at + 16]) if isinstance(at, int) else at(blocks)).flatten(1)
+        group = codes.shape[1] // scales.values.shape[1]
+        assert code is not None
         if code == "e2m1":  # its table has twice the values, and so its scales are halves of what they are here
             exponents = (scales.values * 2).view(torch.int16) >> 7
             return tiled(codes, code, exponents.to(torch.uint8), group)
@@ -318,13 +275,10 @@ class GgufBlocks(QuantizedWeight):
         return tiled(codes, code, both, group, six_bit_words(*integers), "six bits")
 
     @property
+    def _layout(self) -> _Layout:
+        return _LAYOUTS[self.block_type]
+
+    @property
     def _blocks(self) -> Tensor:
         """Bytes [out_features, blocks, bytes of a block]."""
         return self.stored.contiguous().view(len(self.stored), -1, BLOCK_OF[self.block_type].nbytes)
-
-    def _apart(self) -> _Parts:
-        """Return the parts, with codes uint8 [out_features, in_features]."""
-        layout, blocks = _LAYOUTS[self.block_type], self._blocks
-        at = layout.codes
-        codes = _nibbles(blocks[..., at : at + 16]) if isinstance(at, int) else at(blocks)
-        return _Parts(codes.flatten(1), *layout.numbers(blocks))

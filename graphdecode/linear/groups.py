@@ -1,7 +1,7 @@
-"""A weight in groups of few bits: a scale, and perhaps a zero point, for some columns of a row; plain data.
+"""A weight quantized in groups: a scale, and perhaps a zero point, for some columns of a row.
 
-This is what checkpoints in compressed-tensors' forms, of GPTQ and AWQ, in fp8 and in MXFP4 have in common once they are
-read. `Groups.dequantized` is its definition: every product with it agrees with that one up to the order of sums.
+This is what checkpoints of compressed-tensors, GPTQ, AWQ, fp8 and MXFP4 have in common once they are read.
+`Groups.dequantized` is its definition: every product with it agrees with that one up to the order of sums.
 """
 
 from __future__ import annotations
@@ -28,22 +28,9 @@ _PART_OF_ROW = 128  # columns that share a scale in tiles where all do, and a ze
 TABLES: dict[str, tuple[float, ...]] = {
     "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
     "nf4": (
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 }
 
@@ -82,20 +69,12 @@ class Groups(QuantizedWeight):
         """[out_features, in_features]."""
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
 
-    @property
-    def nbytes(self) -> int:
-        """What all of it takes."""
-        held = (self.codes, self.scales, self.zeros, self.order)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
-
     def dequantized(self) -> Tensor:
         """Return the weight in float32 [out_features, in_features], its columns by input feature."""
         spread = self.by_row()
         scales = spread.scales.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
         weight = self.values() * scales
-        if self.order is None:
-            return weight
-        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
     def values(self) -> Tensor:
         """Return what is multiplied with the scales, float32 [out_features, in_features], columns as they stand."""
@@ -118,11 +97,9 @@ class Groups(QuantizedWeight):
     @classmethod
     def joined(cls, parts: Sequence[Groups]) -> Groups | None:
         """Return weights one below another as one; None where they are not alike."""
-        first, *others = parts
-        if not others:
-            return first
+        first = parts[0]
         kinds = {(part.code, part.bits, part.shape[1], part.group_size, part.scales.dtype) for part in parts}
-        if len(kinds) > 1 or any(not _same_order(first, part) for part in others):
+        if len(kinds) > 1 or any(not _same_order(first, part) for part in parts):
             return None
         whole_blocks = all(part.shape[0] % part.rows_of_scale == 0 for part in parts[:-1])
         if len({part.rows_of_scale for part in parts}) > 1 or not whole_blocks:
@@ -173,6 +150,7 @@ class Groups(QuantizedWeight):
         return replace(even, scales=even.scales.float())  # 128 - 0 is no int8
 
     def _evenly(self) -> Groups:
+        """Return the same weight in groups that divide the columns."""
         columns, size = self.shape[1], self.group_size
         divisor = math.gcd(size, columns)
         if divisor == size:

@@ -1,16 +1,15 @@
-"""A weight of few bits as its source has it: what forms have in common that keep it, and the one of a CPU's kernels."""
+"""A quantized weight as its source has it: what forms have in common that keep it, and the one of a CPU's kernels."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, quantized_linear
-from graphdecode.kernels.model.embedding import quantized_embedding
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.linear_choice import LinearChoice
@@ -30,20 +29,17 @@ from graphdecode.linear.weight_form import (
 
 @dataclass(frozen=True)
 class Kept(WeightForm):
-    """A weight whose values are the source's own, not rounded; others, and what cannot be put so, are plain.
+    """A weight whose values are the source's own, not rounded.
 
     Attributes:
         kinds: what `Stored.dtype` says of weights that can be kept; filled while files are imported, and then read.
+        plain: the form of other weights, and of what cannot be put so.
     """
 
     quantize = "gguf"
     is_of_source = True
     kinds: ClassVar[set[str]]
-
-    @classmethod
-    @abstractmethod
-    def plain(cls, options: FormOptions) -> type[WeightForm]:
-        """Return the form of other weights."""
+    plain: ClassVar[type[WeightForm]]
 
     @classmethod
     @abstractmethod
@@ -54,12 +50,12 @@ class Kept(WeightForm):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a weight that is in no few bits as a plain one."""
-        return cls.plain(options).of(weight, bias, options)
+        """Return a weight that is not quantized as a plain one."""
+        return cls.plain.of(weight, bias, options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
-        """Whether all of a layer's tensors are in few bits of kinds that can be multiplied as they are."""
+        """Whether all of a layer's tensors are quantized, in kinds that can be multiplied as they are."""
         return (
             isinstance(source, QuantizedSource) and {source.tensors[name].dtype for name in names.weights} <= cls.kinds
         )
@@ -72,18 +68,7 @@ class Kept(WeightForm):
         if parts is not None:
             shape, bias = fused_shape(source, names.weights, shard), read_bias(source, names, shard, options)
             form = cls.of_parts(shape, bias, parts, options)
-        return cls.plain(options).load(source, names, shard, options) if form is None else form
-
-
-class PanelRows(NamedTuple):
-    """An embedding in panels."""
-
-    weight: QuantizedPanels
-    vocab_size: int
-
-    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
-        """Write the tokens' rows; see `RowTable`."""
-        quantized_embedding(out, tokens, self.weight, live, self.vocab_size, scale)
+        return cls.plain.load(source, names, shard, options) if form is None else form
 
 
 @dataclass(frozen=True)
@@ -92,21 +77,18 @@ class KeptPanels(Kept):
 
     path = "panels"
     kinds: ClassVar[set[str]] = {*GGUF_BLOCKS, *KEPT_GROUPS}
+    plain = Panels
     parts: tuple[QuantizedPanels, ...]
     sizes: tuple[int, ...]  # output features of the parts
     order: Tensor | None  # int32 [in_features], the input feature of each column; None: as they stand
     layout: str  # the path of its `QuantizedWeight`
     batch_invariant: bool
+    gives_floats = True  # sums are written as they are
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
         """Return why not: as for plain panels."""
         return Panels.why_not(options)
-
-    @classmethod
-    def plain(cls, options: FormOptions) -> type[WeightForm]:
-        """Return plain panels."""
-        return Panels
 
     @classmethod
     def of_parts(
@@ -124,12 +106,7 @@ class KeptPanels(Kept):
     def row_table(self) -> RowTable | None:
         """The weight where it is blocks in one part."""
         is_one = len(self.parts) == 1 and self.layout == GgufBlocks.path
-        return PanelRows(self.parts[0], self.out_features) if is_one else None
-
-    @property
-    def gives_floats(self) -> bool:
-        """Sums are written as they are."""
-        return True
+        return RowTable(self.parts[0], self.out_features) if is_one else None
 
     def choice(self, rows: int) -> LinearChoice:
         """Return the layout, which says more than that it is in panels."""
@@ -139,9 +116,7 @@ class KeptPanels(Kept):
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         if self.order is not None:
             x = torch.index_select(x, 1, self.order)
-        if len(self.parts) == 1:
-            quantized_linear(out, x, self.parts[0], self.bias, batch_invariant=self.batch_invariant)
-            return
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
-        for part, bias, columns in zip(self.parts, biases, out.split(self.sizes, dim=1), strict=True):
-            quantized_linear(columns, x, part, bias, batch_invariant=self.batch_invariant)
+        columns = [out] if len(self.parts) == 1 else out.split(self.sizes, dim=1)
+        for part, bias, place in zip(self.parts, biases, columns, strict=True):
+            quantized_linear(place, x, part, bias, batch_invariant=self.batch_invariant)

@@ -3,7 +3,6 @@
 The next start on the same machine need not measure it again.
 """
 
-import dataclasses
 import hashlib
 import json
 import platform
@@ -11,9 +10,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, Self
 
 import torch
@@ -40,7 +42,7 @@ def processor_name(device: torch.device) -> str:
 
 
 def software() -> str:
-    """Return what a measurement is good for: versions of torch and Triton, and a hash of the sources of products."""
+    """Return what a measurement is valid for: versions of torch and Triton, and a hash of the products' sources."""
     try:
         triton_version = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -73,13 +75,11 @@ class ChoiceCache:
         """Keep a value that JSON can hold, beside what other processes have written meanwhile."""
         self._own[key] = value
         self._choices = self._read() | self._own  # an entry lost to a process that wrote at the same time comes back
-        try:
+        with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._file.parent, suffix=".tmp", delete=False) as file:
                 json.dump(self._choices, file, indent=1, sort_keys=True)
             Path(file.name).replace(self._file)  # readers see the old file or the new one, whole
-        except OSError:
-            return
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -128,16 +128,10 @@ class LinearChoice:
             nbytes: of the weight.
         """
         name = path if config is None else str(config)
-        others = sorted((seconds, other) for other, seconds in times.items() if other != name)
-        second_s, second = others[0] if others else (None, None)
-        return cls(
-            path,
-            config,
-            round(times[name] * 1e6, 2),
-            round(nbytes / times[name] / 1e9, 1),
-            second,
-            None if second_s is None else round(second_s * 1e6, 2),
-        )
+        others = {other: seconds for other, seconds in times.items() if other != name}
+        second = min(others, key=others.__getitem__, default=None)
+        second_us = None if second is None else round(others[second] * 1e6, 2)
+        return cls(path, config, round(times[name] * 1e6, 2), round(nbytes / times[name] / 1e9, 1), second, second_us)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
@@ -199,12 +193,12 @@ class LinearTuner:
             best, best_s = "", float("inf")
             times: dict[int, dict[str, float]] = {rows: {} for rows in batch_sizes}
             for path, make in paths.items():
-                product, typical_s = make(), 1.0
+                product = make()
                 for rows in batch_sizes:
                     x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
                     out = torch.empty(rows, weight.shape[0], dtype=weight.dtype)
                     times[rows][path] = self.best_seconds(product, out, x)
-                    typical_s *= times[rows][path] ** (1 / len(batch_sizes))
+                typical_s = geometric_mean(times[rows][path] for rows in batch_sizes)
                 if typical_s * (_MARGIN if best else 1.0) < best_s:
                     best, best_s = path, typical_s
             return {rows: LinearChoice.among(best, None, times[rows], weight.nbytes) for rows in batch_sizes}
@@ -221,24 +215,23 @@ class LinearTuner:
             batch_sizes: rows of the decode steps; those above 64 are left to cuBLAS, and weights of less than 1 MiB
                 too: reading them takes less time than starting a kernel.
         """
+
+        def measure(rows: int) -> Choices:
+            try:
+                if self._clock is None:  # one for all: cuBLAS keeps a workspace for every stream it has seen
+                    self._clock = GraphClock(weight.device)
+                config, times = fastest_product(weight, bias, rows, self._clock)
+            except Exception as error:  # no room for a graph, say: cuBLAS needs no measurement to be right
+                message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                return {rows: LinearChoice("plain")}
+            path = "plain" if config is None else "small"
+            return {rows: LinearChoice.among(path, config, times, weight.nbytes)}
+
         choices: Choices = {}
-        if weight.nbytes < _LEAST_BYTES:
-            return choices
-        for rows in (size for size in batch_sizes if size <= MOST_ROWS):
-
-            def measure(rows: int = rows) -> Choices:
-                try:
-                    if self._clock is None:  # one for all: cuBLAS keeps a workspace for every stream it has seen
-                        self._clock = GraphClock(weight.device)
-                    config, times = fastest_product(weight, bias, rows, self._clock)
-                except Exception as error:  # no room for a graph, say: cuBLAS needs no measurement to be right
-                    message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
-                    warnings.warn(message, RuntimeWarning, stacklevel=2)
-                    return {rows: LinearChoice("plain")}
-                path = "plain" if config is None else "small"
-                return {rows: LinearChoice.among(path, config, times, weight.nbytes)}
-
-            choices |= self._remembered(self._key(weight, bias, (rows,)), measure, (rows,), ("plain", "small"))
+        for rows in (size for size in batch_sizes if size <= MOST_ROWS and weight.nbytes >= _LEAST_BYTES):
+            key = self._key(weight, bias, (rows,))
+            choices |= self._remembered(key, partial(measure, rows), (rows,), ("plain", "small"))
         return choices
 
     def _key(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...], paths: str = "") -> str:
@@ -254,12 +247,11 @@ class LinearTuner:
         self, key: str, measure: Callable[[], Choices], batch_sizes: tuple[int, ...], paths: tuple[str, ...]
     ) -> Choices:
         if key not in self.choices:
-            stored = None if self._cache is None else self._cache.get(key)
-            choices = _parse(stored)
-            if choices is None or not _fits(choices, batch_sizes, paths):
+            choices = _from_disk(None if self._cache is None else self._cache.get(key), batch_sizes, paths)
+            if choices is None:
                 choices = measure()
                 if self._cache is not None and all(choice.us is not None for choice in choices.values()):
-                    self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
+                    self._cache.put(key, {str(rows): asdict(choice) for rows, choice in choices.items()})
             self.choices[key] = choices
         return self.choices[key]
 
@@ -278,24 +270,20 @@ class LinearTuner:
         return best
 
 
-def _parse(stored: Any) -> Choices | None:
-    """Return choices as they were written to disk; None where these are none."""
+def _from_disk(stored: Any, batch_sizes: tuple[int, ...], paths: tuple[str, ...]) -> Choices | None:
+    """Return choices as they were written; None if they could not have been measured: a file may be damaged."""
     try:
-        return {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()} or None
+        choices = {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         return None
-
-
-def _fits(choices: Choices, batch_sizes: tuple[int, ...], paths: tuple[str, ...]) -> bool:
-    """Whether choices from disk are ones that could have been measured: a file may be damaged, and still be JSON."""
-    return set(choices) == set(batch_sizes) and all(
+    is_possible = set(choices) == set(batch_sizes) and all(
         choice.path in paths
-        and (choice.config is not None) == (choice.path == "small")
+        and (choice.path == "small") == (choice.config is not None)
         and (choice.config is None or _is_possible(choice.config))
-        and all(isinstance(figure, int | float | None) for figure in (choice.us, choice.gb_per_s, choice.runner_up_us))
-        and isinstance(choice.runner_up, str | None)
+        and all(isinstance(figure, float | int | None) for figure in (choice.us, choice.gb_per_s, choice.runner_up_us))
         for choice in choices.values()
     )
+    return choices if is_possible else None
 
 
 def _is_possible(config: SmallLinearConfig) -> bool:

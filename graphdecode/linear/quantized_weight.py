@@ -1,7 +1,7 @@
-"""A weight of few bits as its source has it: what all layouts of codes and scales have in common.
+"""A quantized weight as its source has it: what all layouts of codes and scales have in common.
 
-A layout is one class: it says what its values are, and puts them in panels for a CPU and in tiles for a GPU. Sources
-give weights so, the forms keep them, and neither knows which layouts there are.
+A layout is one class, which puts its values in panels for a CPU and in tiles for a GPU. Sources give such weights and
+forms keep them; neither knows which layouts there are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PANEL_ROWS, _TILE_ROWS = 1024, 4096  # are put in order together: what that nee
 
 
 class QuantizedWeight(ABC):
-    """A weight [out_features, in_features] of few bits: a frozen dataclass, whose tensors may be views of a file.
+    """A quantized weight [out_features, in_features]: a frozen dataclass, whose tensors may be views of a file.
 
     Attributes:
         path: what reports call it.
@@ -59,8 +59,7 @@ class QuantizedWeight(ABC):
     def joined(cls, parts: Sequence[Self]) -> Self | None:
         """Return weights of one kind, one below another, as one; None where they are not alike."""
 
-    def split(self, count: int) -> Iterator[Self]:
-        """Yield so many rows at a time, in memory that is shared."""
+    def _split(self, count: int) -> Iterator[Self]:
         for begin in range(0, self.shape[0], count):
             yield self.rows(slice(begin, min(begin + count, self.shape[0])))
 
@@ -71,12 +70,12 @@ class QuantizedWeight(ABC):
             by_values: numbers may be kept in fewer bits where the values allow it; else weights of one kind are alike.
         """
         ready = self.for_panels(by_values=by_values)
-        return None if ready is None else joined_panels([some.some_panels() for some in ready.split(_PANEL_ROWS)])
+        return None if ready is None else joined_panels([some.some_panels() for some in ready._split(_PANEL_ROWS)])
 
     def tiles(self) -> WeightTiles | None:
         """Return the weight, its columns as they stand, as a GPU multiplies it; None where it cannot be put so."""
         ready = self.for_tiles()
-        return None if ready is None else joined_tiles([some.some_tiles() for some in ready.split(_TILE_ROWS)])
+        return None if ready is None else joined_tiles([some.some_tiles() for some in ready._split(_TILE_ROWS)])
 
     @abstractmethod
     def for_panels(self, *, by_values: bool) -> Self | None:
@@ -120,21 +119,13 @@ def part_of(whole: QuantizedWeight | None, shard: Shard | None) -> QuantizedWeig
 def read_parts(source: TensorSource, names: LinearNames, shard: Shard | None = None) -> list[QuantizedWeight] | None:
     """Return a layer's tensors, or a part of each: those of one kind that are neighbours as one weight.
 
-    None where one is not in few bits, or those of one kind are not alike.
+    None if one is not quantized, or those of one kind are not alike.
     """
     if not isinstance(source, QuantizedSource):
         return None
-    found = []
-    for name in names.weights:
-        held = source.read_quantized(name, shard)
-        if held is None:
-            return None
-        found.append(held)
-    parts = []
-    for _, of_kind in groupby(found, lambda each: each.kind):
-        first, *others = of_kind
-        whole = type(first).joined([first, *others]) if others else first
-        if whole is None:
-            return None
-        parts.append(whole)
-    return parts
+    found = [source.read_quantized(name, shard) for name in names.weights]
+    held = [each for each in found if each is not None]
+    kinds = [[*group] for _, group in groupby(held, lambda each: each.kind)]
+    parts = [each[0] if len(each) == 1 else type(each[0]).joined(each) for each in kinds]
+    whole = [part for part in parts if part is not None]
+    return whole if len(held) == len(found) and len(whole) == len(parts) else None

@@ -1,9 +1,9 @@
-"""On a GPU: a weight of few bits in tiles, multiplied as it is, with what a layer does beside the product."""
+"""On a GPU: a quantized weight in tiles, multiplied as it is, with what a layer does beside the product."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,64 +12,15 @@ from graphdecode.kernels.linear.linear import quantize_int8
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles, tiled
-from graphdecode.kernels.model.act_mul import act_mul
-from graphdecode.kernels.model.embedding import tiled_embedding
+from graphdecode.kernels.model.act_mul import ACTIVATIONS, act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.linear.gguf_blocks import TILED_BLOCKS
 from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.kept import Kept
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import ROWS_AT_ONCE, Fixed, Plain
+from graphdecode.linear.plain import Plain
 from graphdecode.linear.quantized_weight import QuantizedWeight
-from graphdecode.linear.weight_form import FormOptions, RowTable, WeightForm
-
-
-class TiledProduct(NamedTuple):
-    """The products that `tiled_linear` makes of one weight for some number of rows; each part writes its columns."""
-
-    parts: tuple[WeightTiles, ...]
-    sizes: tuple[int, ...]
-    bias: Tensor | None
-    counters: Tensor
-    config: SmallLinearConfig
-    normed_config: SmallLinearConfig
-
-    def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
-        """Write the product for `x` into `out`; see `tiled_linear` for what can be fused with it."""
-        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
-        config = self.config if fused.get("gain") is None else self.normed_config
-        columns = [out] if len(self.parts) == 1 else out.split(self.sizes, dim=1)
-        for begin in range(0, x.shape[0], ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            for part, bias, place in zip(self.parts, biases, columns, strict=True):
-                tiled_linear(place[rows], x[rows], part, bias, self.counters, config, **fused)
-
-    def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
-        """Write the product for the norm of `x`; see `FusedProduct`."""
-        self.write(out, x, gain=gain, eps=eps)
-
-    def gated(self, out: Tensor, x: Tensor, gain: Tensor | None, eps: float, activation: str) -> None:
-        """Write the gated product for `x`, or for its norm; see `FusedProduct`."""
-        if len(self.parts) == 1:
-            self.write(out, x, gain=gain, eps=eps, epilogue=activation)
-            return
-        gate_up = x.new_empty((x.shape[0], sum(self.sizes)))
-        self.write(gate_up, x, gain=gain, eps=eps)
-        act_mul(out, gate_up, activation)
-
-    def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
-        """Add the product for `x` to the residual; see `FusedProduct`."""
-        self.write(residual, x, epilogue="add", scale=scale)
-
-
-class TileRows(NamedTuple):
-    """An embedding in tiles."""
-
-    weight: WeightTiles
-
-    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
-        """Write the tokens' rows; see `RowTable`."""
-        tiled_embedding(out, tokens, self.weight, live, scale)
+from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProduct, RowTable, WeightForm
 
 
 @dataclass(frozen=True)
@@ -78,7 +29,6 @@ class Tiles(WeightForm):
 
     path = "tiles"
     parts: tuple[WeightTiles, ...]
-    sizes: tuple[int, ...]  # output features of the parts
     counters: Tensor  # int32, the workspace of products with splits; all weights share it
     units: int  # multiprocessors of the GPU
     early: bool  # kernels can begin early
@@ -108,7 +58,6 @@ class Tiles(WeightForm):
             shape,
             bias,
             tuple(moved_tiles(part, device) for part in parts),
-            tuple(part.words.shape[1] for part in parts),
             options.tuner.counters(device),
             properties.multi_processor_count,
             has_early_start(device),
@@ -122,7 +71,7 @@ class Tiles(WeightForm):
         x = x if self.order is None else torch.index_select(x, 1, self.order)
         self._product(x.shape[0]).write(out, x)
 
-    def fused(self, rows: int) -> TiledProduct | None:
+    def fused(self, rows: int) -> FusedProduct | None:
         """Return the product itself, unless columns are to be put in order first."""
         return self._product(rows) if self.order is None else None
 
@@ -133,20 +82,36 @@ class Tiles(WeightForm):
     @property
     def row_table(self) -> RowTable | None:
         """The weight where it is in one part, and its columns as they stand."""
-        return TileRows(self.parts[0]) if len(self.parts) == 1 and self.order is None else None
+        return RowTable(self.parts[0], self.out_features) if len(self.parts) == 1 and self.order is None else None
 
     @property
     def workspace(self) -> list[Tensor]:
         """The counters."""
         return [self.counters]
 
-    def _product(self, rows: int) -> TiledProduct:
-        configs = self._config(rows), self._config(rows, is_normed=True)
-        return TiledProduct(self.parts, self.sizes, self.bias, self.counters, *configs)
+    def _product(self, rows: int) -> FusedProduct:
+        """Return the product for so many rows; each part writes its columns."""
+        configs = {is_normed: self._config(rows, is_normed=is_normed) for is_normed in (False, True)}
+        sizes = tuple(part.words.shape[1] for part in self.parts)
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+
+        def product(out: Tensor, x: Tensor, *, gain: Tensor | None = None, **fused: Any) -> None:
+            config = configs[gain is not None]
+            if len(sizes) == 1:
+                tiled_linear(out, x, self.parts[0], self.bias, self.counters, config, gain=gain, **fused)
+                return
+            activation = fused.pop("epilogue") if fused.get("epilogue") in ACTIVATIONS else None
+            whole = out if activation is None else x.new_empty((x.shape[0], sum(sizes)))
+            for part, bias, columns in zip(self.parts, biases, whole.split(sizes, dim=1), strict=True):
+                tiled_linear(columns, x, part, bias, self.counters, config, gain=gain, **fused)
+            if activation is not None:
+                act_mul(out, whole, activation)
+
+        return FusedProduct(product)
 
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
-        sizes = (self.sizes[0], columns_of(first), first.layout)
+        sizes = (first.words.shape[1], columns_of(first), first.layout)
         return tiled_config(given, *sizes, self.units, self.early, is_normed, self.major)
 
 
@@ -166,14 +131,10 @@ class Int8Tiles(Tiles):
 
 @dataclass(frozen=True)
 class KeptTiles(Kept, Tiles):
-    """A weight in the few bits in which its source has it."""
+    """A weight quantized as its source has it."""
 
     kinds: ClassVar[set[str]] = {*TILED_BLOCKS, *KEPT_GROUPS}
-
-    @classmethod
-    def plain(cls, options: FormOptions) -> type[WeightForm]:
-        """Return the form of plain weights on a GPU."""
-        return Fixed if options.batch_invariant else Plain
+    plain = Plain
 
     @classmethod
     def of_parts(

@@ -14,7 +14,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graphdecode.kernels.linear.quantized_linear import QuantizedPanels
+from graphdecode.kernels.linear.weight_tiles import WeightTiles
+from graphdecode.kernels.model.embedding import quantized_embedding, tiled_embedding
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+
+ROWS_AT_ONCE = 512  # of a fused product: more would need more workspace
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,11 @@ class Shard:
 
     Attributes:
         rank: which part, from 0.
-        count: how many there are.
-        axis: 0 deals out a weight's rows, 1 its columns.
-        begin: the first of those that are dealt out.
-        size: how many of them are; None: all from `begin` on.
-        within: the part, along another axis, that this is a part of; None: of the whole.
+        count: parts.
+        axis: 0 splits a weight's rows, 1 its columns.
+        begin: the first row or column that is split.
+        size: how many are split; None: all from `begin` on.
+        within: the part along another axis that this is a part of; None: the whole.
     """
 
     rank: int
@@ -72,24 +77,46 @@ class LinearNames(NamedTuple):
     biases: tuple[str, ...] = ()
 
 
-class FusedProduct(Protocol):
-    """A weight's product that does, in one launch, what stands before it or behind it in a layer."""
+class FusedProduct(NamedTuple):
+    """A weight's product that does, in one launch, what stands before it or behind it in a layer.
+
+    Attributes:
+        product: takes out, x of at most ROWS_AT_ONCE rows, and `gain`, `eps`, `epilogue`, `scale` of `small_linear`.
+    """
+
+    product: Callable[..., None]
+
+    def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
+        """Write the product for `x` of any number of rows into `out`."""
+        for begin in range(0, x.shape[0], ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
+            self.product(out[rows], x[rows], **fused)
 
     def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
         """Write the product for the RMSNorm of `x` [rows, in_features], with fp32 gains, into `out`."""
+        self.write(out, x, gain=gain, eps=eps)
 
     def gated(self, out: Tensor, x: Tensor, gain: Tensor | None, eps: float, activation: str) -> None:
         """Write `activation(gate) * up` of that product into `out` [rows, out_features / 2]; no gain is no norm."""
+        self.write(out, x, gain=gain, eps=eps, epilogue=activation)
 
     def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
         """Add `scale` times the product for `x` to `residual` [rows, out_features]."""
+        self.write(residual, x, epilogue="add", scale=scale)
 
 
-class RowTable(Protocol):
-    """A weight in few bits whose rows are undone as they are gathered; a tuple of tensors and what they mean."""
+class RowTable(NamedTuple):
+    """A quantized weight as an embedding, whose rows are dequantized as they are gathered."""
+
+    weight: QuantizedPanels | WeightTiles
+    vocab_size: int
 
     def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
         """Write `scale` times the tokens' rows into `out` [tokens, columns]; see `embedding`."""
+        if isinstance(self.weight, WeightTiles):
+            tiled_embedding(out, tokens, self.weight, live, scale)
+        else:
+            quantized_embedding(out, tokens, self.weight, live, self.vocab_size, scale)
 
 
 @dataclass(frozen=True)
@@ -101,11 +128,11 @@ class FormOptions:
         dtype: of the activations.
         tuner: measures, and remembers for the next layer of this shape.
         batch_sizes: the rows of the decode steps that matter; a form is right for any number of rows.
-        quantize: None, or what the forms that lose precision are asked for by.
-        batch_invariant: take one product for any number of rows, so that a row's bits do not depend on the others: on
-            a GPU slower than the plain one for many rows, on a CPU than that of one or two rows with few bits.
-        row_maxima: where weights are some columns of a matrix, takes the largest magnitudes of their rows, float32
-            [out_features], and returns those of the matrix's, so that a row is rounded as in the whole; else None.
+        quantize: None, or the name of the forms that lose precision.
+        batch_invariant: take one product for any number of rows, so that a row's bits do not depend on the others:
+            slower on a GPU for many rows, and on a CPU for one or two rows with quantized weights.
+        row_maxima: for weights that are some columns of a matrix: takes the largest magnitudes of their rows, float32
+            [out_features], and returns the matrix's, so that a row is rounded as in the whole.
         in_floats: products are written in float32, whatever the dtype of the activations.
 
     Raises:
@@ -127,25 +154,60 @@ class FormOptions:
 
 
 @dataclass(frozen=True)
-class WeightForm(ABC):
-    """One layer's weight as one product reads it. Forms are frozen dataclasses: their tensors are found by that.
+class StoredForm(ABC):
+    """Weights as one product reads them. Forms are frozen dataclasses: their tensors are found by that.
 
     Attributes:
         path: the form's name in reports.
-        quantize: what `FormOptions.quantize` must be for this form to be taken.
-        is_of_source: it holds what a source has in few bits, and is taken for that where nothing is asked for, too.
-        is_measured: among the forms that could be taken and are measured, the fastest is.
-        shape: [out_features, in_features].
-        bias: [out_features] or None.
-        choices: what was measured for each number of rows.
+        shape: [out_features, in_features]; of experts [experts, out_features, in_features].
+        bias: [out_features], of experts [experts, out_features], or None.
     """
 
     path: ClassVar[str]
+    shape: tuple[int, ...]
+    bias: Tensor | None
+
+    @property
+    def gives_floats(self) -> bool:
+        """Whether the product takes no longer where it is written in float32, as it was summed up."""
+        return False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the product only reads, to be declared as constants of a recorded step."""
+        workspace = {id(tensor) for tensor in self.workspace}
+        held = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
+        return [tensor for tensor in held if id(tensor) not in workspace]
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """Tensors that the product leaves as it found them, and writes in between."""
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that the product reads."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def choice(self, rows: int) -> LinearChoice:
+        """Return the path that products of so many rows take, with what was measured, if anything was."""
+        return LinearChoice(self.path)
+
+
+@dataclass(frozen=True)
+class WeightForm(StoredForm):
+    """One layer's weight as one product reads it.
+
+    Attributes:
+        quantize: what `FormOptions.quantize` must be for this form to be taken.
+        is_of_source: it holds what a source has quantized, and is taken for that where nothing is asked for, too.
+        is_measured: among the forms that could be taken and are measured, the fastest is.
+        choices: what was measured for each number of rows.
+    """
+
     quantize: ClassVar[str | None] = None
     is_of_source: ClassVar[bool] = False
     is_measured: ClassVar[bool] = False
-    shape: tuple[int, ...]
-    bias: Tensor | None
     _: KW_ONLY
     choices: Mapping[int, LinearChoice] = field(default_factory=dict)
 
@@ -187,13 +249,8 @@ class WeightForm(ABC):
         return None
 
     @property
-    def gives_floats(self) -> bool:
-        """Whether the product takes no longer where it is written in float32, as it was summed up."""
-        return False
-
-    @property
     def row_table(self) -> RowTable | None:
-        """The weight in few bits as rows to be gathered, for an embedding is a weight, too; None: it is in none."""
+        """The quantized weight as the rows of an embedding; None if it cannot be gathered from."""
         return None
 
     @property
@@ -205,23 +262,6 @@ class WeightForm(ABC):
     def in_features(self) -> int:
         """Columns of the weight."""
         return self.shape[1]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that the product only reads, to be declared as constants of a recorded step."""
-        workspace = {id(tensor) for tensor in self.workspace}
-        held = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
-        return [tensor for tensor in held if id(tensor) not in workspace]
-
-    @property
-    def workspace(self) -> list[Tensor]:
-        """Tensors that the product leaves as it found them, and writes in between."""
-        return []
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes of weight one product reads."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def choice(self, rows: int) -> LinearChoice:
         """Return the path that products of so many rows take, with what was measured, if anything was."""

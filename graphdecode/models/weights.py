@@ -68,7 +68,7 @@ class Weights:
         The parts of a place are those of one expert after another, or one part with all along its first dimension.
         `is_gated`: the first half of the outputs is the gate of the second; `interleaved`: see `ExpertNames`.
         """
-        names = ExpertNames(self._names(place), experts.count, is_gated, experts.top_k, interleaved)
+        names = ExpertNames(self._names(place), experts.count, is_gated, interleaved)
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
         if bias is not None and names.is_stack and is_gated and interleaved:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)

@@ -3,6 +3,8 @@
 On a GPU they are captured with the step, as NCCL allows. No machine with several GPUs has run them yet.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,11 +33,7 @@ def group_all_reduce(x: Written[Tensor], ranks: int) -> None:
     if x.is_cuda:
         dist.all_reduce(x)
         return
-    parts = _gathered(x, ranks).float()
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    x.copy_(total)
+    x.copy_(functools.reduce(torch.add, _gathered(x, ranks).float()))
 
 
 @operator()

@@ -9,10 +9,7 @@
  */
 #include "native.h"
 
-#ifndef GRAPHDECODE_MEETING
-#define GRAPHDECODE_MEETING
 #include <time.h>
-
 
 #define MEETING_SPINS 4000
 #define MEETING_YIELDS 20000
@@ -110,15 +107,14 @@ static int meet(board_view *board, int64_t brought) {
 }
 
 static inline int is_over(const board_view *board) { return board->words[BOARD_LATE] != 0; }
-#endif
 
 typedef struct {
     const board_view *board;
     element *x;
-} NAME(reduce_job);
+} reduce_job;
 
-static void NAME(reduce_run)(const void *job, int64_t begin, int64_t end) {
-    const NAME(reduce_job) *j = job;
+static void reduce_run(const void *job, int64_t begin, int64_t end) {
+    const reduce_job *j = job;
     const board_view *board = j->board;
     int64_t i = begin;
     for (; i + LANES <= end; i += LANES) {
@@ -143,8 +139,8 @@ KERNEL(shared_all_reduce) {
         element *x = (element *)a->x.data + begin;
         memcpy(place_at(&board, board.rank, board.meeting + 1), x, count * sizeof(element));
         if (!meet(&board, 2 * count)) return;
-        NAME(reduce_job) job = {&board, x};
-        parallel(threads, NAME(reduce_run), &job, count, PARALLEL_WORK);
+        reduce_job job = {&board, x};
+        parallel(threads, reduce_run, &job, count, PARALLEL_WORK);
     }
 }
 

@@ -1,10 +1,11 @@
-"""Sums and rows over the ranks of one machine, which meet on a board: a piece of memory that they share.
+"""Sums and rows over the ranks of one machine, which meet on a board: a shared-memory segment.
 
-One rank writes, all others read. The board begins with lines of the processor's cache: the first for all ranks, then
-one for each rank, which that rank alone writes. Behind them each rank has two places for data, which it uses by turns:
-whoever writes the one again has seen that all others came to the meeting in between, and so have read it.
+The board begins with cache lines: the first for all ranks, then one for each rank, which that rank alone writes. Behind
+them each rank has two places for data, which it uses alternately: a rank that writes one again has seen all others come
+to the meeting in between, so they have read it.
 """
 
+import functools
 import time
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ MOST_RANKS = 64
 LATE = 0  # word of the first line: 1 + the rank that did not come, or is gone; MOST_RANKS more: came for something else
 LIMIT_MS = 1  # word of the first line: how long the ranks wait for one another
 ARRIVED = 0  # word of a rank's line: meetings that it came to
-BROUGHT = 1  # words of a rank's line: what it came with by turns, so that ranks which do different things find out
+BROUGHT = 1  # two words of a rank's line: what it came with, so that ranks which do different things find out
 CORE = 3  # word of a rank's line: 1 + the core that it was on when it last came; 0: it does not say
 HEADER = LINE * (1 + MOST_RANKS)  # words before the data
 
@@ -100,11 +101,8 @@ def shared_all_reduce(x: Written[Tensor], board: Written[Int64], rank: int, rank
         meeting = meet(board, rank, ranks, 2 * count, piece)
         if meeting is None:
             return
-        places = [place_of(board, ranks, each, meeting, x.dtype)[:count].float() for each in range(ranks)]
-        total = places[0]
-        for place in places[1:]:
-            total = total + place
-        piece.copy_(total)
+        places = (place_of(board, ranks, each, meeting, x.dtype)[:count].float() for each in range(ranks))
+        piece.copy_(functools.reduce(torch.add, places))
 
 
 @operator(is_compiled=True, constants=WORDS)

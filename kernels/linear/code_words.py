@@ -1,14 +1,14 @@
 """Codes of four to eight bits in words of 16, as a GPU's tensor cores want them: what each code stands for, and how it
-is undone in registers.
+is dequantized in registers.
 
-A word holds codes of as many columns, `span` apart: of four bits, columns j, j + span, j + 2 span and j + 3 span, from
-the lowest bits on; of eight, two. So the same place of neighbouring words is `span` neighbouring columns, and two words
-in a register are undone together, by shifts, masks and one multiply-add, into what an instruction of the tensor cores
-takes. A fifth and a sixth bit stand in words of their own, for 16 or 8 spans each.
+A word holds codes of columns that are `span` apart: of four bits, columns j, j + span, j + 2 span and j + 3 span, from
+the lowest bits on; of eight bits, two. The same place of neighbouring words is `span` neighbouring columns, and shifts,
+masks and one multiply-add make of two words in a register what an instruction of the tensor cores takes. A fifth and a
+sixth bit stand in words of their own, for 16 or 8 spans each.
 
-Undone are integers, or floats of few bits: 16-bit floats hold all of them exactly, so that no weight is rounded. The
-way there: bits are put into the mantissa of a float whose lowest such bit counts 1, of which what that adds is taken
-off again; or, for floats, into exponent and mantissa, and the exponent's bias is mended by a power of two.
+Values are integers, or floats of few bits: 16-bit floats hold all of them exactly, so that no weight is rounded. An
+integer's bits are put into the mantissa of a float whose lowest such bit counts 1, and what that adds is subtracted; a
+float's bits are put into exponent and mantissa, and a power of two corrects the exponent's bias.
 """
 
 from __future__ import annotations
@@ -119,17 +119,18 @@ class _Format(NamedTuple):
     """A 16-bit float."""
 
     name: str  # in PTX
+    dtype: torch.dtype
     mantissa: int  # bits of it
     bias: int  # of the exponent
 
     def of(self, value: float) -> int:
         """Return the bits of a float, twice: a register holds two."""
-        dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
-        bits = int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF
-        return bits << 16 | bits
+        return _both(int(torch.tensor(value, dtype=self.dtype).view(torch.int16)) & 0xFFFF)
 
 
-_FORMATS = {torch.bfloat16: _Format("bf16", 7, 127), torch.float16: _Format("f16", 10, 15)}
+_FORMATS = {
+    each.dtype: each for each in (_Format("bf16", torch.bfloat16, 7, 127), _Format("f16", torch.float16, 10, 15))
+}
 _AND_OR, _AND_XOR = 0xEA, 0x6A  # tables of lop3: (a & b) | c, (a & b) ^ c
 
 
@@ -177,14 +178,14 @@ class _Listing:
 
 @functools.cache
 def assembly(code: str, dtype: torch.dtype, tile: int = 0) -> str:
-    """Return PTX that undoes a register of two words: one register of two floats for each span, in their order.
+    """Return PTX that dequantizes a register of two words: one register of two floats for each span, in their order.
 
-    Registers $0, $1, ... are the results; then comes that of the words, and that of the higher bits where there are.
+    Registers $0, $1, ... are the results; then come that of the words, and that of the higher bits if there are any.
 
     Args:
         code: the kind of codes.
         dtype: of the floats, 16 bits.
-        tile: which of the tiles is undone that share a word of higher bits.
+        tile: which of the tiles that share a word of higher bits.
     """
     kind, form, listing = CODES[code], _FORMATS[dtype], _Listing()
     words, high = f"${kind.per_word}", f"${kind.per_word + 1}"
@@ -203,7 +204,7 @@ def _both(bits: int) -> int:
 
 
 def _integer(listing: _Listing, span: int, words: str, high: str, tile: int, kind: Code, form: _Format) -> None:
-    """Put an integer into a mantissa so that its lowest bit counts 1, and take off what that adds, and its zero."""
+    """Put an integer into a mantissa so that its lowest bit counts 1; subtract what that adds, and its zero."""
     base = 1 << (4 if kind.bits == 4 else kind.bits) if form.name == "bf16" else 1 << form.mantissa
     place = form.mantissa - (base.bit_length() - 1)  # of the lowest bit
     put = listing.masked(listing.shifted(words, place - 4 * span), _both(15 << place), form.of(base))
@@ -217,7 +218,7 @@ def _integer(listing: _Listing, span: int, words: str, high: str, tile: int, kin
 
 
 def _byte(listing: _Listing, span: int, words: str, form: _Format) -> None:
-    """Put the seven lower bits behind 128, and take off 128, or 256 where the sign's bit stands in that exponent."""
+    """Put the seven lower bits behind 128, and subtract 128, or 256 where the sign's bit stands in that exponent."""
     moved = listing.shifted(words, -8 * span)
     if form.name == "bf16":
         low = listing.masked(moved, _both(0x7F), form.of(128.0))

@@ -1,13 +1,12 @@
-/* Products of rows with blocks of few bits in digits of a byte, by the processor's dot products of bytes: of a row or two as
- * fast as blocks come from memory, and of more rows with codes that are undone to bytes once for all of them.
+/* Products of rows with quantized blocks in digits of a byte, by the processor's dot products of bytes: of one or two rows
+ * as fast as blocks come from memory, of more rows with codes that are unpacked to bytes once for all of them.
  *
- * One row or two have three digits, 23 bits and a sign: a value of bf16 that is at least 2^-15 of the span's largest is
- * exact, and none is off by more than 2^-23 of that. So their sums are those of quantized_tiles.h but for their last bits.
- * More rows, of fp16, have two digits, 15 bits and a sign: what is at least 2^-5 of the span's largest is exact, and
- * nothing is off by more than 2^-15 of that; fp16 has rounded it by 2^-12.
+ * One or two rows have three digits, 23 bits and a sign: a value of bf16 that is at least 2^-15 of the span's largest is
+ * exact, and none is off by more than 2^-23 of that. Their sums are those of quantized_tiles.h but for the last bits. More
+ * rows, of fp16, have two digits, 15 bits and a sign: what is at least 2^-5 of the span's largest is exact, and nothing is
+ * off by more than 2^-15 of that; fp16 has rounded it by 2^-12.
  */
-#ifndef GRAPHDECODE_DIGIT_PRODUCTS_H
-#define GRAPHDECODE_DIGIT_PRODUCTS_H
+#pragma once
 
 #include "linear/integer_products.h"
 
@@ -77,7 +76,7 @@ INLINE __m512i code_bytes(const int bits, const uint16_t *at, const uint16_t *ab
 }
 
 /* The same as what they mean, of 4 input features and all of a panel. */
-INLINE void bytes_undone(const int bits, const int is_linear, __m512i *codes, const uint16_t *at, const uint16_t *above,
+INLINE void unpack_bytes(const int bits, const int is_linear, __m512i *codes, const uint16_t *at, const uint16_t *above,
                          const int step, __m512i table) {
 #pragma GCC unroll 2
     for (int side = 0; side < VECTORS; side++) {
@@ -107,7 +106,7 @@ INLINE void multiply_part(const int bits, const int is_linear, const int rows, _
 #pragma GCC unroll 4
     for (int step = 0; step < PART_STEPS; step++) {
         __m512i codes[VECTORS];
-        bytes_undone(bits, is_linear, codes, at, above, step, table);
+        unpack_bytes(bits, is_linear, codes, at, above, step, table);
 #pragma GCC unroll 2
         for (int row = 0; row < rows; row++)
 #pragma GCC unroll 3
@@ -176,7 +175,7 @@ INLINE void few_rows_in_digits(const int bits, const int is_linear, float *out, 
 }
 
 /* A block's codes as bytes, [in / 4][PANEL][4]. */
-INLINE void undo_codes(const int bits, const int is_linear, int8_t *out, const uint16_t *at,
+INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const uint16_t *at,
                        const struct block_weight *weight, const int8_t *means) {
     const int low = low_bits(bits), high = bits - low;
     const __m512i table = is_linear ? _mm512_setzero_si512() : _mm512_loadu_si512(means);
@@ -188,13 +187,13 @@ INLINE void undo_codes(const int bits, const int is_linear, int8_t *out, const u
 #pragma GCC unroll 4
         for (int step = 0; step < PART_STEPS; step++, out += STEP_CODES) {
             __m512i codes[VECTORS];
-            bytes_undone(bits, is_linear, codes, of_part, above, step, table);
+            unpack_bytes(bits, is_linear, codes, of_part, above, step, table);
             memcpy(out, codes, sizeof codes);
         }
     }
 }
 
-/* Add to the sums of some rows, [rows][PANEL], what a chunk gives; `rows` and `has_mins` are constants where this is used. */
+/* Add a chunk's part to the sums of some rows, [rows][PANEL]; `rows` and `has_mins` are constants. */
 INLINE void add_chunk(const int rows, const int has_mins, float *out, const struct integer_chunk *chunk, int64_t span,
                       const struct integer_rows *x, int64_t row) {
     const int64_t stride = x->stride, spans = x->spans, number = row * spans + chunk->span;
@@ -249,4 +248,3 @@ INLINE void add_rows(const int has_mins, float *sums, const struct integer_chunk
         default: add_chunk(TOGETHER, has_mins, sums, chunk, span, x, row);
     }
 }
-#endif

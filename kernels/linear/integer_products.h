@@ -1,12 +1,11 @@
-/* Products of rows of 16 bits with blocks of few bits as integers, exact until a span is scaled.
+/* Products of rows of 16 bits with quantized blocks as integers, exact until a span is scaled.
  *
- * A span of a row is taken as whole multiples of a power of 2, its unit. One row or two are checked: where many values of
- * a span are small, beside an outlier, and would lose bits, the rows are multiplied as floats. What is not finite makes
- * all of its row no number. How multiples are kept and multiplied depends on the processor: as digits of a byte
+ * A span of a row is taken as whole multiples of a power of 2, its unit. One or two rows are checked: if many values of a
+ * span are small beside an outlier, and would lose bits, the rows are multiplied as floats. A value that is not finite
+ * makes its whole row NaN. The processor decides how multiples are kept and multiplied: as digits of a byte
  * (digit_products.h), or of 16 bits (short_products.h).
  */
-#ifndef GRAPHDECODE_INTEGER_PRODUCTS_H
-#define GRAPHDECODE_INTEGER_PRODUCTS_H
+#pragma once
 
 #include "linear/quantized_tiles.h"
 
@@ -23,7 +22,7 @@
 
 #define CHECKED_ROWS 2 /* so few are multiplied as integers only if these keep them well */
 
-/* Whether its codes, or what they mean, are bytes that can be undone so. */
+/* Whether its codes, or what they mean, are bytes that can be unpacked so. */
 static inline int has_byte_codes(const struct block_weight *weight) {
     return weight->bits == 8 ? !weight->is_e4m3 : weight->is_linear || weight->bits == 4;
 }
@@ -32,7 +31,7 @@ static inline int has_byte_codes(const struct block_weight *weight) {
 #define LEAST_EXPONENT 27 /* of a span's largest, as floats have it: what is below 2^-100 counts as nothing beside it */
 #define MOST_POORLY 8     /* of a span at most one in so many values may have fewer bits than it came with */
 #define INTEGER_BYTES 524288 /* of rows that stay in the second cache while panels go by */
-#define CHUNKS 8 /* are undone together, and stay in the second cache */
+#define CHUNKS 8 /* are unpacked together, and stay in the second cache */
 #define ROW_APART 64      /* bytes between rows, which would share places in the first cache */
 
 /* Rows in multiples, with the numbers of their spans. */
@@ -65,12 +64,12 @@ static inline ivec rounded(vec values) {
 }
 
 #if WITH_DIGITS
-#define CODE_BYTES 1 /* of a code that is undone */
+#define CODE_BYTES 1 /* of a code that is unpacked */
 #else
 #define CODE_BYTES 2
 #endif
 
-/* Some spans of a panel, with codes that are undone. */
+/* Some spans of a panel, with codes that are unpacked. */
 struct integer_chunk {
     _Alignas(64) int8_t codes[CODE_BYTES * CHUNK * PANEL];
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
@@ -154,8 +153,8 @@ INLINE int write_span(const int is_checked, const struct integer_rows *to, int64
     return bits < 0x7f800000 && (!is_checked || sum_of(poorly) * MOST_POORLY <= count);
 }
 
-/* A chunk of a panel, undone. */
-static void undo_chunk(struct integer_chunk *chunk, const struct block_weight *weight, const int8_t *table, int64_t panel,
+/* A chunk of a panel, unpacked. */
+static void unpack_chunk(struct integer_chunk *chunk, const struct block_weight *weight, const int8_t *table, int64_t panel,
                        int64_t first) {
     const int64_t words = weight->bits * BLOCK_SIZE / 16;
     const uint16_t *at = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
@@ -164,7 +163,7 @@ static void undo_chunk(struct integer_chunk *chunk, const struct block_weight *w
     read_numbers(chunk->scales, chunk->mins, weight, panel, chunk->span,
                  (chunk->count + weight->span - 1) / weight->span);
     for (int64_t i = 0; i < chunk->count; i += QUANTIZED_BLOCK, at += words)
-        FOR_CODES(weight, undo_codes, chunk->codes + i * PANEL * CODE_BYTES, at, weight, table)
+        FOR_CODES(weight, unpack_codes, chunk->codes + i * PANEL * CODE_BYTES, at, weight, table)
 }
 
 /* Add to sums[row][column] of `rows` rows from `first` on what some chunks of a panel give; `has_mins` is a constant. */
@@ -192,10 +191,10 @@ static void integers_of_panel(float *sums, const struct span_job *job, const str
     memset(sums, 0, rows * PANEL * sizeof *sums);
     for (int64_t feature = 0; feature < x->in;) {
         int64_t count = 0;
-        for (; count < CHUNKS && feature < x->in; feature += CHUNK) undo_chunk(chunks + count++, weight, table, panel, feature);
+        for (; count < CHUNKS && feature < x->in; feature += CHUNK)
+            unpack_chunk(chunks + count++, weight, table, panel, feature);
         if (weight->mins.at) add_chunks(1, sums, chunks, count, job, x, first, rows);
         else add_chunks(0, sums, chunks, count, job, x, first, rows);
     }
 }
-#endif
 #endif

@@ -5,10 +5,8 @@
  * features in order, in one accumulator, whatever the number of rows and threads.
  */
 #include "native.h"
-
-#ifndef GRAPHDECODE_LINEAR
-#define GRAPHDECODE_LINEAR
 #include "native_products.h"
+
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 1048576 /* bytes: about half of a second cache */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
@@ -18,7 +16,7 @@
 struct product {
     const native_linear_args *a;
     const void *x; /* the rows as the kernel takes them */
-    int64_t stride;
+    int64_t stride; /* of these; of rows that are split in two parts, [rows][2][stride], that of a part */
 };
 
 /* Where a product goes: rows of floats or of elements. */
@@ -51,72 +49,57 @@ INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t
     }
 }
 
-INLINE void f32_step(const int count, panel_sums *sums, const float *x, int64_t stride, const float *at) {
-    vec weights[VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) weights[v] = load_f32(at + v * LANES);
-    add_products(count, sums, x, stride, weights);
-}
-
-INLINE void f16_step(const int count, panel_sums *sums, const float *x, int64_t stride, const uint16_t *at) {
-    vec weights[VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) weights[v] = load_f16(at + v * LANES);
-    add_products(count, sums, x, stride, weights);
-}
-
-#ifdef WITH_PAIRS
-typedef uint16_t bf16_input;
-#else
-typedef float bf16_input;
-INLINE void bf16_step(const int count, panel_sums *sums, const float *x, int64_t stride, const uint16_t *at) {
-    vec even[VECTORS], odd[VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) {
-        uvec words = load_words(at + 2 * v * LANES);
-        even[v] = (vec)(words << 16);
-        odd[v] = (vec)(words & 0xffff0000);
-    }
-    add_products(count, sums, x, stride, even);
-    add_products(count, sums, x + 1, stride, odd);
-}
-#endif
-#endif
-
-#undef STEP
-#undef step
-#undef input
 #if defined(ELEMENT_BF16)
 #define STEP 2 /* [panel][in / 2][PANEL][2] */
-#define step bf16_step
-#define input bf16_input
-#elif defined(ELEMENT_F16)
-#define STEP 1 /* [panel][in][PANEL] */
-#define step f16_step
-#define input float
 #else
-#define STEP 1
-#define step f32_step
-#define input float
+#define STEP 1 /* [panel][in][PANEL] */
 #endif
+
+#if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
+typedef uint16_t input; /* a row's values as products take them */
+#define panel_step bf16_step
+#else
+typedef float input;
+
+INLINE void panel_step(const int count, panel_sums *sums, const float *x, int64_t stride, const element *at) {
+    vec weights[STEP][VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) {
+#if defined(ELEMENT_BF16)
+        uvec words = load_words(at + 2 * v * LANES);
+        weights[0][v] = (vec)(words << 16);
+        weights[1][v] = (vec)(words & 0xffff0000);
+#else
+        weights[0][v] = load(at + v * LANES);
+#endif
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < STEP; i++) add_products(count, sums, x + i, stride, weights[i]);
+}
+#endif
+
+static void widen_row(float *to, const element *from, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store_f32(to + i, load(from + i));
+    for (; i < count; i++) to[i] = widen(from[i]);
+}
 
 /* Return the rows in the type that products take, each padded with zeros to a multiple of `multiple` features: in the
  * caller's scratch, which all threads of the product read, or where they are. */
-static const float *NAME(widened)(const element *x, int64_t *stride, int64_t rows, int64_t in, int64_t multiple) {
+static const float *widened(const element *x, int64_t *stride, int64_t rows, int64_t in, int64_t multiple) {
     int64_t padded = (in + multiple - 1) / multiple * multiple;
     if (sizeof(element) == sizeof(float) && padded == in) return (const float *)x;
     float *wide = scratch(rows * padded);
     for (int64_t row = 0; row < rows; row++) {
-        int64_t i = 0;
-        for (; i + LANES <= in; i += LANES) store_f32(wide + row * padded + i, load(x + row * *stride + i));
-        for (; i < padded; i++) wide[row * padded + i] = i < in ? widen(x[row * *stride + i]) : 0.0f;
+        widen_row(wide + row * padded, x + row * *stride, in);
+        for (int64_t i = in; i < padded; i++) wide[row * padded + i] = 0.0f;
     }
     *stride = padded;
     return wide;
 }
 
-static const input *NAME(prepared)(const element *x, int64_t *stride, int64_t rows, int64_t in) {
-    if (sizeof(input) == sizeof(float)) return (const input *)NAME(widened)(x, stride, rows, in, STEP);
+static const input *prepared(const element *x, int64_t *stride, int64_t rows, int64_t in) {
+    if (sizeof(input) == sizeof(float)) return (const input *)widened(x, stride, rows, in, STEP);
     if (in % STEP == 0) return (const input *)x;
     input *copy = (input *)scratch(rows * (in + 1));
     for (int64_t row = 0; row < rows; row++) {
@@ -128,18 +111,18 @@ static const input *NAME(prepared)(const element *x, int64_t *stride, int64_t ro
 }
 
 /* What a panel's output features have, `width` of them; there is nothing behind these. */
-INLINE void NAME(of_panel)(vec *values, const element *given, int64_t width) {
+INLINE void values_of_panel(vec *values, const element *given, int64_t width) {
     element tail[PANEL] = {0};
     if (width < PANEL) given = memcpy(tail, given, width * sizeof *given);
     for (int64_t v = 0; v < VECTORS; v++) values[v] = load(given + v * LANES);
 }
 
-INLINE void NAME(write_rows)(const int is_wide, const struct results *to, const float *sums, int64_t row, int64_t rows,
-                             int64_t first) {
+INLINE void write_rows(const int is_wide, const struct results *to, const float *sums, int64_t row, int64_t rows,
+                       int64_t first) {
     int64_t width = least_of(PANEL, to->width - first);
     vec scales[VECTORS], biases[VECTORS];
-    if (to->scales) NAME(of_panel)(scales, (const element *)to->scales + first, width);
-    if (to->bias) NAME(of_panel)(biases, (const element *)to->bias + first, width);
+    if (to->scales) values_of_panel(scales, (const element *)to->scales + first, width);
+    if (to->bias) values_of_panel(biases, (const element *)to->bias + first, width);
     char *at = (char *)to->out + (row * to->stride + first) * width_of(is_wide);
     for (int64_t r = 0; r < rows; r++, at += to->stride * width_of(is_wide)) {
         float tail[PANEL];
@@ -156,73 +139,47 @@ INLINE void NAME(write_rows)(const int is_wide, const struct results *to, const 
 
 /* Write some rows' sums with a panel, [rows][PANEL], scaled and biased, where they belong; the last panel may be narrower
  * than PANEL. */
-static void NAME(write_sums)(const struct results *to, const float *sums, int64_t row, int64_t rows, int64_t panel) {
-    BY_WIDTH(to->is_wide, NAME(write_rows), to, sums, row, rows, panel * PANEL);
+static void write_sums(const struct results *to, const float *sums, int64_t row, int64_t rows, int64_t panel) {
+    BY_WIDTH(to->is_wide, write_rows, to, sums, row, rows, panel * PANEL);
 }
 
-/* One tile: `count` rows, a constant where this is used, times one panel. */
-#define TILE(STEP_FUNCTION, WIDTH)                                             \
-    for (int r = 0; r < count; r++)                                            \
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);            \
-    for (int64_t i = 0; i < in; i += WIDTH) {                                  \
-        __builtin_prefetch((const char *)(panel + i * PANEL) + AHEAD);         \
-        __builtin_prefetch((const char *)(panel + i * PANEL) + AHEAD + 64);    \
-        STEP_FUNCTION(count, sums, x + i, stride, panel + i * PANEL);          \
-    }
-
-INLINE void NAME(tile)(const int count, panel_sums *out, const input *x, int64_t stride, const element *panel,
-                       int64_t in) {
+/* `count` rows times one panel; `count` and `is_int8` are constants where this is used. */
+INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const void *x, int64_t stride, const char *panel,
+                      int64_t in) {
     panel_sums sums[MOST_ROWS];
-    TILE(step, STEP)
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
+    for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP) {
+        const char *at = panel + i * PANEL * (is_int8 ? 1 : sizeof(element));
+        __builtin_prefetch(at + AHEAD);
+        __builtin_prefetch(at + AHEAD + 64);
+        if (is_int8) int8_step(count, sums, (const float *)x + i, stride, (const int8_t *)at);
+        else panel_step(count, sums, (const input *)x + i, stride, (const element *)at);
+    }
     memcpy(out, sums, count * sizeof *sums);
 }
 
-INLINE void NAME(int8_tile)(const int count, panel_sums *out, const float *x, int64_t stride, const int8_t *panel,
-                            int64_t in) {
-    panel_sums sums[MOST_ROWS];
-    TILE(int8_step, INT8_STEP)
-    memcpy(out, sums, count * sizeof *sums);
-}
-
-#undef FOR_COUNT
-#define FOR_COUNT(TILE_FUNCTION, count, ...)          \
-    switch (count) {                                  \
-        case 1: TILE_FUNCTION(1, __VA_ARGS__); break; \
-        case 2: TILE_FUNCTION(2, __VA_ARGS__); break; \
-        case 3: TILE_FUNCTION(3, __VA_ARGS__); break; \
-        case 4: TILE_FUNCTION(4, __VA_ARGS__); break; \
-        case 5: TILE_FUNCTION(5, __VA_ARGS__); break; \
-        case 6: TILE_FUNCTION(6, __VA_ARGS__); break; \
-        case 7: TILE_FUNCTION(7, __VA_ARGS__); break; \
-        default: TILE_FUNCTION(8, __VA_ARGS__);       \
-    }
-#undef RESULTS
 #define RESULTS(a) {(a)->out.data, (a)->out.size[1], (a)->out.size[1], IS_WIDE((a)->out), (a)->scales.data, (a)->bias.data}
-/* The fields of one product, for the loops over its panels. */
-#undef PRODUCT
-#define PRODUCT(WEIGHT, INPUT)                                                          \
-    const native_linear_args *a = ((const struct product *)job)->a;                     \
-    int64_t stride = ((const struct product *)job)->stride;                             \
-    const INPUT *x = ((const struct product *)job)->x;                                  \
-    const WEIGHT *weight = a->panels.data;                                              \
-    const struct results to = RESULTS(a);                                               \
-    int64_t rows = a->x.size[0], in = a->x.size[1];
 
-#undef PANEL_LOOP
-#define PANEL_LOOP(TILE_FUNCTION, WIDTH)                                                                        \
-    int64_t panel_size = (in + WIDTH - 1) / WIDTH * WIDTH * PANEL;                                              \
-    for (int64_t panel = begin; panel < end; panel++)                                                           \
-        for (int64_t row = 0; row < rows; row += ROWS) {                                                        \
-            panel_sums sums[MOST_ROWS];                                                                         \
-            int64_t count = rows - row < ROWS ? rows - row : ROWS;                                              \
-            FOR_COUNT(TILE_FUNCTION, count, sums, x + row * stride, stride, weight + panel * panel_size, in)    \
-            NAME(write_sums)(&to, (const float *)sums, row, count, panel);                                      \
+INLINE void rows_of_panels(const int is_int8, const struct product *job, int64_t begin, int64_t end) {
+    const native_linear_args *a = job->a;
+    const struct results to = RESULTS(a);
+    int64_t rows = a->x.size[0], in = a->x.size[1], step = is_int8 ? INT8_STEP : STEP;
+    int64_t panel_bytes = (in + step - 1) / step * step * PANEL * (is_int8 ? 1 : sizeof(element));
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            panel_sums sums[MOST_ROWS];
+            int64_t count = least_of(ROWS, rows - row);
+            const char *x = (const char *)job->x + row * job->stride * (is_int8 ? sizeof(float) : sizeof(input));
+            const char *at = (const char *)a->panels.data + panel * panel_bytes;
+            FOR_COUNT(one_panel, count, is_int8, sums, x, job->stride, at, in)
+            write_sums(&to, (const float *)sums, row, count, panel);
         }
-
-static void NAME(linear_panels)(const void *job, int64_t begin, int64_t end) {
-    PRODUCT(element, input)
-    PANEL_LOOP(NAME(tile), STEP)
 }
+
+static void linear_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, job, begin, end); }
+
+static void int8_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(1, job, begin, end); }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
 /* Write some rows' sums with a whole panel, a line at a time. A large result goes past the caches: it has left them before
@@ -266,8 +223,12 @@ static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const 
 }
 
 /* Items are parts of the rows, each with all panels: a thread's neighbouring ones are panels for the same rows. */
-static void tiled_panels(const void *job, int64_t begin, int64_t end) {
-    PRODUCT(uint16_t, uint16_t)
+static void tiled_panels(const void *given, int64_t begin, int64_t end) {
+    const struct product *job = given;
+    const native_linear_args *a = job->a;
+    const struct results to = RESULTS(a);
+    const uint16_t *x = job->x, *weight = a->panels.data;
+    int64_t rows = a->x.size[0], in = a->x.size[1], stride = job->stride;
     struct tile_shapes before = tiles_begun();
     int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), together = rows_together(in), panels = a->panels.size[0];
     int is_even = to.width % PANEL == 0, is_large = is_even && (uintptr_t)to.out % 64 == 0;
@@ -285,7 +246,7 @@ static void tiled_panels(const void *job, int64_t begin, int64_t end) {
             if (here > 2 * TILE_ROWS) rows_of_panel(sums, x + first * stride, stride, of_panel, in, here);
             else two_tiles_of_rows(sums, x + first * stride, stride, of_panel, in, here);
             if (is_even) BY_WIDTH(to.is_wide, write_lines, &to, sums, first, here, at, is_large && first < whole);
-            else write_sums_bf16(&to, sums, first, here, at / PANEL);
+            else write_sums(&to, sums, first, here, at / PANEL);
         }
     }
     if (is_large) _mm_sfence();
@@ -294,21 +255,15 @@ static void tiled_panels(const void *job, int64_t begin, int64_t end) {
 #endif
 
 #if defined(ELEMENT_F16) && defined(WITH_TILES)
-struct split_job {
-    const native_linear_args *a;
-    uint16_t *x; /* [rows][2][padded] */
-    int64_t padded;
-};
-
 static void split_rows(const void *given, int64_t begin, int64_t end) {
-    const struct split_job *job = given;
+    const struct product *job = given;
     for (int64_t row = begin; row < end; row++)
-        split_row(job->x + row * 2 * job->padded, (const uint16_t *)job->a->x.data + row * job->a->x.stride[0],
-                  job->a->x.size[1], job->padded);
+        split_row((uint16_t *)job->x + row * 2 * job->stride, (const uint16_t *)job->a->x.data + row * job->a->x.stride[0],
+                  job->a->x.size[1], job->stride);
 }
 
 static void split_few(const void *given, int64_t begin, int64_t end) {
-    const struct split_job *job = given;
+    const struct product *job = given;
     const native_linear_args *a = job->a;
     const struct results to = RESULTS(a);
     int64_t rows = a->x.size[0], in = a->x.size[1], place = 0;
@@ -320,61 +275,56 @@ static void split_few(const void *given, int64_t begin, int64_t end) {
     split_block(ring, panels + begin * in * PANEL, in);
     for (int64_t panel = begin; panel < end; panel++) {
         few_split_products(sums, job->x, ring, &place, panels + panel * in * PANEL, in, panel + 1 == end);
-        write_sums_f16(&to, sums, 0, rows, panel);
+        write_sums(&to, sums, 0, rows, panel);
     }
     tiles_ended(before);
 }
 
 static void split_many(const void *given, int64_t begin, int64_t end) {
-    const struct split_job *job = given;
+    const struct product *job = given;
     const native_linear_args *a = job->a;
     const struct results to = RESULTS(a);
     int64_t rows = a->x.size[0], in = a->x.size[1];
     _Alignas(64) float sums[2 * TILE_ROWS * PANEL];
-    uint16_t *whole = (uint16_t *)lasting(job->padded * PANEL);
-    int64_t together = items_of(SPLIT_BYTES, job->padded * 8 * TILE_ROWS) * 2 * TILE_ROWS;
+    uint16_t *whole = (uint16_t *)lasting(job->stride * PANEL);
+    int64_t together = items_of(SPLIT_BYTES, job->stride * 8 * TILE_ROWS) * 2 * TILE_ROWS;
     struct tile_shapes before = tiles_begun();
     for (int64_t first = 0; first < rows; first += together)
         for (int64_t panel = begin; panel < end; panel++) {
             split_panel(whole, (const uint16_t *)a->panels.data + panel * in * PANEL, in);
             for (int64_t row = first; row < least_of(first + together, rows); row += 2 * TILE_ROWS) {
                 int64_t here = least_of(2 * TILE_ROWS, rows - row);
-                const uint16_t *x = job->x + row * 2 * job->padded;
+                const uint16_t *x = (const uint16_t *)job->x + row * 2 * job->stride;
                 if (row == first || here < 2 * TILE_ROWS) set_tile_rows(least_of(here, TILE_ROWS), here - TILE_ROWS);
-                if (here > TILE_ROWS) many_split_products(2, sums, x, whole, job->padded);
-                else many_split_products(1, sums, x, whole, job->padded);
-                write_sums_f16(&to, sums, row, here, panel);
+                if (here > TILE_ROWS) many_split_products(2, sums, x, whole, job->stride);
+                else many_split_products(1, sums, x, whole, job->stride);
+                write_sums(&to, sums, row, here, panel);
             }
         }
     tiles_ended(before);
 }
 #endif
 
-static void NAME(int8_panels)(const void *job, int64_t begin, int64_t end) {
-    PRODUCT(int8_t, float)
-    PANEL_LOOP(NAME(int8_tile), INT8_STEP)
-}
-
 KERNEL(native_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1], least = items_of(SHARED_WORK, rows * in * PANEL);
     struct product job = {a, 0, a->x.stride[0]};
     if (a->scales.data) {
-        job.x = NAME(widened)(a->x.data, &job.stride, rows, in, INT8_STEP);
-        parallel(threads, NAME(int8_panels), &job, a->panels.size[0], least);
+        job.x = widened(a->x.data, &job.stride, rows, in, INT8_STEP);
+        parallel(threads, int8_panels, &job, a->panels.size[0], least);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     } else if (has_tiles && in % TILE_IN == 0) {
         job.x = a->x.data;
         least = items_of(SHARED_WORK, least_of(rows, rows_together(in)) * in * PANEL);
-        parallel(threads, tiled_panels, &job, (rows + rows_together(in) - 1) / rows_together(in) * a->panels.size[0], least);
+        int64_t parts = (rows + rows_together(in) - 1) / rows_together(in);
+        parallel(threads, tiled_panels, &job, parts * a->panels.size[0], least);
 #elif defined(ELEMENT_F16) && defined(WITH_TILES)
     } else if (has_tiles) {
-        struct split_job split = {.a = a, .padded = (in + TILE_IN - 1) / TILE_IN * TILE_IN};
-        split.x = (uint16_t *)scratch(rows * split.padded);
-        parallel(threads, split_rows, &split, rows, items_of(PARALLEL_WORK, in));
-        parallel(threads, rows > TILE_ROWS ? split_many : split_few, &split, a->panels.size[0], least);
+        job.stride = (in + TILE_IN - 1) / TILE_IN * TILE_IN, job.x = scratch(rows * job.stride);
+        parallel(threads, split_rows, &job, rows, items_of(PARALLEL_WORK, in));
+        parallel(threads, rows > TILE_ROWS ? split_many : split_few, &job, a->panels.size[0], least);
 #endif
     } else {
-        job.x = NAME(prepared)(a->x.data, &job.stride, rows, in);
-        parallel(threads, NAME(linear_panels), &job, a->panels.size[0], least);
+        job.x = prepared(a->x.data, &job.stride, rows, in);
+        parallel(threads, linear_panels, &job, a->panels.size[0], least);
     }
 }

@@ -1,52 +1,35 @@
-/* Linear layers over weights in blocks of few bits; see quantized_linear.py for the layouts.
+/* Linear layers over quantized weights in blocks; see quantized_linear.py for the layouts.
  *
- * Some blocks of a panel are undone together, into memory that stays in the first cache, and all rows are multiplied with
- * them before the next. For bf16 what is undone are integers, which it holds exactly, and a span's sums are scaled in float;
- * for floats whole weights are, which these hold to 2^-24. Where bits may depend on the number of rows, rows of fp16 are
- * multiplied as integers, and so are a row or two of bf16 (integer_products.h). Writing is that of linear.c, which
- * comes before this file in the unit.
+ * Some blocks of a panel are unpacked together, into memory that stays in the first cache, and multiplied with all rows
+ * before the next. For bf16 they are unpacked to integers, which it holds exactly, and a span's sums are scaled in float;
+ * for floats they are dequantized. Where bits may depend on the number of rows, rows of fp16 are multiplied as integers,
+ * and so are one or two rows of bf16 (integer_products.h). Writing is that of linear.c, which comes before this file in
+ * the unit.
  */
 #include "linear/integer_products.h"
 #include "linear/quantized_tiles.h"
 #include "native_blocks.h"
 
-#ifndef GRAPHDECODE_QUANTIZED
-#define GRAPHDECODE_QUANTIZED
 #define ROWS_MULTIPLIED 32 /* at a time */
 #define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* whose sums, with FLOAT_VECTORS each, stay in registers */
 #define FLOAT_VECTORS 2
 
 /* Add some features' part to sums[row][column] of `rows` rows, a constant where this is used. */
-INLINE void float_tiles(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
-                        int64_t features) {
-    for (int v = 0; v < PANEL; v += FLOAT_VECTORS * LANES)
-        add_lanes(rows, FLOAT_VECTORS, AS_THEY_ARE, sums + v, 0, x, stride, 1, weights + v, features, PANEL);
+INLINE void float_rows(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
+                       int64_t features) {
+    const int vectors = rows == 1 ? VECTORS : FLOAT_VECTORS;
+    for (int v = 0; v < PANEL; v += vectors * LANES)
+        add_lanes(rows, vectors, AS_THEY_ARE, sums + v, 0, x, stride, 1, weights + v, features, PANEL);
 }
 
-/* Add some features' part to sums[row][column]. */
 static void float_products(float *sums, const float *x, int64_t stride, const float *weights, int64_t features,
                            int64_t rows) {
-    for (int64_t row = 0; row < rows; row += FLOAT_ROWS) {
-        float *to = sums + row * PANEL;
-        const float *from = x + row * stride;
-        switch (rows - row) {
-            case 1: add_lanes(1, VECTORS, AS_THEY_ARE, to, 0, from, stride, 1, weights, features, PANEL); break;
-            case 2: float_tiles(2, to, from, stride, weights, features); break;
-            case 3: float_tiles(3, to, from, stride, weights, features); break;
-            case 4: float_tiles(4, to, from, stride, weights, features); break;
-            case 5: float_tiles(5, to, from, stride, weights, features); break;
-#if LANES == 16
-            case 6: float_tiles(6, to, from, stride, weights, features); break;
-            case 7: float_tiles(7, to, from, stride, weights, features); break;
-#endif
-            default: float_tiles(FLOAT_ROWS, to, from, stride, weights, features);
-        }
-    }
+    for (int64_t row = 0; row < rows; row += FLOAT_ROWS, sums += FLOAT_ROWS * PANEL, x += FLOAT_ROWS * stride)
+        FOR_COUNT(float_rows, least_of(FLOAT_ROWS, rows - row), sums, x, stride, weights, features)
 }
-#endif
 
-#undef WELL_KEPT /* what has all bits of an element: a multiple of a span's unit from so many on */
-#undef INTEGER_ROWS /* so many are multiplied as integers at most */
+/* WELL_KEPT: what has all bits of an element, a multiple of a span's unit from so many on. INTEGER_ROWS: so many are
+ * multiplied as integers at most. */
 #if defined(ELEMENT_F16)
 #define WELL_KEPT (1 << 10)
 #define INTEGER_ROWS (WITH_INTEGERS ? INT64_MAX : 0)
@@ -57,17 +40,11 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
 #define WELL_KEPT 0
 #define INTEGER_ROWS 0
 #endif
-#undef quantized_input
-#if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
-#define quantized_input uint16_t
-#else
-#define quantized_input float
-#endif
 
-struct NAME(quantized_job) {
+struct quantized_job {
     struct span_job of;
     const quantized_linear_args *a;
-    const quantized_input *x; /* in tiles where there are many rows */
+    const input *x; /* in tiles where there are many rows */
     int64_t stride;
     void *made; /* what threads write before the product: totals, or rows in tiles */
 #if WITH_INTEGERS
@@ -76,7 +53,7 @@ struct NAME(quantized_job) {
 };
 
 /* The sum of a row's values in each span; those of the last may be fewer. */
-static void NAME(row_totals)(float *totals, const element *row, int64_t span, int64_t in) {
+static void row_totals(float *totals, const element *row, int64_t span, int64_t in) {
     for (int64_t first = 0; first < in; first += span) {
         vec sum = splat(0.0f);
         for (int64_t i = first; i < least_of(first + span, in); i += LANES) sum += load(row + i);
@@ -84,23 +61,23 @@ static void NAME(row_totals)(float *totals, const element *row, int64_t span, in
     }
 }
 
-static void NAME(span_totals)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantized_job) *job = given;
+static void span_totals(const void *given, int64_t begin, int64_t end) {
+    const struct quantized_job *job = given;
     for (int64_t row = begin; row < end; row++)
-        NAME(row_totals)((float *)job->made + row * job->of.spans,
+        row_totals((float *)job->made + row * job->of.spans,
                          (const element *)job->a->x.data + row * job->a->x.stride[0], job->of.weight->span,
                          job->a->x.size[1]);
 }
 
-static void NAME(write_panel)(const quantized_linear_args *a, const float *sums, int64_t row, int64_t rows,
+static void write_panel(const quantized_linear_args *a, const float *sums, int64_t row, int64_t rows,
                               int64_t panel) {
     const struct results to = {a->out.data, a->out.stride[0], a->out.size[1], IS_WIDE(a->out), 0, a->bias.data};
-    NAME(write_sums)(&to, sums, row, rows, panel);
+    write_sums(&to, sums, row, rows, panel);
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
 static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job_bf16 *job = given;
+    const struct quantized_job *job = given;
     const struct block_weight *weight = job->of.weight;
     _Alignas(64) uint16_t ring[RING * BLOCK_SIZE];
     _Alignas(64) float sums[FEW_ROWS * PANEL];
@@ -109,13 +86,13 @@ static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
     begin_few_rows(&job->of, ring, begin * weight->blocks, last);
     for (int64_t panel = begin; panel < end; panel++) {
         few_rows_of_panel(sums, &job->of, job->x, job->stride, ring, panel, last);
-        write_panel_bf16(job->a, sums, 0, job->of.rows, panel);
+        write_panel(job->a, sums, 0, job->of.rows, panel);
     }
     tiles_ended(before);
 }
 
 static void many_rows_of_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job_bf16 *job = given;
+    const struct quantized_job *job = given;
     int64_t tiles = (job->of.rows + TILE_ROWS - 1) / TILE_ROWS, features = job->of.weight->blocks * QUANTIZED_BLOCK;
     int64_t together = least_of(tiles, items_of(TILED_BYTES, features * 2 * TILE_ROWS));
     float *sums = lasting(together * TILE_ROWS * PANEL);
@@ -125,23 +102,23 @@ static void many_rows_of_panels(const void *given, int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; panel++) {
             int64_t row = tile * TILE_ROWS, here = least_of(together, tiles - tile);
             many_rows_of_panel(sums, &job->of, job->x, tile, here, panel);
-            write_panel_bf16(job->a, sums, row, least_of(here * TILE_ROWS, job->of.rows - row), panel);
+            write_panel(job->a, sums, row, least_of(here * TILE_ROWS, job->of.rows - row), panel);
         }
     tiles_ended(before);
 }
 
 static void rows_in_tiles(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job_bf16 *job = given;
+    const struct quantized_job *job = given;
     pack_tiles(job->made, job->a->x.data, job->stride, job->of.rows, job->of.weight->blocks, begin, end);
 }
 #endif
 
 /* sums[row][column] of all rows with one panel; where there are no tiles. */
-static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const quantized_input *x, int64_t stride,
+static void quantized_panel(float *sums, const struct span_job *of, const input *x, int64_t stride,
                                 int64_t panel) {
     const struct block_weight *weight = of->weight;
     int64_t features = weight->blocks * QUANTIZED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
-    _Alignas(64) quantized_input undone[CHUNK * PANEL];
+    _Alignas(64) input unpacked[CHUNK * PANEL];
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS] = {0};
     memset(sums, 0, of->rows * PANEL * sizeof *sums);
     for (int64_t first = 0; first < features; first += CHUNK) {
@@ -151,11 +128,11 @@ static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const qu
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS) /* integers, which bf16 holds: a span's sums are scaled */
         _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
         for (int64_t i = 0; i < count; i += QUANTIZED_BLOCK, block += words)
-            pairs_undone(undone + i * PANEL, block, weight);
+            unpack_pairs(unpacked + i * PANEL, block, weight);
         for (int64_t at = 0; at < count; at += weight->span, span++)
             for (int64_t row = 0; row < of->rows; row += ROWS_MULTIPLIED) {
                 int64_t here = least_of(ROWS_MULTIPLIED, of->rows - row), place = at / weight->span;
-                pair_products(found, x + row * stride + first + at, stride, undone + at * PANEL,
+                pair_products(found, x + row * stride + first + at, stride, unpacked + at * PANEL,
                               least_of(weight->span, count - at), here);
                 add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span);
             }
@@ -163,29 +140,29 @@ static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const qu
         for (int64_t i = 0; i < count; i += QUANTIZED_BLOCK, block += words) {
             const vec (*scale)[VECTORS] = scales + i / weight->span, (*least)[VECTORS] = mins + i / weight->span;
             if (of->rows == 1) add_block(sums, x + first + i, block, weight, scale, least);
-            else floats_undone(undone + i * PANEL, block, weight, scale, least);
+            else dequantize_block(unpacked + i * PANEL, block, weight, scale, least);
         }
-        if (of->rows > 1) float_products(sums, x + first, stride, undone, count, of->rows);
+        if (of->rows > 1) float_products(sums, x + first, stride, unpacked, count, of->rows);
 #endif
     }
 }
 
-static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantized_job) *job = given;
+static void quantized_rows(const void *given, int64_t begin, int64_t end) {
+    const struct quantized_job *job = given;
     float *sums = lasting(job->of.rows * PANEL);
     for (int64_t panel = begin; panel < end; panel++) {
-        NAME(rows_of_panel)(sums, &job->of, job->x, job->stride, panel);
-        NAME(write_panel)(job->a, sums, 0, job->of.rows, panel);
+        quantized_panel(sums, &job->of, job->x, job->stride, panel);
+        write_panel(job->a, sums, 0, job->of.rows, panel);
     }
 }
 
-static inline int NAME(takes_integers)(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
+static inline int takes_integers(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
     return rows <= INTEGER_ROWS && !batch_invariant && has_byte_codes(weight);
 }
 
 #if WITH_INTEGERS
 /* Write a row in multiples, and return whether they keep it well; `is_checked` is a constant where this is used. */
-INLINE int NAME(write_row)(const int is_checked, const struct integer_rows *to, int64_t row, const element *x,
+INLINE int write_row(const int is_checked, const struct integer_rows *to, int64_t row, const element *x,
                            const struct block_weight *weight) {
     const int zero = zero_of_codes(weight);
     float wide[CHUNK];
@@ -199,28 +176,28 @@ INLINE int NAME(write_row)(const int is_checked, const struct integer_rows *to, 
 }
 
 /* The same of one of `rows` rows. */
-static int NAME(row_in_integers)(const struct integer_rows *to, int64_t row, const element *x,
+static int row_in_integers(const struct integer_rows *to, int64_t row, const element *x,
                                  const struct block_weight *weight, int64_t rows) {
-    if (rows > CHECKED_ROWS) return NAME(write_row)(0, to, row, x, weight);
-    return NAME(write_row)(1, to, row, x, weight);
+    if (rows > CHECKED_ROWS) return write_row(0, to, row, x, weight);
+    return write_row(1, to, row, x, weight);
 }
 
-static void NAME(rows_in_integers)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantized_job) *job = given;
+static void rows_in_integers(const void *given, int64_t begin, int64_t end) {
+    const struct quantized_job *job = given;
     const element *x = job->a->x.data;
     for (int64_t row = begin; row < end; row++)
-        NAME(row_in_integers)(&job->integers, row, x + row * job->a->x.stride[0], job->of.weight, job->of.rows);
+        row_in_integers(&job->integers, row, x + row * job->a->x.stride[0], job->of.weight, job->of.rows);
 }
 
-static void NAME(integer_panels)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantized_job) *job = given;
+static void integer_panels(const void *given, int64_t begin, int64_t end) {
+    const struct quantized_job *job = given;
     int64_t together = items_of(INTEGER_BYTES, least_of(job->integers.stride, 2 * CHUNKS * CHUNK));
     float *sums = lasting(least_of(together, job->of.rows) * PANEL);
     for (int64_t row = 0; row < job->of.rows; row += together)
         for (int64_t panel = begin; panel < end; panel++) {
             int64_t here = least_of(together, job->of.rows - row);
             integers_of_panel(sums, &job->of, &job->integers, row, here, panel);
-            NAME(write_panel)(job->a, sums, row, here, panel);
+            write_panel(job->a, sums, row, here, panel);
         }
 }
 
@@ -228,15 +205,15 @@ static void NAME(quantized_linear_of)(const quantized_linear_args *a, int64_t th
 
 /* Multiply rows as integers, if these keep them well. Where they keep one of a few and not another, each is multiplied by
  * itself, so that no row decides how its neighbour is. */
-static int NAME(multiplied_as_integers)(struct NAME(quantized_job) *job, float *at, int64_t threads, int64_t least) {
+static int multiplied_as_integers(struct quantized_job *job, float *at, int64_t threads, int64_t least) {
     int64_t rows = job->of.rows, in = job->a->x.size[1], kept = rows;
     job->integers = integer_rows_at(at, rows, in, job->of.spans);
-    if (rows > CHECKED_ROWS) parallel(threads, NAME(rows_in_integers), job, rows, items_of(SHARED_WORK, in));
+    if (rows > CHECKED_ROWS) parallel(threads, rows_in_integers, job, rows, items_of(SHARED_WORK, in));
     for (int64_t row = 0; row < rows && rows <= CHECKED_ROWS; row++) {
         const element *x = (const element *)job->a->x.data + row * job->a->x.stride[0];
-        kept -= !NAME(row_in_integers)(&job->integers, row, x, job->of.weight, rows);
+        kept -= !row_in_integers(&job->integers, row, x, job->of.weight, rows);
     }
-    if (kept == rows) parallel(threads, NAME(integer_panels), job, job->a->panels.size[0], least);
+    if (kept == rows) parallel(threads, integer_panels, job, job->a->panels.size[0], least);
     for (int64_t row = 0; row < rows && kept < rows && rows > 1; row++) {
         quantized_linear_args one = *job->a;
         one.x.data = (void *)((element *)job->a->x.data + row * one.x.stride[0]), one.x.size[0] = 1;
@@ -253,17 +230,17 @@ KERNEL(quantized_linear) {
     struct block_weight weight = BLOCK_WEIGHT(a);
     if (rows < 1) return;
     read_weight(&weight, a->table.data);
-    struct NAME(quantized_job) job = {{&weight, rows, (in + weight.span - 1) / weight.span}, a,
-                                      (const quantized_input *)a->x.data, a->x.stride[0]};
+    struct quantized_job job = {{&weight, rows, (in + weight.span - 1) / weight.span}, a,
+                                      (const input *)a->x.data, a->x.stride[0]};
     int64_t whole = rows + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
     float *at = scratch(whole * (job.of.spans + in + LANES) + 2 * LANES);
 #if WITH_INTEGERS
-    if (NAME(takes_integers)(&weight, rows, a->batch_invariant) && NAME(multiplied_as_integers)(&job, at, threads, least))
+    if (takes_integers(&weight, rows, a->batch_invariant) && multiplied_as_integers(&job, at, threads, least))
         return;
 #endif
     job.made = carved(&at, whole * job.of.spans), job.of.totals = job.made;
-    if (weight.mins.at && sizeof(quantized_input) == 2)
-        parallel(threads, NAME(span_totals), &job, rows, items_of(SHARED_WORK, in));
+    if (weight.mins.at && sizeof(input) == 2)
+        parallel(threads, span_totals, &job, rows, items_of(SHARED_WORK, in));
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     if (has_tiles && rows > FEW_ROWS) {
         job.made = at, job.x = job.made;
@@ -275,18 +252,17 @@ KERNEL(quantized_linear) {
         return;
     }
 #endif
-    if (sizeof(quantized_input) != sizeof(element)) {
+    if (sizeof(input) != sizeof(element)) {
         for (int64_t row = 0; row < rows; row++)
-            for (int64_t i = 0; i < in; i += LANES)
-                store_f32(at + row * in + i, load((const element *)a->x.data + row * a->x.stride[0] + i));
-        job.x = (const quantized_input *)at, job.stride = in;
+            widen_row(at + row * in, (const element *)a->x.data + row * a->x.stride[0], in);
+        job.x = (const input *)at, job.stride = in;
     }
-    parallel(threads, NAME(rows_of_panels), &job, panels, least);
+    parallel(threads, quantized_rows, &job, panels, least);
 }
 
 /* Some bits of all codes of a block, from `shift` up, as rows of words in `out`: `code` has the codes of the panel's output
  * features, one behind another. */
-static void NAME(pack_plane)(uint32_t *out, uint8_t code[PANEL][QUANTIZED_BLOCK], int bits, int shift) {
+static void pack_plane(uint32_t *out, uint8_t code[PANEL][QUANTIZED_BLOCK], int bits, int shift) {
     const int in_word = 16 / bits, mask = (1 << bits) - 1;
     for (int row = 0; row < QUANTIZED_BLOCK / in_word; row++)
         for (int column = 0; column < HALF_PANEL; column++) {
@@ -301,7 +277,7 @@ static void NAME(pack_plane)(uint32_t *out, uint8_t code[PANEL][QUANTIZED_BLOCK]
 }
 
 /* The same for codes of 4 bits that stand as most types have them: what is done with a byte is done with four. */
-static void NAME(pack_nibbles)(uint32_t *out, const uint8_t *stored[PANEL]) {
+static void pack_nibbles(uint32_t *out, const uint8_t *stored[PANEL]) {
     for (int row = 0; row < QUANTIZED_BLOCK / 4; row++)
         for (int column = 0; column < HALF_PANEL; column++) {
             uint32_t low, high, both;
@@ -311,7 +287,7 @@ static void NAME(pack_nibbles)(uint32_t *out, const uint8_t *stored[PANEL]) {
         }
 }
 
-static void NAME(pack_panels)(const void *job, int64_t begin, int64_t end) {
+static void pack_panels(const void *job, int64_t begin, int64_t end) {
     const pack_codes_args *a = job;
     static const uint8_t nothing[QUANTIZED_BLOCK];
     const int bits = (int)a->bits, low = low_bits(bits), is_halved = a->codes.size[2] < QUANTIZED_BLOCK;
@@ -325,18 +301,18 @@ static void NAME(pack_panels)(const void *job, int64_t begin, int64_t end) {
                                                          block * a->codes.stride[1]
                                                    : nothing;
             if (is_halved) {
-                NAME(pack_nibbles)(out, stored);
+                pack_nibbles(out, stored);
                 continue;
             }
             for (int i = 0; i < PANEL; i++) memcpy(code[i], stored[i], QUANTIZED_BLOCK);
-            if (low == 8) NAME(pack_plane)(out, code, 8, 0);
-            else if (low == 4) NAME(pack_plane)(out, code, 4, 0);
-            else NAME(pack_plane)(out, code, 2, 0);
-            if (bits - low == 1) NAME(pack_plane)(out + low * ROW_WORDS, code, 1, low);
-            else if (bits - low == 2) NAME(pack_plane)(out + low * ROW_WORDS, code, 2, low);
+            if (low == 8) pack_plane(out, code, 8, 0);
+            else if (low == 4) pack_plane(out, code, 4, 0);
+            else pack_plane(out, code, 2, 0);
+            if (bits - low == 1) pack_plane(out + low * ROW_WORDS, code, 1, low);
+            else if (bits - low == 2) pack_plane(out + low * ROW_WORDS, code, 2, low);
         }
 }
 
 KERNEL(pack_codes) {
-    parallel(threads, NAME(pack_panels), a, a->out.size[0], items_of(SHARED_WORK, a->codes.size[1] * BLOCK_SIZE));
+    parallel(threads, pack_panels, a, a->out.size[0], items_of(SHARED_WORK, a->codes.size[1] * BLOCK_SIZE));
 }

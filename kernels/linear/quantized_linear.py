@@ -1,9 +1,9 @@
-"""Linear layers with a weight in blocks of few bits, which is never undone in memory.
+"""Linear layers with a quantized weight in panels, which is never dequantized in memory.
 
-A weight is codes of 2 to 6 or of 8 bits; what a code means, an integer, says a table, or it is a float8. A group of
+A weight is codes of 2 to 6 or of 8 bits: a table says which integer a code means, or it is a float8. A group of
 neighbouring input features has a scale for each output feature, and perhaps a least value: weight = scale * meaning +
-least value. Both may be int8 times a factor, of which each serves some neighbouring groups. These are the blocks of
-GGUF, and integers and float8 with any of the usual groups.
+least value. Both may be int8 times a factor, which serves some neighbouring groups. These are the blocks of GGUF, and
+integers and float8 with any of the usual groups.
 
 A panel is 32 output features, a block 32 input features. Layout of codes: int16 `[panels, blocks, 64 * bits]`. The low
 bits of all codes of a block stand first (8, 4 or 2 of a code), then the bits above them (2 or 1). Within these a row
@@ -17,6 +17,7 @@ an activation beside the largest of its group (AVX2 and up), and one or two rows
 VBMI). A row's result depends neither on other rows nor on the number of threads, but for this choice by their number.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -79,27 +80,37 @@ def quantized_panels(
         scales: of groups of input features, equal in size: a multiple of 16, or all.
         mins: of the same groups; of the scales' dtype.
     """
-    factors, min_factors = scales.factors, None if mins is None else mins.factors
+    least = (None, None) if mins is None else mins
     return QuantizedPanels(
         _packed(codes.view(torch.uint8), bits),
-        _by_panel(scales.values),
+        _rows_by_panel(scales.values),
         table,
-        None if mins is None else _by_panel(mins.values),
-        None if factors is None else _by_panel(factors),
-        None if min_factors is None else _by_panel(min_factors),
-        _SCALE_DTYPES[scales.values.dtype if factors is None else factors.dtype],
+        _rows_by_panel(least[0]),
+        _rows_by_panel(scales.factors),
+        _rows_by_panel(least[1]),
+        _SCALE_DTYPES[(scales.values if scales.factors is None else scales.factors).dtype],
         "e4m3" if codes.dtype == torch.float8_e4m3fn else "integer",
     )
 
 
-def joined_panels(parts: list[QuantizedPanels]) -> QuantizedPanels:
-    """Return parts of one weight as one; all but the last have whole panels."""
+def by_panel(weight: QuantizedPanels) -> dict[str, Tensor]:
+    """Return what a weight has for each panel, by name."""
+    names = ("panels", "scales", "mins", "factors", "min_factors")
+    return {name: held for name in names if (held := getattr(weight, name)) is not None}
+
+
+def joined_panels(parts: Sequence[QuantizedPanels], *, interleaved: bool = False) -> QuantizedPanels:
+    """Return parts of one kind as one weight: all but the last have whole panels.
+
+    Interleaved, the parts have equally many panels, and the first of each part come before the second ones.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
-    by_panel = ("panels", "scales", "mins", "factors", "min_factors")
-    held = [name for name in by_panel if getattr(first, name) is not None]
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in held}
+    joined: dict[str, Any] = {}
+    for name in by_panel(first):
+        held = [getattr(part, name) for part in parts]
+        joined[name] = torch.stack(held, 1).flatten(0, 1) if interleaved else torch.cat(held)
     return first._replace(**joined)
 
 
@@ -108,9 +119,9 @@ def _padded(by_row: Tensor) -> Tensor:
     return by_row if not missing else torch.cat((by_row, by_row.new_zeros(missing, *by_row.shape[1:])))
 
 
-def _by_panel(numbers: Tensor) -> Tensor:
-    """Return numbers [out_features, groups] as [panels, groups, 32]."""
-    return _padded(numbers).view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
+def _rows_by_panel(numbers: Tensor | None) -> Any:
+    """Return numbers [out_features, groups], if any, as [panels, groups, 32]."""
+    return None if numbers is None else _padded(numbers).view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
 
 
 def _low_bits(bits: int) -> int:
@@ -175,7 +186,7 @@ def _places(words: Tensor, bits: int) -> Tensor:
     return in_word.view(*words.shape[:2], BLOCK, PANEL)
 
 
-def undone(weight: QuantizedPanels) -> Tensor:
+def dequantized_panels(weight: QuantizedPanels) -> Tensor:
     """Return what a weight in panels stands for, float32 [panels * 32, in_features]."""
     codes = codes_of(weight.panels)
     if weight.code == "e4m3":
@@ -224,5 +235,5 @@ def quantized_linear(
         bias: [out_features] or None.
         batch_invariant: multiply few rows as many are, so that a row's bits do not depend on their number.
     """
-    product = x.float() @ undone(weight)[: out.shape[1]].T
+    product = x.float() @ dequantized_panels(weight)[: out.shape[1]].T
     out.copy_(product if bias is None else product + bias.float())

@@ -1,8 +1,7 @@
-/* Products of rows of bf16 with blocks of few bits in matrix tiles: of few rows, and of many. A row's sums have one order
- * in both: those of a span, scaled and added in float, then its total times the span's least values.
+/* Products of rows of bf16 with quantized blocks in matrix tiles, of few rows and of many. A row's sums have one order in
+ * both: those of a span, scaled and added in float, then its total times the span's least values.
  */
-#ifndef GRAPHDECODE_QUANTIZED_TILES_H
-#define GRAPHDECODE_QUANTIZED_TILES_H
+#pragma once
 
 #include "native_blocks.h"
 
@@ -35,14 +34,14 @@ INLINE void add_span(float *out, const float *found, const vec *scale, const vec
 }
 
 #ifdef WITH_TILES
-#define RING 8        /* blocks that are undone and not yet multiplied, and as many that are done with */
-#define UNDONE_AHEAD 4 /* blocks between what is undone and what is multiplied, so that both go on side by side */
+#define RING 8        /* blocks that are unpacked and not yet multiplied, and as many that are done with */
+#define UNPACKED_AHEAD 4 /* blocks between what is unpacked and what is multiplied, so that both go on side by side */
 #define SPREAD 8 /* rows at most that are spread, and places of their spans */
 
-static void undo_ahead(uint16_t *ring, const struct block_weight *weight, int64_t block, int64_t end) {
+static void unpack_ahead(uint16_t *ring, const struct block_weight *weight, int64_t block, int64_t end) {
     int64_t words = weight->bits * BLOCK_SIZE / 16;
     if (block >= end) return;
-    pairs_undone(ring + block % RING * BLOCK_SIZE, weight->panels + block * words, weight);
+    unpack_pairs(ring + block % RING * BLOCK_SIZE, weight->panels + block * words, weight);
 }
 
 /* The rows, which are one tile's or two's, with some input features of a block. */
@@ -58,22 +57,6 @@ INLINE void tile_step(const int tiles, const uint16_t *x, int64_t stride, const 
     _tile_dpbf16ps(3, 5, 7);
 }
 
-INLINE void begin_sums(const int tiles) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (tiles == 1) return;
-    _tile_zero(2);
-    _tile_zero(3);
-}
-
-INLINE void end_sums(const int tiles, float *sums) {
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + HALF_PANEL, 4 * PANEL);
-    if (tiles == 1) return;
-    _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
-    _tile_stored(3, sums + TILE_ROWS * PANEL + HALF_PANEL, 4 * PANEL);
-}
-
 INLINE void whole_rows_of_panel(const int tiles, float *sums, const struct span_job *job, const uint16_t *x,
                                 int64_t stride, uint16_t *ring, int64_t panel, int64_t end) {
     const struct block_weight *weight = job->weight;
@@ -82,7 +65,7 @@ INLINE void whole_rows_of_panel(const int tiles, float *sums, const struct span_
     memset(sums, 0, job->rows * PANEL * sizeof *sums);
     for (int64_t feature = 0, left = 0; feature < features; feature += step) {
         int64_t block = panel * weight->blocks + feature / QUANTIZED_BLOCK;
-        if (feature % QUANTIZED_BLOCK == 0) undo_ahead(ring, weight, block + UNDONE_AHEAD, end);
+        if (feature % QUANTIZED_BLOCK == 0) unpack_ahead(ring, weight, block + UNPACKED_AHEAD, end);
         if (left == 0) {
             begin_sums(tiles);
             left = least_of(weight->span, features - feature);
@@ -159,7 +142,7 @@ static void spread_rows_of_panel(float *sums, const struct span_job *job, const 
         begin_sums(1);
         for (; place < as.places && block < weight->blocks; place++)
             for (int64_t last = least_of(block + of_span, weight->blocks); block < last; block++) {
-                undo_ahead(ring, weight, first + block + UNDONE_AHEAD, end);
+                unpack_ahead(ring, weight, first + block + UNPACKED_AHEAD, end);
                 tile_step(1, x + (block * as.tile_rows - place * as.of_block) * QUANTIZED_BLOCK, QUANTIZED_BLOCK,
                           ring + (first + block) % RING * BLOCK_SIZE);
             }
@@ -170,11 +153,11 @@ static void spread_rows_of_panel(float *sums, const struct span_job *job, const 
     }
 }
 
-/* Set the tiles for a product of few rows, and undo the first of some blocks. */
+/* Set the tiles for a product of few rows, and unpack the first of some blocks. */
 static void begin_few_rows(const struct span_job *job, uint16_t *ring, int64_t first, int64_t end) {
     if (job->rows <= SPREAD) set_tile_shapes(spread_of(job).tile_rows, 0, TILE_IN);
     else set_tile_shapes(least_of(job->rows, TILE_ROWS), job->rows - TILE_ROWS, least_of(job->weight->span, TILE_IN));
-    for (int64_t block = first; block < first + UNDONE_AHEAD; block++) undo_ahead(ring, job->weight, block, end);
+    for (int64_t block = first; block < first + UNPACKED_AHEAD; block++) unpack_ahead(ring, job->weight, block, end);
 }
 
 /* sums[row][column] of `few_rows` with one panel; the ring has its first blocks, and at the end those of the panel
@@ -186,7 +169,7 @@ static void few_rows_of_panel(float *sums, const struct span_job *job, const uin
     else whole_rows_of_panel(1, sums, job, x, stride, ring, panel, end);
 }
 
-/* Some blocks of a panel, undone for many rows. */
+/* Some blocks of a panel, unpacked for many rows. */
 struct tile_chunk {
     _Alignas(64) uint16_t codes[CHUNK * PANEL];
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS]; /* of its spans */
@@ -194,13 +177,14 @@ struct tile_chunk {
     const float *totals;                                          /* of all rows, from its first span on */
 };
 
-static void undo_tile_chunk(struct tile_chunk *chunk, const struct span_job *job, int64_t panel, int64_t first) {
+static void unpack_tile_chunk(struct tile_chunk *chunk, const struct span_job *job, int64_t panel, int64_t first) {
     const struct block_weight *weight = job->weight;
-    int64_t features = weight->blocks * QUANTIZED_BLOCK, words = weight->bits * BLOCK_SIZE / 16, span = first / weight->span;
+    int64_t features = weight->blocks * QUANTIZED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
+    int64_t span = first / weight->span;
     chunk->first = first, chunk->count = least_of(CHUNK, features - first), chunk->totals = job->totals + span;
     chunk->spans = (chunk->count + weight->span - 1) / weight->span;
     for (int64_t block = 0; block < chunk->count / QUANTIZED_BLOCK; block++)
-        pairs_undone(chunk->codes + block * BLOCK_SIZE,
+        unpack_pairs(chunk->codes + block * BLOCK_SIZE,
                      weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK + block) * words, weight);
     read_numbers(chunk->scales, chunk->mins, weight, panel, span, chunk->spans);
 }
@@ -261,7 +245,7 @@ static void many_rows_of_panel(float *sums, const struct span_job *job, const ui
     int64_t features = job->weight->blocks * QUANTIZED_BLOCK;
     memset(sums, 0, tiles * TILE_ROWS * PANEL * sizeof *sums);
     for (int64_t first = 0; first < features; first += CHUNK) {
-        undo_tile_chunk(&chunk, job, panel, first);
+        unpack_tile_chunk(&chunk, job, panel, first);
         for (int64_t each = 0; each < tiles; each++) {
             const uint16_t *at = x + ((tile + each) * features + first) * TILE_ROWS;
             const float *totals = chunk.totals + (tile + each) * TILE_ROWS * job->spans;
@@ -273,7 +257,7 @@ static void many_rows_of_panel(float *sums, const struct span_job *job, const ui
     }
 }
 
-/* Rows as `many_rows_of_panel` takes them: [tiles][blocks][TILE_ROWS][QUANTIZED_BLOCK], with zeros for rows that are missing. */
+/* Rows as `many_rows_of_panel` takes them: [tiles][blocks][TILE_ROWS][QUANTIZED_BLOCK], missing rows being zeros. */
 static void pack_tiles(uint16_t *out, const uint16_t *x, int64_t stride, int64_t rows, int64_t blocks, int64_t begin,
                        int64_t end) {
     for (int64_t tile = begin; tile < end; tile++)
@@ -284,5 +268,4 @@ static void pack_tiles(uint16_t *out, const uint16_t *x, int64_t stride, int64_t
                 else memset(to, 0, QUANTIZED_BLOCK * sizeof *to);
             }
 }
-#endif
 #endif

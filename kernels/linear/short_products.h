@@ -1,12 +1,11 @@
-/* Products of rows of fp16 with blocks of few bits as integers of 16 bits.
+/* Products of rows of fp16 with quantized blocks as integers of 16 bits.
  *
  * A multiple has 15 bits and a sign: a value that is at least 2^-5 of the span's largest is exact, and none is off by more
- * than 2^-15 of that; fp16 has rounded it by 2^-12. Codes are undone to 16 bits, in pairs, in memory that stays in the
+ * than 2^-15 of that; fp16 has rounded it by 2^-12. Codes are unpacked to 16 bits, in pairs, in memory that stays in the
  * first cache while rows go by. Two products of 16 bits are added up by one instruction, two or four times as many at once
  * as floats.
  */
-#ifndef GRAPHDECODE_SHORT_PRODUCTS_H
-#define GRAPHDECODE_SHORT_PRODUCTS_H
+#pragma once
 
 #include "linear/integer_products.h"
 
@@ -28,7 +27,7 @@ INLINE ivec write_multiples(const int is_checked, char *at, int64_t i, ivec mult
     return (void)is_checked, (ivec){0};
 }
 
-/* Codes are undone to what they mean. */
+/* Codes are unpacked to what they mean. */
 static inline int zero_of_codes(const struct block_weight *weight) { return (void)weight, 0; }
 
 /* What codes mean that are looked up. */
@@ -56,7 +55,7 @@ static inline shorts shorts_looked_up(shorts codes, const int8_t *table) {
 }
 
 /* The codes of a block as what they mean; `bits` and `is_linear` are constants where this is used. */
-INLINE void undo_codes(const int bits, const int is_linear, int8_t *out, const uint16_t *at,
+INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const uint16_t *at,
                        const struct block_weight *weight, const int8_t *table) {
     const int low = low_bits(bits), high = bits - low;
     const shorts zero = (shorts){0} + (int16_t)weight->zero;
@@ -96,7 +95,8 @@ INLINE void add_chunk(const int rows, const int has_mins, float *sums_of_rows, c
         for (int64_t end = least_of(at + span, count); at < end; at += 2) {
             shorts of_codes[SHORT_VECTORS];
 #pragma GCC unroll 2
-            for (int v = 0; v < SHORT_VECTORS; v++) memcpy(of_codes + v, codes + 2 * at * PANEL + 4 * v * LANES, sizeof *of_codes);
+            for (int v = 0; v < SHORT_VECTORS; v++)
+                memcpy(of_codes + v, codes + 2 * at * PANEL + 4 * v * LANES, sizeof *of_codes);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 int32_t two;
@@ -136,4 +136,3 @@ INLINE void add_rows(const int has_mins, float *sums, const struct integer_chunk
         if (row < rows) add_chunk(1, has_mins, sums + row * PANEL, chunk, span, x, first + row, vector);
     }
 }
-#endif

@@ -4,8 +4,7 @@
  * for the last bit of fp16 is worth 2^-24. So four products of parts, which floats hold exactly, are the product, and
  * sums are rounded as those of bf16 are. A row's sums have one order, whatever the number of rows.
  */
-#ifndef GRAPHDECODE_SPLIT_TILES_H
-#define GRAPHDECODE_SPLIT_TILES_H
+#pragma once
 
 #include "native_products.h"
 
@@ -72,8 +71,7 @@ static void set_split_rows(int64_t rows) {
 static void few_split_products(float *sums, const uint16_t *x, uint16_t *ring, int64_t *place, const uint16_t *panel,
                                int64_t in, int is_last) {
     int64_t padded = (in + TILE_IN - 1) / TILE_IN * TILE_IN;
-    _tile_zero(0);
-    _tile_zero(1);
+    begin_sums(1);
     for (int64_t i = 0; i < padded; i += TILE_IN) {
         const uint16_t *block = ring + *place * SPLIT_BLOCK, *from = panel + least_of(i + TILE_IN, in) * PANEL;
         int64_t count = i + TILE_IN < in ? in - i - TILE_IN : is_last ? 0 : in;
@@ -99,8 +97,7 @@ static void few_split_products(float *sums, const uint16_t *x, uint16_t *ring, i
         if (is_whole) split_weights(next, from, 24, 32, TILE_IN);
         else if (count > 0) split_block(next, from, count);
     }
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + LANES, 4 * PANEL);
+    end_sums(1, sums);
 }
 
 static void split_panel(uint16_t *to, const uint16_t *panel, int64_t in) {
@@ -110,12 +107,7 @@ static void split_panel(uint16_t *to, const uint16_t *panel, int64_t in) {
 /* The products of up to two tiles of rows with a panel that is split; `tiles` is a constant where this is used. */
 INLINE void many_split_products(const int tiles, float *sums, const uint16_t *x, const uint16_t *panel, int64_t padded) {
     const uint16_t *second = x + 2 * padded * TILE_ROWS;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (tiles == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    begin_sums(tiles);
     for (int64_t i = 0; i < padded; i += TILE_IN) {
         const uint16_t *block = panel + i / TILE_IN * SPLIT_BLOCK;
         for (int part = 0; part < 2; part++) {
@@ -132,11 +124,6 @@ INLINE void many_split_products(const int tiles, float *sums, const uint16_t *x,
             }
         }
     }
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + LANES, 4 * PANEL);
-    if (tiles == 1) return;
-    _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
-    _tile_stored(3, sums + TILE_ROWS * PANEL + LANES, 4 * PANEL);
+    end_sums(tiles, sums);
 }
-#endif
 #endif

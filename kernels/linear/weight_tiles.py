@@ -1,4 +1,4 @@
-"""A weight of few bits in tiles, as the products of a GPU read it: words of codes, and scales by group.
+"""A quantized weight in tiles, as the products of a GPU read it: words of codes, and scales by group.
 
 A tile is the columns of one word's codes (see `code_words`) of all rows: what a program reads of it is one stretch of
 memory, of which each thread takes 16 bytes at a time. Columns are filled up to whole steps of a product's loop, with
@@ -58,17 +58,13 @@ class TileLayout(NamedTuple):
 
 
 class WeightTiles(NamedTuple):
-    """A weight in tiles; see above.
+    """A weight in tiles; see above, and `TileLayout` for what the tensors mean.
 
     Attributes:
         words: int16 [tiles, rows, span].
         high: int16 [tiles of higher bits, rows, span]; None: there are none.
         scales: [steps, rows, scales of a step]; of groups that are larger than a step as many as there are.
         seconds: likewise, or None.
-        code: what the tensors mean, as `TileLayout` has it, and so the others.
-        second_kind: likewise.
-        group: likewise.
-        step: likewise.
     """
 
     words: AnyElement
@@ -146,25 +142,14 @@ def tiled(
         filled[:, : given.shape[1]] = given
         return filled.view(rows, units, count).transpose(0, 1).contiguous()
 
-    held = [
-        None if given is None else by_unit(given, count) for given, count in zip((scales, seconds), counts, strict=True)
-    ]
-    assert held[0] is not None
-    return WeightTiles.of(*to_words(codes, code, layout.span), held[0], held[1], layout)
+    others = None if seconds is None else by_unit(seconds, counts[1])
+    return WeightTiles.of(*to_words(codes, code, layout.span), by_unit(scales, counts[0]), others, layout)
 
 
 def empty_tiles(
     layout: TileLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> WeightTiles:
-    """Return memory for a weight in tiles, of which nothing is written.
-
-    Args:
-        layout: of the weight.
-        rows: of it.
-        columns: of it, whole steps.
-        dtype: of the scales.
-        device: of the memory.
-    """
+    """Return unwritten memory for a weight in tiles; `columns` are whole steps, and `dtype` is that of the scales."""
     kind, unit = CODES[layout.code], max(layout.step, layout.group)
     counts = _OF_SUPER.get(layout.second_kind, (unit // (layout.group or unit),) * 2)
     units = -(-columns // unit) if layout.group else 1
@@ -242,16 +227,14 @@ def columns_of(tiles: WeightTiles) -> int:
 
 def moved_tiles(tiles: WeightTiles, device: torch.device) -> WeightTiles:
     """Return the same weight on a device."""
-    held = {name: part for name, part in tiles._asdict().items() if isinstance(part, Tensor)}
-    moved: dict[str, Any] = {name: part.to(device) for name, part in held.items()}
-    return tiles._replace(**moved)
+    moved: list[Any] = [part.to(device) if isinstance(part, Tensor) else part for part in tiles]
+    return WeightTiles(*moved)
 
 
 def joined_tiles(parts: list[WeightTiles]) -> WeightTiles:
     """Return the rows of some weights, one below another, as one; their layouts are the same."""
-    first, *others = parts
-    if not others:
-        return first
-    held = [name for name, part in first._asdict().items() if isinstance(part, Tensor)]
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in held}
-    return first._replace(**joined)
+    if len(parts) == 1:
+        return parts[0]
+    fields = zip(*parts, strict=True)
+    joined: list[Any] = [torch.cat(held, dim=1) if isinstance(held[0], Tensor) else held[0] for held in fields]
+    return WeightTiles(*joined)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..linear.code_words import CODES
-from ..linear.quantized_linear import QuantizedPanels, undone
+from ..linear.quantized_linear import QuantizedPanels, dequantized_panels
 from ..linear.weight_tiles import WeightTiles, dequantized
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Float32, Int32, Int64, Wide, Written, operator
@@ -154,7 +154,7 @@ def quantized_embedding(
     """
     alive = torch.arange(tokens.shape[0]) < live
     known = alive & (tokens >= 0) & (tokens < vocab_size)
-    rows = undone(weight)[torch.where(known, tokens, 0)].to(out.dtype)
+    rows = dequantized_panels(weight)[torch.where(known, tokens, 0)].to(out.dtype)
     out.copy_(rows.float() * scale)
 
 

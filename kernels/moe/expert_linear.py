@@ -5,15 +5,15 @@ an expert without a pair nothing is read. With a gate the product is that of a g
 `activation(gate) * up` (`act_mul` has the activations); `swiglu_clamped` is gpt-oss's (OpenAI, 2025): with the gate at
 most `limit`, and `up` within +-`limit`, it is `gate * sigmoid(alpha * gate) * (up + 1)`.
 
-On a CPU with compiled kernels whole weights are in panels (see `linear`), those of the gate and of `up` by turns. Those
-of few bits are in panels of blocks, with sums as `quantized_linear` has them, or on a GPU in tiles, as `tiled_linear`
-undoes them. Panels and tiles of all experts are those of one weight, one expert after another; in tiles a gate's rows
-stand before those of `up`. A row's result depends neither on other rows nor on the number of threads.
+On a CPU with compiled kernels whole weights are in panels (see `linear`), of gate and `up` interleaved.
+Quantized ones are in panels, with sums as `quantized_linear` has them, or on a GPU in tiles, as `tiled_linear` reads
+them. Panels and tiles of all experts are those of one weight, one expert after another; in tiles a gate's rows stand
+before those of `up`. A row's result depends neither on other rows nor on the number of threads.
 
 The Triton kernels have been run in Triton's interpreter and compiled ahead of time by the tests.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..linear.linear import to_panels
-from ..linear.quantized_linear import PANEL, QuantizedPanels, are_blocks_of, undone
+from ..linear.quantized_linear import PANEL, QuantizedPanels, are_blocks_of, by_panel, dequantized_panels, joined_panels
 from ..linear.small_linear import SmallLinearConfig, block_rows
 from ..linear.tiled_linear import TileForm, Words, tiled_sums
 from ..linear.weight_tiles import WeightTiles, columns_of, dequantized
@@ -179,7 +179,7 @@ def expert_linear_triton(
 
 
 def expert_panels(weight: Tensor, is_gated: bool) -> Tensor:
-    """Return one expert's weight [out_features, in_features] in panels, with a gate one of it and one of `up` by turns.
+    """Return one expert's weight [out_features, in_features] in panels, with a gate those of both halves interleaved.
 
     The experts' panels are joined along the first dimension.
     """
@@ -214,12 +214,7 @@ def write_products(
 ) -> None:
     """Compute the products with torch operators; see `expert_linear`.
 
-    Args:
-        out: as there, and so the others.
-        x: likewise.
-        weight_of: returns an expert's weight, float32 [out_features, in_features]; asked for those that have pairs.
-        bias: likewise.
-        pairs: likewise.
+    `weight_of` returns an expert's weight, float32 [out_features, in_features], and is asked for those with pairs.
     """
     for expert, (begin, end) in enumerate(pairwise(pairs.offsets.tolist())):
         if begin == end:
@@ -265,14 +260,9 @@ def expert_linear(
     write_products(out, x, plain, bias, pairs)
 
 
-_BY_PANEL = ("panels", "scales", "mins", "factors", "min_factors")
-
-
-def panels_by_turns(gate: QuantizedPanels, up: QuantizedPanels) -> QuantizedPanels:
-    """Return one expert's panels, one of the gate and one of `up` by turns; the two are of one kind."""
-    both = zip(_by_panel(gate), _by_panel(up), strict=True)
-    turns: dict[str, Any] = {name: torch.stack((own, other), 1).flatten(0, 1) for (name, own), (_, other) in both}
-    return gate._replace(**turns)
+def interleaved_panels(gate: QuantizedPanels, up: QuantizedPanels) -> QuantizedPanels:
+    """Return one expert's panels, those of the gate and of `up` interleaved; the two are of one kind."""
+    return joined_panels((gate, up), interleaved=True)
 
 
 def stacked_panels(made: Iterable[QuantizedPanels | None], count: int) -> QuantizedPanels | None:
@@ -290,34 +280,26 @@ def stacked_panels(made: Iterable[QuantizedPanels | None], count: int) -> Quanti
         if whole is None:
             kind = _kind(own)
             memory: dict[str, Any] = {
-                name: held.new_empty((count * len(held), *held.shape[1:])) for name, held in _by_panel(own)
+                name: held.new_empty((count * len(held), *held.shape[1:])) for name, held in by_panel(own).items()
             }
             whole = own._replace(**memory)
-        for (_, place), (_, held) in zip(_by_panel(whole), _by_panel(own), strict=True):
-            place[expert * len(held) : (expert + 1) * len(held)] = held
+        for name, held in by_panel(own).items():
+            getattr(whole, name)[expert * len(held) : (expert + 1) * len(held)] = held
     return whole
-
-
-def _by_panel(weight: QuantizedPanels) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a weight has for each panel, by name."""
-    for name in _BY_PANEL:
-        held = getattr(weight, name)
-        if held is not None:
-            yield name, held
 
 
 def _kind(weight: QuantizedPanels) -> tuple[object, ...]:
     """Return what experts of one product have in common."""
     table = None if weight.table is None else tuple(weight.table.tolist())
-    shapes = tuple((name, held.shape, held.dtype) for name, held in _by_panel(weight))
+    shapes = tuple((name, held.shape, held.dtype) for name, held in by_panel(weight).items())
     return (shapes, table, weight.scale_dtype, weight.code)
 
 
-def _undone_expert(weight: QuantizedPanels, expert: int, experts: int, width: int, is_gated: bool) -> Tensor:
-    """Return what one expert's panels stand for, float32 [out_features, in_features], the gate first."""
-    own: dict[str, Any] = {name: held.chunk(experts)[expert] for name, held in _by_panel(weight)}
-    by_half = undone(weight._replace(**own)).unflatten(0, (-1, 1 + is_gated, PANEL)).transpose(0, 1).flatten(1, 2)
-    return by_half[:, :width].flatten(0, 1)
+def _dequantized_expert(weight: QuantizedPanels, expert: int, experts: int, width: int, is_gated: bool) -> Tensor:
+    """Return one expert's weight, float32 [out_features, in_features], the gate first."""
+    own: dict[str, Any] = {name: held.chunk(experts)[expert] for name, held in by_panel(weight).items()}
+    rows = dequantized_panels(weight._replace(**own)).unflatten(0, (-1, 1 + is_gated, PANEL))
+    return rows.transpose(0, 1).flatten(1, 2)[:, :width].flatten(0, 1)
 
 
 @operator(is_compiled=lambda x, weight: are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1)
@@ -334,21 +316,15 @@ def quantized_expert_linear(
     """Write each listed pair's product with the weights of its expert into `out`. CPU alone.
 
     Args:
-        out: [pairs, width], contiguous, of x's dtype, or fp32; pairs that are not listed are left alone.
-        x: [pairs / slots, in_features], float32 or bfloat16, rows may be strided.
+        out: as in `expert_linear`, and so x, bias, pairs and errors.
         weight: the panels of all experts, as `stacked_panels` returned them.
         columns: [experts, in_features], the input feature of each column of an expert's weight; None: as they stand.
-        bias: [experts, out_features] or None.
-        pairs: which are made, and how.
         batch_invariant: as `quantized_linear` has it.
-
-    Raises:
-        ValueError: the gate is not known.
     """
     experts, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
     def plain(expert: int) -> Tensor:
-        own = _undone_expert(weight, expert, experts, out.shape[1], is_gated)
+        own = _dequantized_expert(weight, expert, experts, out.shape[1], is_gated)
         return own if columns is None else torch.empty_like(own).index_copy_(1, columns[expert].long(), own)
 
     write_products(out, x, plain, bias, pairs)
@@ -430,15 +406,9 @@ def tiled_expert_linear(
     """Write each listed pair's product with the weights of its expert into `out`.
 
     Args:
-        out: [pairs, width], contiguous; pairs that are not listed are left alone.
-        x: [pairs / slots, in_features], fp32, fp16 or bf16; rows may be strided.
+        out: of x's dtype; else as in `expert_linear`, and so x, bias, pairs and errors.
         tiles: the rows of all experts' weights, as `joined_tiles` joins them.
-        bias: [experts, out_features] or None.
-        pairs: which are made, and how.
         config: the sizes of a program's tile; columns are not split. Torch's own operators need none of it.
-
-    Raises:
-        ValueError: the gate is not known.
     """
     weight = dequantized(tiles)[:, : x.shape[1]]
     write_products(out, x, weight.unflatten(0, (len(pairs.offsets) - 1, -1)).__getitem__, bias, pairs)

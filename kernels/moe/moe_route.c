@@ -1,8 +1,6 @@
 /* Routing of tokens to experts, and the weighted sum of what these gave; see moe_route.py for formulas and shapes. */
 #include "native.h"
 
-#ifndef GRAPHDECODE_MOE_ROUTE
-#define GRAPHDECODE_MOE_ROUTE
 #define LOWEST -3e38f
 
 /* List the pairs by expert, in their own order: `offsets` counts, then says where the next pair goes, then is set back. */
@@ -16,10 +14,9 @@ static void list_pairs(int32_t *order, int32_t *offsets, const int32_t *ids, int
     for (int64_t expert = experts; expert > 0; expert--) offsets[expert] = offsets[expert - 1];
     offsets[0] = 0;
 }
-#endif
 
 /* Keep the largest logits of a row in `top`, the largest first; a later one goes behind its equals. */
-static void NAME(choose)(int32_t *ids, float *top, const element *logits, int64_t experts, int64_t slots) {
+static void choose_experts(int32_t *ids, float *top, const element *logits, int64_t experts, int64_t slots) {
     int64_t held = 0;
     for (int64_t expert = 0; expert < experts; expert++) {
         float logit = widen(logits[expert]);
@@ -31,7 +28,7 @@ static void NAME(choose)(int32_t *ids, float *top, const element *logits, int64_
     }
 }
 
-static void NAME(route_rows)(const void *job, int64_t begin, int64_t end) {
+static void route_rows(const void *job, int64_t begin, int64_t end) {
     const moe_route_args *a = job;
     int64_t experts = a->logits.size[1], slots = a->ids.size[1], live = live_of(a->live.data, a->ids.size[0]);
     for (int64_t row = begin; row < end; row++) {
@@ -42,7 +39,7 @@ static void NAME(route_rows)(const void *job, int64_t begin, int64_t end) {
             for (int64_t slot = 0; slot < slots; slot++) ids[slot] = -1, weights[slot] = 0.0f;
             continue;
         }
-        NAME(choose)(ids, weights, logits, experts, slots);
+        choose_experts(ids, weights, logits, experts, slots);
         float largest = weights[0];
         for (int64_t expert = 0; expert < experts && !a->renormalize; expert++) {
             float logit = widen(logits[expert]);
@@ -58,12 +55,12 @@ static void NAME(route_rows)(const void *job, int64_t begin, int64_t end) {
 
 KERNEL(moe_route) {
     int64_t rows = a->ids.size[0], experts = a->logits.size[1];
-    parallel(threads, NAME(route_rows), a, rows, items_of(PARALLEL_WORK, 4 * experts));
+    parallel(threads, route_rows, a, rows, items_of(PARALLEL_WORK, 4 * experts));
     list_pairs(a->order.data, a->offsets.data, a->ids.data, rows * a->ids.size[1], experts);
 }
 
 /* One row: `vectors` vectors of it at a time, whose sums stay in registers; `vectors` is a constant. */
-INLINE void NAME(combine_columns)(const int vectors, const int is_wide, const int in_floats, const moe_combine_args *a,
+INLINE void combine_columns(const int vectors, const int is_wide, const int in_floats, const moe_combine_args *a,
                                   int64_t row, int64_t from, float share) {
     int64_t hidden = a->out.size[1], slots = a->ids.size[1];
     char *out = (char *)a->out.data + (row * hidden + from) * width_of(is_wide);
@@ -82,10 +79,10 @@ INLINE void NAME(combine_columns)(const int vectors, const int is_wide, const in
 }
 
 /* One row; `is_wide` is of the sum, `in_floats` of its parts. */
-INLINE void NAME(combine_row)(const int is_wide, const int in_floats, const moe_combine_args *a, int64_t row, float share) {
+INLINE void combine_row(const int is_wide, const int in_floats, const moe_combine_args *a, int64_t row, float share) {
     int64_t hidden = a->out.size[1], slots = a->ids.size[1], i = 0;
-    for (; i + 4 * LANES <= hidden; i += 4 * LANES) NAME(combine_columns)(4, is_wide, in_floats, a, row, i, share);
-    for (; i + LANES <= hidden; i += LANES) NAME(combine_columns)(1, is_wide, in_floats, a, row, i, share);
+    for (; i + 4 * LANES <= hidden; i += 4 * LANES) combine_columns(4, is_wide, in_floats, a, row, i, share);
+    for (; i + LANES <= hidden; i += LANES) combine_columns(1, is_wide, in_floats, a, row, i, share);
     for (; i < hidden; i++) {
         int64_t place = row * hidden + i;
         float sum = a->gate.data ? widen_at(is_wide, a->out.data, place) * share : 0.0f;
@@ -96,7 +93,7 @@ INLINE void NAME(combine_row)(const int is_wide, const int in_floats, const moe_
     }
 }
 
-static void NAME(combine_rows)(const void *job, int64_t begin, int64_t end) {
+static void combine_rows(const void *job, int64_t begin, int64_t end) {
     const moe_combine_args *a = job;
     int is_wide = IS_WIDE(a->out), in_floats = IS_WIDE(a->parts);
     for (int64_t row = begin; row < end; row++) {
@@ -105,14 +102,14 @@ static void NAME(combine_rows)(const void *job, int64_t begin, int64_t end) {
             float gate = widen_at(IS_WIDE(a->gate), a->gate.data, row * a->gate.stride[0]);
             share = 1.0f / (1.0f + expf(-gate));
         }
-        if (is_wide && in_floats) NAME(combine_row)(1, 1, a, row, share);
-        else if (is_wide) NAME(combine_row)(1, 0, a, row, share);
-        else if (in_floats) NAME(combine_row)(0, 1, a, row, share);
-        else NAME(combine_row)(0, 0, a, row, share);
+        if (is_wide && in_floats) combine_row(1, 1, a, row, share);
+        else if (is_wide) combine_row(1, 0, a, row, share);
+        else if (in_floats) combine_row(0, 1, a, row, share);
+        else combine_row(0, 0, a, row, share);
     }
 }
 
 KERNEL(moe_combine) {
     int64_t work = a->out.size[1] * (a->ids.size[1] + 1);
-    parallel(threads, NAME(combine_rows), a, a->out.size[0], items_of(PARALLEL_WORK, work));
+    parallel(threads, combine_rows, a, a->out.size[0], items_of(PARALLEL_WORK, work));
 }

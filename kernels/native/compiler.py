@@ -110,10 +110,9 @@ class Compiler(NamedTuple):
         finally:
             _stop(process)
         if process.returncode != 0:
-            said = told.strip()[-500:]
+            said = told.strip()[-500:] or f"exit code {process.returncode}"
             if any(problem in told for problem in _DISK_ERRORS):
                 raise OSError(said)
-            said = said or f"exit code {process.returncode}"
             raise NotCompiled(f"{self.command[0]} could not compile the kernels: {said}; CC names another")
 
 

@@ -36,10 +36,7 @@ class MissingInstructions(ValueError):
 # without VNNI and VBMI, and uses them where they are
 _X86: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "portable": ((), {}),
-    "avx2": (
-        (),
-        {"avx": "-mavx", "avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c", "bmi1": "-mbmi", "bmi2": "-mbmi2"},
-    ),
+    "avx2": ((), {"bmi1": "-mbmi"} | {part: f"-m{part}" for part in ("avx", "avx2", "fma", "f16c", "bmi2")}),
     "avx512": (("avx2",), {f"avx512{part}": f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}),
     "avx512_vnni": (("avx2", "avx512"), {"avx512_vnni": "-mavx512vnni", "avx512vbmi": "-mavx512vbmi"}),
     "avx512_bf16": (("avx2", "avx512"), {"avx512_bf16": "-mavx512bf16"}),

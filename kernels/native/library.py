@@ -1,16 +1,12 @@
 """Kernels in C for the CPU: compiled once on the user's machine, by the compiler that Triton needs too.
 
-A decode step on a CPU is bound by memory like one on a GPU, and between torch's operators more time is lost than in
-them. The kernels of `*.c` read at the machine's bandwidth, and a recorded step runs a list of them in one call, with no
-Python in between. They share their work among threads of their own (`native_threads.h`), as many as torch has.
+The kernels of `*.c` read at the machine's bandwidth, and a recorded step runs a list of them in one call. They share
+their work among threads of their own (`native_threads.h`), as many as torch has. Their source text is the structs of
+their arguments, made from the operations' signatures, and the sources. Each element type has a library of its own, made
+when it is first asked for; that of float32 has what all share.
 
-The source text that they are compiled from is what they are given, made from the operations' signatures, and the
-sources themselves. Each element type has a library of its own, made when it is first asked for; that of float32 has
-what all share.
-
-Where there is no C compiler, `library()` is None and `why_not()` says why; torch's operators do the work then, which is
-said once on standard error. The environment variable GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said.
-GRAPHDECODE_ISA names the instructions that they may use.
+Without a C compiler `library()` is None, `why_not()` says why, and torch's operators do the work, which is said once on
+standard error. GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said. GRAPHDECODE_ISA names the instructions.
 """
 
 import ctypes
@@ -25,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,8 +70,8 @@ def source_text(kind: str) -> str:
     for source in sources:
         importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
     codes = {f"CODE_{str(dtype).removeprefix('torch.')}".upper(): value for dtype, value in CODES.items()}
-    codes["CODE_WIDE"] = WIDE_CODE
-    constants = ", ".join(f"{name} = {value}" for name, value in sorted((_CONSTANTS | codes).items()))
+    named = _CONSTANTS | codes | {"CODE_WIDE": WIDE_CODE}
+    constants = ", ".join(f"{name} = {value}" for name, value in sorted(named.items()))
     structs = "".join(made[name] for made in (_RECORDS, _STRUCTS) for name in sorted(made))
     includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
     shared = "" if kind == _FIRST else "#define SHARED_ELSEWHERE\n"
@@ -203,9 +200,8 @@ def _load(element: torch.dtype | None = None) -> _Loaded:
 
 def _made_or_not(kinds: list[str]) -> dict[str, _Loaded]:
     """Return the libraries of some element types, or why there are none, for any that is not loaded yet."""
-    if os.environ.get(SWITCH) == "0":
-        reason = f"{SWITCH} is 0"
-    else:
+    reason = f"{SWITCH} is 0"
+    if os.environ.get(SWITCH) != "0":
         try:
             return _compiled(kinds)
         except (NotCompiled, OSError) as error:
@@ -303,21 +299,19 @@ def _announced() -> Iterator[None]:
         thread.join()
 
 
+@dataclass(slots=True, eq=False)
 class NativeCall:
     """One kernel over fixed memory; calling it runs it, on as many threads as torch has in the calling thread.
 
-    Args:
+    Attributes:
         function: the kernel.
         packed: its arguments' struct.
         held: what the struct points into.
     """
 
-    __slots__ = ("_held", "function", "packed")
-
-    def __init__(self, function: Any, packed: bytes, held: Sequence[Any]) -> None:
-        self.function = function
-        self.packed = packed
-        self._held = held
+    function: Any
+    packed: bytes
+    held: Sequence[Any]
 
     def __call__(self) -> None:
         """Run the kernel."""

@@ -1,12 +1,11 @@
 /* What the CPU kernels share: vectors of floats, bf16 and fp16, the exponential, and how arguments arrive.
  *
- * Each kernel's file is compiled once for each element type, in an object of its own: ELEMENT_F32, ELEMENT_BF16 or
- * ELEMENT_F16 is defined, and NAME() gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
- * AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how many
- * rows there are, which other rows, or how many threads.
+ * All kernels are compiled once for each element type, in a library of its own: ELEMENT_F32, ELEMENT_BF16 or ELEMENT_F16 is
+ * defined, and NAME() gives a function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves
+ * AVX-512, AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how
+ * many rows there are, which other rows, or how many threads.
  */
-#ifndef GRAPHDECODE_NATIVE_H
-#define GRAPHDECODE_NATIVE_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -14,13 +13,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 #include "native_threads.h"
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 /* as many as the processor's registers hold: the compiler takes wider vectors apart badly */
 #if defined(__AVX512F__)
@@ -283,14 +279,6 @@ static inline void store_f16(uint16_t *at, vec v) {
 #endif
 }
 
-#endif
-
-#undef NAME
-#undef element
-#undef load
-#undef store
-#undef widen
-#undef narrow
 #if defined(ELEMENT_BF16)
 #define NAME(kernel) kernel##_bf16
 #define element uint16_t

@@ -1,15 +1,14 @@
-/* Weights in blocks of few bits: from what is kept to bf16 or float; see quantized_linear.py for the layouts.
+/* Quantized weights in blocks: from codes to bf16 or float; see quantized_linear.py for the layouts.
  *
- * What stands in a block are codes; a table says which integer, of at most 8 bits, each means, so that bf16 holds it exactly.
- * Scales and least values are numbers of their own, which a product applies to the sums of a group.
+ * A table says which integer, of at most 8 bits, a code means, so that bf16 holds it exactly. Scales and least values are
+ * numbers of their own, which a product applies to the sums of a group.
  */
-#ifndef GRAPHDECODE_NATIVE_BLOCKS_H
-#define GRAPHDECODE_NATIVE_BLOCKS_H
+#pragma once
 
 #include "native_products.h"
 #define HALF_PANEL 16 /* output features whose words stand together */
 #define BLOCK_SIZE (QUANTIZED_BLOCK * PANEL)
-#define CHUNK_BLOCKS 8 /* are undone together, and stay in the first cache */
+#define CHUNK_BLOCKS 8 /* are unpacked together, and stay in the first cache */
 #define CHUNK (CHUNK_BLOCKS * QUANTIZED_BLOCK)
 #define LEAST_GROUP 16
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
@@ -119,7 +118,7 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
 /* A block's weights as floats: what its codes mean, scaled, and the least value of its group, in one rounding. They are
  * written to `out`, [in][PANEL], or where that is null multiplied with the values of a row and added to its sums. A block
  * has one span's numbers, or two spans'. */
-INLINE void undo_floats(const int bits, float *out, vec *sums, const float *x, const uint16_t *at,
+INLINE void dequantize_floats(const int bits, float *out, vec *sums, const float *x, const uint16_t *at,
                         const struct block_weight *weight, const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
     const int unrolled = bits == 4 || bits == 8 ? 4 : 8; /* more compile for long, and gain nothing */
     for (int first = 0; first < QUANTIZED_BLOCK; first += unrolled) {
@@ -138,19 +137,19 @@ INLINE void undo_floats(const int bits, float *out, vec *sums, const float *x, c
     }
 }
 
-#define FOR_BITS(undo, ...)                     \
-    switch (weight->bits) {                     \
-        case 2: undo(2, __VA_ARGS__); break;    \
-        case 3: undo(3, __VA_ARGS__); break;    \
-        case 4: undo(4, __VA_ARGS__); break;    \
-        case 5: undo(5, __VA_ARGS__); break;    \
-        case 6: undo(6, __VA_ARGS__); break;    \
-        default: undo(8, __VA_ARGS__);          \
+#define FOR_BITS(function, ...)                  \
+    switch (weight->bits) {                      \
+        case 2: function(2, __VA_ARGS__); break; \
+        case 3: function(3, __VA_ARGS__); break; \
+        case 4: function(4, __VA_ARGS__); break; \
+        case 5: function(5, __VA_ARGS__); break; \
+        case 6: function(6, __VA_ARGS__); break; \
+        default: function(8, __VA_ARGS__);       \
     }
 
-static void floats_undone(float *out, const uint16_t *at, const struct block_weight *weight,
+static void dequantize_block(float *out, const uint16_t *at, const struct block_weight *weight,
                           const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
-    FOR_BITS(undo_floats, out, 0, 0, at, weight, scales, mins)
+    FOR_BITS(dequantize_floats, out, 0, 0, at, weight, scales, mins)
 }
 
 /* Add a block's products with the values of one row, in the same order as many rows are. */
@@ -158,7 +157,7 @@ static void add_block(float *to, const float *x, const uint16_t *at, const struc
                       const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
     vec sums[VECTORS];
     memcpy(sums, to, sizeof sums);
-    FOR_BITS(undo_floats, 0, sums, x, at, weight, scales, mins)
+    FOR_BITS(dequantize_floats, 0, sums, x, at, weight, scales, mins)
     memcpy(to, sums, sizeof sums);
 }
 
@@ -171,7 +170,7 @@ INLINE vec signed_byte(uvec words, const int is_second) {
 }
 
 /* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
-static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
+static void unpack_byte_pairs(uint16_t *out, const uint16_t *at) {
 #pragma GCC unroll 4
     for (int i = 0; i < QUANTIZED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
         ask_ahead(at);
@@ -185,7 +184,7 @@ static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
 }
 
 /* The same of float8; those without an exponent stand in the table. */
-static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
+static void unpack_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
     const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
     const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
     for (int i = 0; i < QUANTIZED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
@@ -208,7 +207,7 @@ INLINE __m512i shifted(__m512i words, const int left) {
 
 /* The same of fewer bits: the table's entries, which stand there over and over, for a place of higher bits is not
  * cleared before it is looked up. */
-INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
+INLINE void unpack_code_pairs(const int bits, uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
     const int low = low_bits(bits), high = bits - low;
     const __m512i first = _mm512_loadu_si512(weight->pairs), second = _mm512_loadu_si512(weight->pairs + TABLE / 2);
     const __m512i mask = _mm512_set1_epi16((1 << low) - 1);
@@ -228,10 +227,10 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
     }
 }
 
-static void pairs_undone(uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
-    if (weight->bits == 8 && weight->is_e4m3) undo_e4m3_pairs(out, at, weight->pairs);
-    else if (weight->bits == 8) undo_byte_pairs(out, at);
-    else FOR_BITS(undo_pairs, out, at, weight)
+static void unpack_pairs(uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
+    if (weight->bits == 8 && weight->is_e4m3) unpack_e4m3_pairs(out, at, weight->pairs);
+    else if (weight->bits == 8) unpack_byte_pairs(out, at);
+    else FOR_BITS(unpack_code_pairs, out, at, weight)
 }
 #endif
 
@@ -273,4 +272,3 @@ static void read_weight(struct block_weight *weight, const int8_t *table) {
      .is_e4m3 = (a)->code == CODE_E4M3,                                                                              \
      .scales = {(a)->scales.data, (a)->factors.data, (a)->scales.size[1], (a)->factors.size[1], (a)->scale_dtype},   \
      .mins = {(a)->mins.data, (a)->min_factors.data, (a)->mins.size[1], (a)->min_factors.size[1], (a)->scale_dtype}}
-#endif

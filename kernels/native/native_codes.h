@@ -5,8 +5,7 @@
  * token has a scale of its own, in bf16, which stands beside the page. Both are exact in bf16: a scale is multiplied
  * with what codes come to, logits or weights, and not with each code.
  */
-#ifndef GRAPHDECODE_NATIVE_CODES_H
-#define GRAPHDECODE_NATIVE_CODES_H
+#pragma once
 
 #include "native.h"
 
@@ -130,4 +129,3 @@ static inline uint16_t store_int8(uint8_t *to, const float *values, int64_t coun
     }
     return scale;
 }
-#endif

@@ -3,8 +3,7 @@
  * The processor multiplies pairs itself (AVX-512's bf16), or whole tiles of them (AMX). Each sum has one order, whatever
  * the number of rows.
  */
-#ifndef GRAPHDECODE_NATIVE_PRODUCTS_H
-#define GRAPHDECODE_NATIVE_PRODUCTS_H
+#pragma once
 
 #include "native.h"
 #include "native_tiles.h"
@@ -20,9 +19,21 @@
 
 typedef vec panel_sums[VECTORS];
 
+/* Call a function with a number of rows, MOST_ROWS at most, as a constant. */
+#define FOR_COUNT(function, count, ...)          \
+    switch (count) {                             \
+        case 1: function(1, __VA_ARGS__); break; \
+        case 2: function(2, __VA_ARGS__); break; \
+        case 3: function(3, __VA_ARGS__); break; \
+        case 4: function(4, __VA_ARGS__); break; \
+        case 5: function(5, __VA_ARGS__); break; \
+        case 6: function(6, __VA_ARGS__); break; \
+        case 7: function(7, __VA_ARGS__); break; \
+        default: function(MOST_ROWS, __VA_ARGS__); \
+    }
+
 #ifdef __AVX512BF16__
 #define WITH_PAIRS
-#include <immintrin.h>
 
 INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int64_t stride, const uint16_t *at) {
     __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 2 * LANES);
@@ -37,6 +48,11 @@ INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int6
 }
 #endif
 
+/* So many rows share the panels that go by. */
+static inline int64_t rows_together(int64_t in) {
+    return items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+}
+
 #ifdef WITH_TILES
 /* Ask for as many bytes as a tile of a panel has, into the second cache: more lines can be on their way there than to the
  * first one, and the rows stay in that. */
@@ -44,25 +60,38 @@ INLINE void ask_for_tile(const char *at) {
     for (int64_t byte = 0; byte < TILE_IN * PANEL; byte += 64) __builtin_prefetch(at + byte, 0, 2);
 }
 
+/* Sums of one or two tiles of rows with a panel: `tiles` is a constant where these are used. */
+INLINE void begin_sums(const int tiles) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (tiles == 1) return;
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+INLINE void load_sums(const int tiles, const float *sums) {
+    _tile_loadd(0, sums, 4 * PANEL);
+    _tile_loadd(1, sums + PANEL / 2, 4 * PANEL);
+    if (tiles == 1) return;
+    _tile_loadd(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
+    _tile_loadd(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+}
+
+INLINE void end_sums(const int tiles, float *sums) {
+    _tile_stored(0, sums, 4 * PANEL);
+    _tile_stored(1, sums + PANEL / 2, 4 * PANEL);
+    if (tiles == 1) return;
+    _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
+    _tile_stored(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+}
+
 /* As many rows as two tiles hold, or one, times one panel, or some input features of both; `sums` go on where these are
  * not the first ones; `ahead` bytes of the panel are asked for before their use, if any. `tiles`, `goes_on` and `ahead`
  * are constants where this is used. */
 INLINE void tile_product_of(const int tiles, const int goes_on, const int ahead, float *sums, const uint16_t *x,
                             int64_t stride, const uint16_t *panel, int64_t in) {
-    if (goes_on) {
-        _tile_loadd(0, sums, 4 * PANEL);
-        _tile_loadd(1, sums + PANEL / 2, 4 * PANEL);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-    }
-    if (tiles == 2 && goes_on) {
-        _tile_loadd(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
-        _tile_loadd(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
-    } else if (tiles == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    if (goes_on) load_sums(tiles, sums);
+    else begin_sums(tiles);
     for (int64_t i = 0; i < in; i += TILE_IN) {
         const char *later = (const char *)(panel + i * PANEL) + ahead;
         _tile_loadd(6, panel + i * PANEL, 4 * PANEL);
@@ -78,12 +107,7 @@ INLINE void tile_product_of(const int tiles, const int goes_on, const int ahead,
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + PANEL / 2, 4 * PANEL);
-    if (tiles == 2) {
-        _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
-        _tile_stored(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
-    }
+    end_sums(tiles, sums);
 }
 
 /* The same of a panel that is near. */
@@ -96,11 +120,6 @@ INLINE void tile_product(const int tiles, const int goes_on, float *sums, const 
 INLINE void tiles_product(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
     if (rows > TILE_ROWS) tile_product(2, 0, sums, x, stride, panel, in);
     else tile_product(1, 0, sums, x, stride, panel, in);
-}
-
-/* So many rows share the panels that go by. */
-static inline int64_t rows_together(int64_t in) {
-    return items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
 }
 #endif
 
@@ -131,5 +150,4 @@ static void pair_products(float *sums, const uint16_t *x, int64_t stride, const 
     for (; row + 4 <= rows; row += 4) few_pair_products(4, sums + row * PANEL, x + row * stride, stride, panel, in);
     for (; row < rows; row++) few_pair_products(1, sums + row * PANEL, x + row * stride, stride, panel, in);
 }
-#endif
 #endif

@@ -5,8 +5,7 @@
  * has it, costs milliseconds a kernel as soon as something else wants a core. Which thread does a chunk changes nothing
  * in its result.
  */
-#ifndef GRAPHDECODE_NATIVE_THREADS_H
-#define GRAPHDECODE_NATIVE_THREADS_H
+#pragma once
 
 #include <pthread.h>
 #include <sched.h>
@@ -165,5 +164,4 @@ static void after_fork(void) { /* the child has none of the threads, and locks a
 }
 
 __attribute__((constructor)) static void survive_forks(void) { pthread_atfork(0, 0, after_fork); }
-#endif
 #endif

@@ -4,8 +4,7 @@
  * 4 and 5 are the rows' values, 6 and 7 the other factor in pairs. A library may hold shapes in the same thread: whoever
  * begins keeps those for the end.
  */
-#ifndef GRAPHDECODE_NATIVE_TILES_H
-#define GRAPHDECODE_NATIVE_TILES_H
+#pragma once
 
 #include <stdint.h>
 
@@ -69,5 +68,4 @@ static inline struct tile_shapes tiles_begun(void) { return (struct tile_shapes)
 static inline void set_tile_shapes(int64_t first, int64_t second, int64_t in) { (void)first, (void)second, (void)in; }
 static inline void set_tile_rows(int64_t first, int64_t second) { (void)first, (void)second; }
 static inline void tiles_ended(struct tile_shapes before) { (void)before; }
-#endif
 #endif

@@ -23,8 +23,8 @@ def cache_folder() -> Path:
     Raises:
         FileNotFoundError: this user has no home.
     """
-    if os.environ.get(FOLDER_VARIABLE):
-        return Path(os.environ[FOLDER_VARIABLE])
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(named)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphdecode"
     except RuntimeError as error:
@@ -89,9 +89,10 @@ class PrivateFolder:
     def holds(self, name: str) -> bool:
         """Whether there is a file that is as it was put."""
         descriptor = self.opened(name)
-        if descriptor is not None:
-            os.close(descriptor)
-        return descriptor is not None
+        if descriptor is None:
+            return False
+        os.close(descriptor)
+        return True
 
     def put(self, made: Path, name: str) -> None:
         """Move a finished file in, on disk before it has its name."""

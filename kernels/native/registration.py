@@ -1,14 +1,14 @@
 """How an operation becomes a `torch.library` operator.
 
-The function that is decorated is the operation: its annotations are the only place where its signature stands, its
-docstring says what callers give it, its body computes with torch operators and is the oracle of the tests. From the
-signature come the operator's schema, the order in which its arguments go through torch's dispatcher, the function that
-callers see, and the C struct that a compiled kernel is given. A NamedTuple is one argument of the function, and one
-argument for each field everywhere else.
+The decorated function is the operation: its annotations are the only place where its signature stands, its docstring
+says what callers give it, and its body computes with torch operators and is the oracle of the tests. From the signature
+come the operator's schema, the order of its arguments in torch's dispatcher, the function that callers see, and the C
+struct that a compiled kernel is given. A NamedTuple is one argument of the function, and one argument for each field
+everywhere else.
 
-Beside it an operation may have a Triton version, which runs on CUDA tensors, and a kernel in C of the same name, which
-runs on a CPU where there is a C compiler. Being registered is what makes a step recordable on a CPU, traceable by
-FakeTensor and checkable with `torch.library.opcheck`.
+An operation may have a Triton version, which runs on CUDA tensors, and a kernel in C of the same name, which runs on a
+CPU where there is a C compiler. Being registered makes a step recordable on a CPU, traceable by FakeTensor and fit for
+`torch.library.opcheck`.
 """
 
 import functools
@@ -55,10 +55,10 @@ class Field(NamedTuple):
     Attributes:
         name: as in the function, or as in the NamedTuple that it is part of.
         kind: Tensor, int, float, bool or str.
-        is_optional: whether it may be None; tensors alone.
-        is_written: whether the operation writes into it.
-        dtype: of a tensor, if there is only one; None for the element type that all such tensors share; a mark where it
-            need not be that: "any" or "wide".
+        is_optional: a tensor that may be None.
+        is_written: the operation writes into it.
+        dtype: the only one that a tensor may have; None: the element type that all such tensors share; "any" or "wide":
+            it need not be that.
         choices: of a string.
     """
 
@@ -73,16 +73,9 @@ class Field(NamedTuple):
     def of(cls, name: str, annotation: Any, is_optional: bool = False, is_written: bool = False) -> "Field":
         """Read one annotation."""
         kind, marks, may_miss = _unwrapped(annotation)
-        dtypes = [mark for mark in marks if isinstance(mark, torch.dtype) or mark in ("any", "wide")]
-        choices = [mark for mark in marks if isinstance(mark, OneOf)]
-        return cls(
-            name,
-            kind,
-            is_optional or may_miss,
-            is_written or "written" in marks,
-            dtypes[0] if dtypes else None,
-            choices[0] if choices else None,
-        )
+        dtype = next((mark for mark in marks if isinstance(mark, torch.dtype) or mark in ("any", "wide")), None)
+        choices = next((mark for mark in marks if isinstance(mark, OneOf)), None)
+        return cls(name, kind, is_optional or may_miss, is_written or "written" in marks, dtype, choices)
 
     @property
     def c_declaration(self) -> str | None:
@@ -172,7 +165,7 @@ class Signature:
 
     @property
     def schema(self) -> str:
-        """Return the operator's schema in torch's language."""
+        """The operator's schema in torch's language."""
         letters = iter(ascii_lowercase)
         arguments = []
         for field in self.fields:
@@ -182,19 +175,19 @@ class Signature:
 
     @property
     def c_struct(self) -> str:
-        """Return the declaration of the struct that the compiled kernel is given; records are members of it too."""
+        """The struct that the compiled kernel is given; records are members of it too."""
         members = "".join(parameter.c_declaration for parameter in self.parameters)
         return f"typedef struct {{\n{members}}} {self.name}_args;\n"
 
     @property
     def c_records(self) -> dict[str, str]:
-        """Return the declarations of the records among its arguments, by their names."""
+        """The structs of the records among its arguments, by name."""
         groups = {parameter.group for parameter in self.parameters if parameter.group is not None}
         return {group.__name__: f"typedef struct {{\n{_members(group)}}} {group.__name__};\n" for group in groups}
 
     @property
     def choices(self) -> dict[str, int]:
-        """What the values of strings are in C, by the names that they have there."""
+        """What strings are in C, by their names there."""
         return {
             f"{field.name}_{choice}".upper(): place
             for field in self.fields
@@ -220,10 +213,7 @@ class Signature:
         return update_wrapper(face, self._function)
 
     def flat(self, version: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a version of the function as one of all fields, which the dispatcher hands over one by one.
-
-        It takes those of the function's arguments that it names.
-        """
+        """Return a version, which takes some of the function's arguments by name, as a function of all fields."""
         taken = signature(version).parameters
         is_flat = not any(parameter.group or parameter.is_keyword for parameter in self.parameters)
         if is_flat and [*taken] == [field.name for field in self.fields]:
@@ -233,7 +223,7 @@ class Signature:
         return self._made(f"def made({names}):\n    return version({gathered})\n", version=version)
 
     def packed(self, values: Sequence[Any]) -> tuple[bytes, torch.dtype | None] | None:
-        """Return the fields as the C struct, and their element type; None where a dtype is not what C expects."""
+        """Return the fields as the C struct, and their element type; None if a dtype is not what C expects."""
         element: torch.dtype | None = None
         has_floats = False  # among the wide ones
         members: list[int | float] = []
@@ -251,10 +241,9 @@ class Signature:
                 elif dtype not in (value.dtype, "any"):
                     return None
                 shape = value.shape
-                rank = len(shape)
-                if rank > _DIMENSIONS:
+                if len(shape) > _DIMENSIONS:
                     return None
-                missing = _MISSING[rank]
+                missing = _MISSING[len(shape)]
                 members += (value.data_ptr(), *shape, *missing, *value.stride(), *missing, code)
             elif kind is not str:
                 members.append(value)
@@ -320,11 +309,6 @@ class Versions(NamedTuple):
     triton: Callable[..., None]
     native: Callable[..., NativeCall | NativeSequence | None] | None
 
-    def bound(self, *arguments: Any) -> Callable[[], Any]:
-        """Return a function without arguments that computes over these CPU tensors, natively if that can be."""
-        call = None if self.native is None else self.native(*arguments)
-        return call or functools.partial(self.torch, *arguments)
-
 
 _VERSIONS: dict[Any, Versions] = {}  # filled while the operators' files are imported, and then read
 
@@ -341,35 +325,32 @@ def operator(
 
     Args:
         triton_version: takes the function's arguments; runs on CUDA tensors.
-        is_compiled: takes some of the function's arguments and says whether the kernel of the operation's name in C
-            serves them, their dtypes apart; True: all; False: there is no such kernel.
+        is_compiled: takes some of the function's arguments and says whether the C kernel of the operation's name serves
+            them, whatever their dtypes; True: all; False: there is no such kernel.
         constants: integers that the kernel knows by these names.
         keys: further dispatch keys that the torch version answers (packed CPU weights have one of their own).
-        parts: takes the function's arguments and returns which operators do the same one after another, by name and
-            with their arguments as the dispatcher has them; where all of these have compiled kernels it is them.
+        parts: takes the function's arguments and returns the operators, by name and with the dispatcher's arguments,
+            that do the same one after another; they run instead where all of them have compiled kernels.
     """
 
     def registered(function: Callable[P, None]) -> Callable[P, None]:
         signature = Signature(function)
-        on_host = plain = signature.flat(function)
+        plain = signature.flat(function)
         native: Callable[..., NativeCall | NativeSequence | None] | None = None
         if is_compiled is not False:
-            library.declare(
-                signature.name, signature.c_struct, signature.c_records, (constants or {}) | signature.choices
-            )
-            serves = None if is_compiled is True else signature.flat(is_compiled)
-            native = functools.partial(_native, signature, serves)
-            on_host = functools.partial(_run_on_host, native, plain)
+            integers = (constants or {}) | signature.choices
+            library.declare(signature.name, signature.c_struct, signature.c_records, integers)
+            native = functools.partial(_native, signature, None if is_compiled is True else signature.flat(is_compiled))
         if parts is not None:
             native = functools.partial(_sequence, signature.flat(parts))
-            on_host = functools.partial(_run_on_host, native, plain)
+        on_host = plain if native is None else functools.partial(_run_on_host, native, plain)
         on_device = plain if triton_version is None else signature.flat(triton_version)
-        guarded = plain if triton_version is None else _where_its_tensors_are(on_device)
         _LIBRARY.define(signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", *keys):
             _LIBRARY.impl(signature.name, on_host, key)
-        _LIBRARY.impl(signature.name, guarded, "CUDA")
-        torch.library.register_fake(f"{NAMESPACE}::{signature.name}", _writes_only, lib=_LIBRARY)
+        _LIBRARY.impl(signature.name, plain if triton_version is None else _where_its_tensors_are(on_device), "CUDA")
+        # it only writes into tensors that it is given, and so its fake does nothing
+        torch.library.register_fake(f"{NAMESPACE}::{signature.name}", lambda *_: None, lib=_LIBRARY)
         overload = getattr(getattr(torch.ops, NAMESPACE), signature.name).default
         _VERSIONS[overload] = Versions(plain, on_device, native)
         return signature.face(overload)
@@ -387,14 +368,8 @@ def _where_its_tensors_are(launches: Callable[..., None]) -> Callable[..., None]
     return launched
 
 
-def _writes_only(*_arguments: Any) -> None:
-    """The fake of an operator that returns nothing: it only writes into tensors that it was given."""
-
-
 def _native(signature: Signature, serves: Callable[..., bool] | None, *arguments: Any) -> NativeCall | None:
-    if serves is not None and not serves(*arguments):
-        return None
-    packed = signature.packed(arguments)
+    packed = None if serves is not None and not serves(*arguments) else signature.packed(arguments)
     if packed is None or (signature.has_element and packed[1] not in library.ELEMENTS):
         return None
     if library.library(packed[1]) is None:
@@ -429,9 +404,12 @@ def versions(name: str) -> Versions:
 
 
 def bind(registered: Any, *arguments: Any) -> Callable[[], Any] | None:
-    """Return a function that runs an operator over these CPU tensors; None if the operator is not one of ours.
+    """Return a function that runs an operator over these CPU tensors, natively if that can be; None if it is not ours.
 
     A recorded step calls it without the dispatcher in between, which would cost more than some of the operators.
     """
     found = _VERSIONS.get(registered)
-    return None if found is None else found.bound(*arguments)
+    if found is None:
+        return None
+    call = None if found.native is None else found.native(*arguments)
+    return call or functools.partial(found.torch, *arguments)

@@ -9,7 +9,7 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, small_linear_triton
 from graphdecode.linear import forms, plain
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import Fixed, Plain
+from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 SPLIT = SmallLinearConfig("dot", 32, 64, 2, 4, 2)
@@ -43,7 +43,7 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
         device = llm.device
     counters = torch.zeros(4096, dtype=torch.int32, device=device)
 
-    class Split(Fixed if is_fixed else Plain):
+    class Split(Plain):
         @classmethod
         def why_not(cls, options: FormOptions) -> str:
             return ""

@@ -7,7 +7,7 @@ from graphdecode.kernels.linear.linear import int8_linear, linear, packed_linear
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
-from graphdecode.linear.plain import Int8, Int8Panels
+from graphdecode.linear.plain import Int8
 from graphdecode.linear.weight_form import FormOptions
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
@@ -142,12 +142,14 @@ def test_compiled_kernels_are_taken_where_there_are_some():
     check(out, x, weight, bias)
 
 
-@pytest.mark.parametrize("form", [Int8, pytest.param(Int8Panels, marks=compiled)])
+@pytest.mark.parametrize("has_panels", [False, pytest.param(True, marks=compiled)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_int8_answers_nearly_like_the_full_weight(with_bias, form, device):
+def test_int8_answers_nearly_like_the_full_weight(with_bias, has_panels, device, monkeypatch):
+    if not has_panels:
+        monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
     x, weight, bias = inputs(5, torch.float32, with_bias)
     there = [None if t is None else t.to(device) for t in (x, weight, bias)]
-    prepared = form.of(there[1], there[2], FormOptions(there[1].device, torch.float32, LinearTuner()))
+    prepared = Int8.of(there[1], there[2], FormOptions(there[1].device, torch.float32, LinearTuner()))
     assert prepared.path == "int8"
     assert prepared.nbytes == 96 * 80 + 96 * 4 * (1 + with_bias)
     out = torch.zeros(5, 96, device=device)
@@ -161,7 +163,9 @@ def test_a_weight_is_quantized_where_that_is_asked_for(compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
     _, weight, _ = inputs(5, torch.float32, False)
-    assert type(prepare(weight, quantize="int8")) is (Int8Panels if compiled else Int8)
+    prepared = prepare(weight, quantize="int8")
+    assert type(prepared) is Int8
+    assert (prepared.qweight.dim() == 4) is compiled
 
 
 @cpu_only

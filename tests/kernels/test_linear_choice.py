@@ -13,7 +13,7 @@ from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_con
 from graphdecode.linear import linear_choice
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import ChoiceCache, LinearChoice, LinearTuner, cache_folder
-from graphdecode.linear.plain import Fixed, Plain
+from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions
 
 TIMINGS = 2 * 2  # each path at both batch sizes
@@ -209,8 +209,7 @@ def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_pat
 
 def test_the_fixed_product_has_one_configuration_for_any_number_of_rows():
     weight, config = weight_of(), fixed_config(96, 80, 4)
-    options = FormOptions(weight.device, weight.dtype, LinearTuner(), batch_invariant=True)
-    held = Fixed.of(weight, None, options)
+    held = Plain(weight.shape, None, weight, LinearTuner().counters(weight.device), config)
     for rows in (1, 16, 17, 700):
         assert held.choice(rows).config == config
         x, out = torch.randn(rows, 80), torch.full((rows, 96), torch.nan)

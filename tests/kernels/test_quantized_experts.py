@@ -5,10 +5,10 @@ import torch
 from quantized_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
 
-from graphdecode.kernels.linear.quantized_linear import Numbers, quantized_panels, undone
+from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, quantized_panels
 from graphdecode.kernels.moe.expert_linear import (
     Routed,
-    panels_by_turns,
+    interleaved_panels,
     quantized_expert_linear,
     stacked_panels,
 )
@@ -34,12 +34,12 @@ def experts_of(kind, is_gated, width=WIDTH, depth=DEPTH):
                 codes = random(width, depth, seed=2 * expert + half).to(torch.float8_e4m3fn)
                 scales = random(width, depth // 128, seed=90 + expert)
                 held = quantized_panels(codes, 8, None, Numbers(scales))
-                halves.append((held, undone(held)[:width].double()))
+                halves.append((held, dequantized_panels(held)[:width].double()))
             else:
                 bits, zero_points = kind
                 halves.append(integer_weight(bits, depth // 32, torch.float16, zero_points, (width, depth)))
         panels, values = zip(*halves, strict=True)
-        made.append(panels_by_turns(*panels) if is_gated else panels[0])
+        made.append(interleaved_panels(*panels) if is_gated else panels[0])
         weights.append(torch.cat(values))
     held = stacked_panels(made, EXPERTS)
     assert held is not None

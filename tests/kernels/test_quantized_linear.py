@@ -7,10 +7,10 @@ from quantized_weights import check, float8_weight, integer_weight, product, sto
 from graphdecode.kernels.linear.quantized_linear import (
     Numbers,
     codes_of,
+    dequantized_panels,
     pack_codes,
     quantized_linear,
     quantized_panels,
-    undone,
 )
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
@@ -118,7 +118,7 @@ def test_an_outlier_leaves_its_neighbours_what_they_are(dtype, outlier):
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_integers_may_have_groups_of_any_size_and_zero_points(bits, groups, scale_dtype, zero_points):
     held, weight = integer_weight(bits, groups, scale_dtype, zero_points)
-    assert torch.equal(undone(held)[:70].double(), weight) or scale_dtype == torch.float32
+    assert torch.equal(dequantized_panels(held)[:70].double(), weight) or scale_dtype == torch.float32
     for dtype in DTYPES:
         x = torch.randn(37, 384, generator=torch.Generator().manual_seed(4)).to(dtype)
         for rows in (1, 9, 37):
@@ -129,9 +129,9 @@ def test_integers_may_have_groups_of_any_size_and_zero_points(bits, groups, scal
 @pytest.mark.parametrize("groups", [1, 3, 24])
 def test_float8_keeps_each_of_its_values(groups):
     held, weight = float8_weight(groups)
-    torch.testing.assert_close(undone(held)[:70].double(), weight, rtol=1e-7, atol=0)
+    torch.testing.assert_close(dequantized_panels(held)[:70].double(), weight, rtol=1e-7, atol=0)
     eye = torch.eye(384)
-    assert torch.equal(product(eye, held, 70).T, undone(held)[:70])
+    assert torch.equal(product(eye, held, 70).T, dequantized_panels(held)[:70])
     for dtype in DTYPES:
         x = torch.randn(37, 384, generator=torch.Generator().manual_seed(4)).to(dtype)
         for rows in (1, 9, 37):

@@ -17,7 +17,7 @@ from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.plain import Int8Panels
+from graphdecode.linear.plain import Int8
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import load_model
 from graphdecode.models.gguf.quantize import quantized_blocks
@@ -91,7 +91,7 @@ def test_blocks_are_what_the_library_undoes(block_type: str, most: float) -> Non
     assert error(torch.from_numpy(found), plain) < most
 
 
-FORMS_OF = {"int4": KeptPanels, "fp8": KeptPanels, "q8_0": KeptPanels, "q4_k": KeptPanels, "int8": Int8Panels}
+FORMS_OF = {"int4": KeptPanels, "fp8": KeptPanels, "q8_0": KeptPanels, "q4_k": KeptPanels, "int8": Int8}
 
 
 @compiled

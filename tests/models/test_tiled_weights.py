@@ -24,7 +24,7 @@ from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized
 from graphdecode.linear.experts import ExpertPanels, ExpertTiles, PlainExperts
 from graphdecode.linear.groups import Groups, packed
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.plain import Int8, Int8Panels, Plain
+from graphdecode.linear.plain import Int8, Plain
 from graphdecode.linear.tiles import Int8Tiles, KeptTiles, Tiles
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
@@ -41,7 +41,7 @@ SMALL = {"attn_v.weight": "Q5_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q4_
 @pytest.fixture
 def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU take the forms of a GPU, and none of its own."""
-    for form in (KeptPanels, Int8, Int8Panels):
+    for form in (KeptPanels, Int8):
         monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
     monkeypatch.setattr(ExpertPanels, "load", classmethod(lambda *_arguments: None))
     monkeypatch.setattr(Tiles, "why_not", classmethod(lambda _form, _options: ""))
@@ -146,7 +146,7 @@ def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
     tiles = groups.tiles()
     assert tiles is not None
     counters = torch.zeros(8, dtype=torch.int32)
-    form = KeptTiles((6, 64), None, (tiles,), (6,), counters, 132, False, 9, False, order)
+    form = KeptTiles((6, 64), None, (tiles,), counters, 132, False, 9, False, order)
     torch.testing.assert_close(product(form), groups.dequantized().T, rtol=1e-6, atol=1e-6)
     assert form.fused(1) is None
 

@@ -75,15 +75,15 @@ def hash_of(name: str) -> int:
 
 
 def products(kind: str, model: str, experts: int) -> tuple[ExpertForm, ExpertForm]:
-    slots, hidden, width = MODELS[model]
+    _, hidden, width = MODELS[model]
     shapes = {f"{expert}.{part}": (width, hidden) for expert in range(experts) for part in ("gate", "up")}
     downs = {f"{expert}.down": (hidden, width) for expert in range(experts)}
     quantize = "gguf" if kind.startswith("Q") else None
     options = FormOptions(torch.device("cpu"), torch.bfloat16, LinearTuner(), (1,), quantize=quantize)
     source = RandomExperts(kind, shapes | downs)
     return (
-        load_experts(source, ExpertNames(tuple(shapes), experts, True, slots), None, options),
-        load_experts(source, ExpertNames(tuple(downs), experts, False, slots), None, options),
+        load_experts(source, ExpertNames(tuple(shapes), experts, True), None, options),
+        load_experts(source, ExpertNames(tuple(downs), experts, False), None, options),
     )
 
 
