@@ -111,8 +111,9 @@ class PagedDecodeAttention:
             dtype=dtype, kv_dtype=dtype if kv_dtype is None else kv_dtype,
         )  # fmt: skip
         self.appends_apart = kv_dtype == torch.int8 and self.device.type in self.DEVICES_APART
-        numbers = torch.arange(max_batch_size, dtype=torch.int32, device=self.device)  # of rows
-        self._rows = [numbers] if self.appends_apart else []
+        self._rows: list[Tensor] = []  # row numbers, for an append in a launch of its own
+        if self.appends_apart:
+            self._rows = [torch.arange(max_batch_size, dtype=torch.int32, device=self.device)]
         self._planned: tuple[Tensor, Tensor] | None = None  # lengths and live rows of the step
         self.is_invariant = batch_invariant
         self._fixed_split = FIXED_SPLIT if batch_invariant else 0

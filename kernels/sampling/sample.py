@@ -52,6 +52,8 @@ def sample(
 ) -> None:
     """Write the next token of each live row into `sampled`.
 
+    This is the CPU path and the oracle; on a GPU `sample_and_advance` does the same within its launch.
+
     Args:
         sampled: int64 [b]; dead rows get token 1, rows without a choice a code below -1.
         logits: [b, vocab], any float dtype, rows contiguous.

@@ -349,7 +349,8 @@ def recorded_step(
             dtype=decoder.dtype,
             device=DEVICE,
         )
-        setting = StepSetting(decoder, cache.layers, config.page_size, pages, config, batch_invariant)
+        places = (cache.layers, cache.trash_page, cache.dtype, config.page_size, pages)
+        setting = StepSetting(decoder, *places, config, batch_invariant)
         step = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
