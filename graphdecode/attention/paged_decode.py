@@ -120,7 +120,7 @@ class PagedDecodeAttention:
         self._max_splits = -(-page_size * max_pages_per_row // FIXED_SPLIT) if batch_invariant else 0
         work = new_split_plan(self.device, max_batch_size, self._items(max_batch_size), num_qo_heads, value_dim)
         chosen = [options.window_left] if windows is None else sorted(set(windows))
-        plans = torch.zeros(len(chosen), len(work.plan), dtype=torch.int32, device=self.device)
+        plans = torch.zeros(len(chosen), work.plan.shape[0], dtype=torch.int32, device=self.device)
         self._work = {window: work._replace(plan=plan) for window, plan in zip(chosen, plans, strict=True)}
 
     def _items(self, rows: int) -> int:

@@ -9,11 +9,10 @@ from .errors import (
     require_positive,
     require_tensors,
 )
-from .layer_cache import CacheScales, LayerCache, untouched_zeros
+from .layer_cache import CacheScales, LayerCache, LayerState, Recurrent, RecurrentState, untouched_zeros
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
-from .recurrent_state import LayerState, Recurrent, RecurrentState
 
 __all__ = [
     "CacheFullError",

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
-from .layer_cache import LayerCache
+from .layer_cache import LayerCache, LayerState, Recurrent, RecurrentState
 from .ledger import PageLedger
 from .pool import PagePool
-from .recurrent_state import LayerState, Recurrent, RecurrentState
 
 
 class PagedKVCache:

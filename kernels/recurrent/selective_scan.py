@@ -30,7 +30,7 @@ class ScanWeights(NamedTuple):
 # reads the state once, and of each token a block of x, the group's B and C, and the head's step.
 @triton.jit
 def _selective_scan_kernel(
-    out, xbc, state, dt, weights, tokens, heads, groups, xbc_stride, dt_stride, least, most,
+    out, xbc, state, dt, weights, tokens, groups, xbc_stride, dt_stride, least, most,
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _selective_scan_kernel(
     row = tl.load(tokens.rows + first)
     if tl.load(tokens.rows + first - 1, mask=first > 0, other=-1) == row:
         return
-    head = tl.program_id(1)
+    head, heads = tl.program_id(1), tl.num_programs(1)
     group = head // (heads // groups)
     states, channels = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     has_state, has_channel = states < STATE_DIM, channels < HEAD_DIM
@@ -86,7 +86,7 @@ def selective_scan_triton(
     block = min(triton.next_power_of_2(head_dim), _CHANNEL_BLOCK)
     groups = (xbc.shape[1] - heads * head_dim) // (2 * state_dim)
     _selective_scan_kernel[(out.shape[0], heads, triton.cdiv(head_dim, block))](
-        out, xbc, state, dt, weights, tokens, heads, groups, xbc.stride(0), dt.stride(0), least, most,
+        out, xbc, state, dt, weights, tokens, groups, xbc.stride(0), dt.stride(0), least, most,
         STATE_DIM=state_dim, HEAD_DIM=head_dim, BLOCK_N=triton.next_power_of_2(state_dim), BLOCK_P=block,
         ROWS_AT_ONCE=_ROWS_AT_ONCE, num_warps=4,
     )  # fmt: skip
