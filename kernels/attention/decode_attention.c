@@ -323,7 +323,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
         places = next, next = done;
     }
     for (int64_t h = 0; h < few->heads; h++)
-        for (int64_t r = 0; r < queries; r++) write_sums(p->sums + (h * queries + r) * dim, few, h, r);
+        for (int64_t r = 0; r < queries; r++) write_head_sums(p->sums + (h * queries + r) * dim, few, h, r);
 }
 #endif
 

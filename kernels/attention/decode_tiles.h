@@ -262,7 +262,7 @@ static void attend_to_values(const struct few_queries *few, const struct block *
 }
 
 /* Write one query's sums in the order of their features. */
-static void write_sums(float *to, const struct few_queries *few, int64_t head, int64_t r) {
+static void write_head_sums(float *to, const struct few_queries *few, int64_t head, int64_t r) {
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     const float *sums = few->sums + (head * parts_of(few->count) + r / WEIGHED) * few->together * few->dim;
