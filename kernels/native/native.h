@@ -244,6 +244,11 @@ static inline void store_bf16(uint16_t *at, vec v) {
 }
 
 /* fp16 as the compiler knows it: to nearest, ties to even; what is too large becomes infinite, a NaN stays one. */
+#if defined(__F16C__) /* which Clang before 15 knows without knowing _Float16 */
+static inline float float_of_f16(uint16_t value) { return _cvtsh_ss(value); }
+
+static inline uint16_t f16_of_float(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+#else
 static inline float float_of_f16(uint16_t value) {
     _Float16 half;
     memcpy(&half, &value, sizeof half);
@@ -256,6 +261,7 @@ static inline uint16_t f16_of_float(float value) {
     memcpy(&bits, &half, sizeof bits);
     return bits;
 }
+#endif
 
 static inline vec load_f16(const uint16_t *at) {
 #if LANES == 16
