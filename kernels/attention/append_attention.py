@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cache.kv_format import PageScales, format_of
 from ..cache.rope_append import heads_scale, rope_append
-from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
+from ..native.optional_triton import early_start_options, prefetch, tl, triton, wait_and_trigger
 from ..native.registration import AnyElement, Int32, Wide, Written, operator
 from .attention_records import (
     AttentionOptions,
@@ -55,13 +55,14 @@ def _inverse_root(squares, count, eps):
 
 
 @triton.jit
-def _prefetch(cache, page, at, page_stride, token_stride, LINES: tl.constexpr, VALUES_OF_LINE: tl.constexpr):
-    """Let the entries of some keys come into the L2 cache; nobody waits for them."""
-    entry = cache + page * page_stride + at.to(tl.int64) * token_stride
-    lines = entry[:, None] + tl.arange(0, LINES)[None, :] * VALUES_OF_LINE
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
+def _prefetch(own, cache, page, at, there, ROPE: tl.constexpr):
+    """Let some keys and values come into the L2 cache."""
+    line = tl.arange(0, 2 * ROPE.LINES)[None, :]
+    at = at.to(tl.int64)
+    keys = own.k_at + (page * cache.k_page_stride + at * cache.k_token_stride)[:, None]
+    values = own.v_at + (page * cache.v_page_stride + at * cache.v_token_stride)[:, None]
+    line_in = line % ROPE.LINES * ROPE.VALUES_OF_LINE
+    prefetch(tl.where(line < ROPE.LINES, keys + line_in, values + line_in), there[:, None])
 
 
 @triton.jit
@@ -195,9 +196,8 @@ def _append_attention_kernel(
     angles = _angles(rope, newest, FORM, ROPE)
     gains = _gains(rope, head, held, item.kv_head, angles, FORM, ROPE)
     if PDL:
-        place = (begin + tl.arange(0, FORM.BLOCK_N)) % PAGE_SIZE
-        _prefetch(own.k_at, page, place, cache.k_page_stride, cache.k_token_stride, ROPE.LINES, ROPE.VALUES_OF_LINE)
-        _prefetch(own.v_at, page, place, cache.v_page_stride, cache.v_token_stride, ROPE.LINES, ROPE.VALUES_OF_LINE)
+        at = begin + tl.arange(0, FORM.BLOCK_N)
+        _prefetch(own, cache, page, at % PAGE_SIZE, at < end, ROPE)
         wait_and_trigger()
     if own_len <= 0:
         clear_row(results, item.item, item.kv_head, heads, FORM)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..model.act_mul import ACTIVATIONS, activated, gated
-from ..native.optional_triton import prefetch_l2, tl, triton, wait_and_trigger
+from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import Float32, OneOf, Written, operator
 from ..norm.rms_norm import normed
 from .linear import plain_product
@@ -186,7 +186,7 @@ def tiled_config(
 
 
 class ProductSizes(NamedTuple):
-    """Of a product: features, columns of x, its stride, columns of a part, its factors, and columns to ask for.
+    """Of a product: features, columns of x, its stride, columns of a part, its factors, and programs that ask ahead.
 
     Where the weight has few bits, also its rows, its columns with padding, and the stride of the result.
     """
@@ -197,14 +197,17 @@ class ProductSizes(NamedTuple):
     part: int
     eps: float
     factor: float
-    ahead: int = 0
+    asking: int = 0
     weight_rows: int = 0
     columns: int = 0
     out_stride: int = 0
 
 
 class ProductForm(NamedTuple):
-    """How a product is dealt out, and what is done with it; see `small_linear`."""
+    """How a product is dealt out, and what is done with it; see `small_linear`.
+
+    AHEAD counts what a program asks for before it waits: lines of memory of each row, or tiles.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -219,16 +222,31 @@ class ProductForm(NamedTuple):
 
 
 @triton.jit
-def block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
+def block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr, STEP: tl.constexpr = 1):
     """Return the weight's rows of a block; a gated one has rows of the gate, and then those of the same places above.
+
+    Of each STEP rows side by side only the first.
 
     Past the last row of the weight the last one is read again, which needs no mask.
     """
-    lane = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_N // STEP) * STEP
     if IS_GATED:
         half = BLOCK_N // 2
         return tl.minimum(block * half + lane % half, width - 1) + lane // half * width
     return tl.minimum(block * BLOCK_N + lane, width - 1)
+
+
+@triton.jit
+def asks_ahead(asking):
+    """Whether a tensor-core program asks for its part of the weight before it waits: the first, and once for all x."""
+    return (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1) < asking) & (tl.program_id(0) == 0)
+
+
+@triton.jit
+def _prefetch_rows(rows, begin, end, is_wanted, LINES: tl.constexpr):
+    """Ask for the first lines of columns [begin, end) of rows of the weight."""
+    at = begin + tl.arange(0, LINES) * (1024 // rows.dtype.element_ty.primitive_bitwidth)
+    prefetch(rows[:, None] + at[None, :], is_wanted & (at < end)[None, :])
 
 
 @triton.jit
@@ -353,7 +371,7 @@ def activations(x_rows, gain, squares, there, k, depth, RANGE: tl.constexpr, EVE
 @triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: a row's bits must not depend on their number
 def dot_linear_kernel(
     out, x, weight, bias, gain, partial, counters, rows, splits, sizes,
-    FORM: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply on the tensor cores."""
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
@@ -369,10 +387,8 @@ def dot_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if PREFETCH:
-        prefetch_l2(
-            w_begin + begin, tl.minimum(end - begin, sizes.ahead) * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        )
+    if FORM.AHEAD > 0:
+        _prefetch_rows(w_begin, begin, end, asks_ahead(sizes.asking), FORM.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)
@@ -404,7 +420,7 @@ def dot_linear_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def gemv_linear_kernel(
     out, x, weight, bias, gain, partial, counters, splits, sizes,
-    FORM: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply on the CUDA cores."""
     ROWS: tl.constexpr = FORM.BLOCK_M
@@ -419,10 +435,9 @@ def gemv_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if PREFETCH:
-        prefetch_l2(
-            w_begin + begin, tl.minimum(end - begin, sizes.ahead) * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        )
+    if FORM.AHEAD > 0:
+        is_wanted = block + tl.program_id(2) * tl.num_programs(0) < sizes.asking
+        _prefetch_rows(w_begin, begin, end, is_wanted, FORM.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)
@@ -470,6 +485,8 @@ def gemv_linear_kernel(
 KINDS = ("dot", "gemv")
 EPILOGUES = OneOf(("store", "add", *ACTIVATIONS))
 PREFETCH_BYTES = 64 << 10  # of one program: two on each multiprocessor then ask for 4 us of reading at 4 TB/s
+PREFETCH_BYTES_IN_ALL = 24 << 20  # of a launch: an L2 cache of 50 MB has other things to hold
+LINE_BYTES = 128
 _PARTS_AT_ONCE = 8  # partial sums of each place that are on their way at a time, as far as registers reach:
 _PART_REGISTERS = 32  # of a thread
 FP16_RANGE = 1 / 16  # gains are multiplied by this where products with them could leave the range of fp16
@@ -478,6 +495,23 @@ FP16_RANGE = 1 / 16  # gains are multiplied by this where products with them cou
 def parts_at_once(sums: int, num_warps: int) -> int:
     """Return how many parts of a program's sums are asked for at a time where columns are split."""
     return min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_AT_ONCE)
+
+
+def lines_ahead(block_n: int, row_bytes: int, num_warps: int) -> tuple[int, int]:
+    """Return how many lines of each row a program asks for before it waits, and how many programs do.
+
+    Where a program has fewer lines than threads it asks for none: each would be asked for several times.
+
+    Args:
+        block_n: rows of the weight that a program takes.
+        row_bytes: of each, that it reads.
+        num_warps: of a program.
+    """
+    lines = min(row_bytes, PREFETCH_BYTES // block_n) // LINE_BYTES
+    lines = 1 << lines.bit_length() - 1 if lines else 0
+    if block_n * lines < 32 * num_warps:
+        return 0, 0
+    return lines, PREFETCH_BYTES_IN_ALL // (block_n * lines * LINE_BYTES)
 
 
 def small_linear_triton(
@@ -501,8 +535,8 @@ def small_linear_triton(
     splits = triton.cdiv(depth, part)  # none is empty
     is_even, is_dot = depth % block_k == 0, kind == "dot"
     tile_rows = block_m if is_dot else rows
-    ahead = PREFETCH_BYTES // block_n // weight.element_size()
-    sizes = ProductSizes(width, depth, x.stride(0), part, eps, scale, ahead)
+    ahead, asking = lines_ahead(block_n, part * weight.element_size(), num_warps) if pdl and is_even else (0, 0)
+    sizes = ProductSizes(width, depth, x.stride(0), part, eps, scale, asking)
     form = ProductForm(
         BLOCK_M=tile_rows,
         BLOCK_N=block_n,
@@ -513,8 +547,9 @@ def small_linear_triton(
         EPILOGUE=epilogue,
         RANGE=FP16_RANGE if is_dot and x.dtype == torch.float16 else 1.0,
         STAGES=1 if is_dot else num_stages,
+        AHEAD=ahead,
     )
-    options: dict[str, Any] = {"PDL": pdl, "PREFETCH": pdl and is_even, "num_warps": num_warps}
+    options: dict[str, Any] = {"PDL": pdl, "num_warps": num_warps}
     if pdl:
         options["launch_pdl"] = True
     operands = (out, x, weight, bias, gain, partial, counters)

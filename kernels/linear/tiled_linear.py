@@ -17,21 +17,23 @@ import torch
 from torch import Tensor
 
 from ..model.act_mul import gated
-from ..native.optional_triton import prefetch_l2, tl, triton, wait_and_trigger
+from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import AnyElement, Float32, Written, operator
 from ..norm.rms_norm import normed
 from .code_words import CODES, assembly
 from .small_linear import (
     EPILOGUES,
     FP16_RANGE,
-    PREFETCH_BYTES,
+    LINE_BYTES,
     ProductForm,
     ProductSizes,
     SmallLinearConfig,
     activations,
+    asks_ahead,
     block_rows,
     finish,
     held_sums,
+    lines_ahead,
     partial_sums,
     parts_at_once,
 )
@@ -256,9 +258,10 @@ def tiled_linear_kernel(
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # of one tile
     if AHEAD > 0:
-        tiles = tl.minimum(begin // TILE + tl.arange(0, AHEAD), end // TILE - 1)
-        first = weight.words + tiles.to(tl.int64)[None, :] * plane + row.to(tl.int64)[:, None] * SPAN
-        prefetch_l2(first, SPAN * 2)
+        first = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add", max(64 // SPAN, 1))
+        tiles = begin // TILE + tl.arange(0, AHEAD)
+        lines = weight.words + tiles.to(tl.int64)[None, :] * plane + first.to(tl.int64)[:, None] * SPAN
+        prefetch(lines, asks_ahead(sizes.asking) & (tiles < end // TILE)[None, :])
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)
@@ -369,19 +372,20 @@ def tiled_linear_triton(
     block_m, block_n, pdl = config.block_m, config.block_n, config.pdl
     part = triton.cdiv(columns // step, config.splits) * step
     splits = triton.cdiv(columns, part)  # none is empty
-    ahead = min(part // tile, max(PREFETCH_BYTES // (block_n * span * 2), 1)) if pdl else 0
+    row_lines = block_n * span * 2 // LINE_BYTES  # of a tile
+    ahead, asking = lines_ahead(row_lines, part // tile * LINE_BYTES, config.num_warps) if pdl else (0, 0)
     weight = Words.of(tiles)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, weight, bias, gain, partial, counters, rows, splits,
-        ProductSizes(out.shape[1], depth, x.stride(0), part, eps, scale, 0, weight_rows, columns, out.stride(0)),
+        ProductSizes(out.shape[1], depth, x.stride(0), part, eps, scale, asking, weight_rows, columns, out.stride(0)),
         WEIGHT=TileForm.of(tiles, weight, x),
         FORM=ProductForm(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=step,
             STAGES=config.num_stages,
-            AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
+            AHEAD=ahead,
             EVEN_K=depth == columns,
             SPLIT=splits > 1,
             AT_ONCE=parts_at_once(block_n * block_m, config.num_warps),

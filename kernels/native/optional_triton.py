@@ -54,12 +54,15 @@ def early_start_options(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
-def prefetch_l2(at, size):
-    """Ask for `size` bytes, a multiple of 16, from each of the addresses `at` to be in the L2 cache; from sm_90 on."""
+def prefetch(places, is_wanted):
+    """Ask for the line of 128 bytes at each place to be in the L2 cache, where it is wanted; nobody waits for it.
+
+    A tensor with fewer elements than the program has threads is held by several of them, and each would ask.
+    """
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at, size],
+        "{ .reg .pred p; setp.ne.s64 p, $1, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l",
+        [tl.where(is_wanted, places.to(tl.int64), 0)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -1,8 +1,9 @@
 """Compile kernels for GPUs that are not here, exactly as their launchers would launch them, and measure the code.
 
 Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}, with early_loads, the
-loads from global memory before the wait, for kernels that may start early, and with tensor_columns, what a kernel takes
-of the memory that tensor cores of sm_100 have. It has to be a process of its own, for Triton's interpreter cannot be
+loads from global memory before the wait, for kernels that may start early, with requests_per_line, how many threads ask
+ahead for each line of memory, and with tensor_columns, what a kernel takes of the memory that tensor cores of sm_100
+have. It has to be a process of its own, for Triton's interpreter cannot be
 switched off again.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -98,7 +102,16 @@ def measured(kernel: JITFunction, arguments: dict[str, Any], options: dict[str, 
     if arch == 100:
         numbers["tensor_columns"] = code.metadata.tmem_size
     before_wait, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
+    if "prefetch.global.L2" in before_wait:
+        numbers["requests_per_line"] = requests_per_line(code, before_wait)
     return numbers | ({"early_loads": before_wait.count("ld.global")} if wait else {})
+
+
+def requests_per_line(code: CompiledKernel, ptx: str) -> float:
+    """Return how many threads ask for each element of the tensors of lines, which their layouts may give to several."""
+    shapes = re.findall(r'elementwise_inline_asm "[^"]*prefetch.*: tensor<([\dx]+)xi64', code.asm["ttgir"])
+    elements = sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
+    return ptx.count("prefetch.global.L2") * 32 * code.metadata.num_warps / elements
 
 
 def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]:

@@ -94,6 +94,17 @@ def test_a_kernel_that_starts_early_has_asked_for_what_is_there_before_it_waits(
     assert not any(numbers.get("early_loads") for numbers in others)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch >= 90], indirect=True)
+def test_each_line_is_asked_for_ahead_by_one_thread_alone(compiled):
+    asked = {case: found["requests_per_line"] for case, found in compiled.items() if "requests_per_line" in found}
+    assert {case.rpartition("/")[2] for case in asked} == {
+        "append_attention_kernel", "dot_linear_kernel", "gemv_linear_kernel", "tiled_linear_kernel",
+    }  # fmt: skip
+    several = {case: count for case, count in asked.items() if count != 1.0}
+    assert several == {"step-bfloat16-float8_e4m3fn-d256-pdl/append_attention_kernel": 2.0}  # half as many as threads
+
+
 def test_budgets_cover_attention_at_every_head_dim():
     for cases in json.loads(BUDGETS.read_text()).values():
         for kind in ("decode", "step", "extend", "append"):

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,10 +144,10 @@ def test_products_share_their_counters(device):
 @pytest.mark.parametrize("splits", [1, 2])
 def test_an_early_start_waits_before_it_reads_activations(kind, splits, monkeypatch):
     """The kernel before it may still be writing `x`: here it writes when it is waited for. The weight is asked for."""
-    x, weight, bias = inputs(2, 50, 128, torch.float32, "cpu")
+    x, weight, bias = inputs(2, 64, 256, torch.float32, "cpu")
     ready = x.clone()
     x.fill_(torch.nan)
-    calls = []
+    calls, lines = [], []
 
     class Gdc:
         @staticmethod
@@ -159,11 +160,18 @@ def test_an_early_start_waits_before_it_reads_activations(kind, splits, monkeypa
             calls.append("launch")
 
     monkeypatch.setattr(kernels.tl.extra, "cuda", Gdc, raising=False)
-    monkeypatch.setattr(kernels, "prefetch_l2", lambda at, size: calls.append("prefetch"))
+
+    def prefetch(places, is_wanted):
+        calls.append("prefetch")
+        wanted = np.broadcast_to(is_wanted.handle.data.astype(bool), places.handle.data.shape)
+        lines.extend((places.handle.data[wanted] - weight.data_ptr()) // 128)
+
+    monkeypatch.setattr(kernels, "prefetch", prefetch)
     pdl_config = config(kind, splits, pdl=True)
     out = launch(pdl_config, x, weight, bias)
     torch.testing.assert_close(out.double(), exact(ready, weight, bias), rtol=1e-5, atol=1e-5)
-    blocks = -(-50 // pdl_config.block_n)
+    assert sorted(lines) == list(range(weight.nbytes // 128)), "each line of the weight is asked for once"
+    blocks = 64 // pdl_config.block_n
     assert calls == ["prefetch", "wait", "launch"] * (blocks * splits), "each program waits once, whatever it does"
     assert torch.equal(out, launch(config(kind, splits), ready, weight, bias))
 

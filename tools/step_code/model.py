@@ -155,20 +155,12 @@ def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
         return float("inf")  # all that there is
     warps = launch.options.get("num_warps", _WARPS_BY_DEFAULT)
     at_once = min(math.prod(launch.grid), gpu.processors * programs_at_once(figures, warps))
-    return (figures.early_bytes * warps + _prefetched_bytes(launch)) * at_once
+    return figures.early_bytes * warps * min(at_once, _by_field(launch).get("asking", at_once))
 
 
 def _by_field(launch: Launch) -> dict[str, Any]:
     """Return a product's arguments, those of records by the names of their fields."""
     return {name.rpartition(".")[2]: value for name, value in spread(launch.arguments).items()}
-
-
-def _prefetched_bytes(launch: Launch) -> int:
-    """Return the bytes that a program has put into the L2 cache; their number stands in no instruction."""
-    given = _by_field(launch)
-    if not given.get("PREFETCH"):
-        return 0
-    return int(given["BLOCK_N"] * min(given["part"], given["ahead"]) * given["weight"].element_size())
 
 
 def programs_at_once(figures: Figures, warps: int) -> int:
