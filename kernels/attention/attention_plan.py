@@ -16,7 +16,7 @@ from .work_item import ITEM_SIZE
 
 MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
 WAVES_WHEN_FULL = 1  # with more rows than one wave holds, long rows may be split into so many waves more
-MOST_FIXED_SPLITS = 16  # of one row: grid and workspace are sized for as many in every row, and mostly are not used
+MOST_SPLITS = 16  # of one row: merging them is a chain of loads, and grids and workspaces are sized for as many
 
 
 class PlanSizes(NamedTuple):
@@ -40,7 +40,7 @@ class PlanForm(NamedTuple):
     TILE: int = PLAN_TILE
     MIN_TILES: int = MIN_SPLIT_TILES
     WAVES: int = WAVES_WHEN_FULL
-    MOST_SPLITS: int = MOST_FIXED_SPLITS
+    MOST_SPLITS: int = MOST_SPLITS
 
 
 def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
@@ -52,8 +52,8 @@ def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
         max_splits: with a fixed split size, the most splits that the longest row could be dealt in; 0 without.
     """
     if max_splits > 0:
-        return rows * min(max_splits, MOST_FIXED_SPLITS)
-    return wave_items if rows <= wave_items else rows + WAVES_WHEN_FULL * wave_items
+        return rows * min(max_splits, MOST_SPLITS)
+    return min(wave_items, rows * MOST_SPLITS) if rows <= wave_items else rows + WAVES_WHEN_FULL * wave_items
 
 
 def plan_size(max_items: int) -> int:
@@ -92,8 +92,9 @@ def _attention_plan_kernel(
         capacity = tl.where(filled <= wave_items, wave_items, filled + FORM.WAVES * wave_items)
         # the smallest split of whole tiles with which all rows fit: sum(ceil(span / split)) <= capacity. It lies
         # between total / capacity and total / (capacity - filled)
-        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), FORM.MIN_TILES)
         most = tl.maximum(tl.cdiv(tl.max(span), TILE), 1)
+        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), FORM.MIN_TILES)
+        low = tl.maximum(low, tl.cdiv(most, FORM.MOST_SPLITS))
         spare = tl.maximum(capacity - filled, 1).to(tl.int64)
         high = tl.where(capacity > filled, tl.cdiv(total, spare * TILE).to(tl.int32), most)
         high = tl.maximum(tl.minimum(high, most), low)
@@ -209,7 +210,7 @@ def attention_plan(
         live_rows: int32 [1]; rows past it are padding, whatever their lengths say.
         wave_items: work items that run at the same time.
         fixed_split: tokens a split, for plans that do not depend on the rest of the batch; more where a row would have
-            more than `MOST_FIXED_SPLITS`. 0: balanced.
+            more than `MOST_SPLITS`. 0: balanced.
         window_left: the window that most layers use, which is what the work is balanced for; -1: none.
     """
     # nothing is split on a CPU: the lengths are all of the plan

@@ -15,7 +15,7 @@ from ..native.registration import Written, operator
 def _gathered(part: Tensor, ranks: int) -> Tensor:
     """Return the same of all ranks, [ranks, ...]."""
     found = part.new_empty((ranks, *part.shape))
-    dist.all_gather(list(found.unbind(0)), part)
+    dist.all_gather_into_tensor(found.flatten(0, 1), part)
     return found
 
 
