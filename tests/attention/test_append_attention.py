@@ -1,7 +1,9 @@
 """Append and attention in one launch: against float64, and against the operators that it joins."""
 
 import math
+import os
 
+import numpy as np
 import pytest
 import torch
 from attention_oracle import Options, attend
@@ -11,6 +13,7 @@ from paged_rows import int8_codes, tolerance
 
 from graphdecode.attention import PagedDecodeAttention, QKNormRope
 from graphdecode.cache import CacheScales
+from graphdecode.kernels.attention import append_attention as append_attention_module
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
@@ -323,6 +326,39 @@ def test_hostile_padding_changes_no_bit_of_a_live_row_or_page(version, device):
     assert not out[-2:].any()
     for cache, other in zip(caches, hostile_caches, strict=True):
         torch.testing.assert_close(cache, other, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="watches what the interpreter asks for")
+def test_nothing_is_asked_for_ahead_but_keys_and_values_of_live_rows_and_each_line_once(monkeypatch):
+    """Programs without work, and places past a row's last older key, would all ask for page 0."""
+    problem, asked = Problem({**BASE, "padding": 2}, "cpu", 5), []
+
+    def prefetch(places, is_wanted):
+        wanted = np.broadcast_to(is_wanted.handle.data.astype(bool), places.handle.data.shape)
+        asked.extend(places.handle.data[wanted].tolist())
+
+    monkeypatch.setattr(append_attention_module, "early_start_options", lambda _: {"PDL": True})
+    monkeypatch.setattr(append_attention_module, "wait_and_trigger", lambda: None)
+    monkeypatch.setattr(append_attention_module, "prefetch", prefetch)
+    caches = [None, None]
+
+    def version(*given):
+        caches[:] = given[1:3]
+        append_attention_triton(*given)
+
+    monkeypatch.setitem(globals(), "takes_whole", lambda _: True)
+    problem.run(version)
+    allowed = set()
+    for cache in caches:
+        page_bytes, token_bytes = cache.stride(0) * cache.itemsize, cache.stride(1) * cache.itemsize
+        for row, length in enumerate(problem.lens):
+            for at in range(length - 1):
+                page = int(problem.table[row, at // problem.case["page_size"]])
+                begin = cache.data_ptr() + page * page_bytes + at % problem.case["page_size"] * token_bytes
+                allowed |= set(range(begin, begin + token_bytes))
+    assert asked
+    assert set(asked) <= allowed
+    assert len(set(asked)) == len(asked)
 
 
 def test_a_group_larger_than_a_tile_appends_once(device):
