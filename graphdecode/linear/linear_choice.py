@@ -25,7 +25,7 @@ from graphdecode.kernels import native
 from graphdecode.kernels.linear.small_linear import MOST_ROWS, SmallLinearConfig
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.kernels.native.private_folder import cache_folder
-from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
+from graphdecode.linear.small_linear_timing import FusedForm, GraphClock, fastest_product
 
 _FILE = "choices.json"
 
@@ -206,7 +206,13 @@ class LinearTuner:
         key = self._key(weight, bias, batch_sizes, f"{', '.join(paths)} | ")
         return self._remembered(key, measure, batch_sizes, tuple(paths))
 
-    def choose_small(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> Choices:
+    def choose_small(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        batch_sizes: tuple[int, ...],
+        fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
+    ) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
 
         Args:
@@ -214,13 +220,14 @@ class LinearTuner:
             bias: [out_features] or None.
             batch_sizes: rows of the decode steps; those above 64 are left to cuBLAS, and weights of less than 1 MiB
                 too: reading them takes less time than starting a kernel.
+            fused: what the step fuses with the product.
         """
 
         def measure(rows: int) -> Choices:
             try:
                 if self._clock is None:  # one for all: cuBLAS keeps a workspace for every stream it has seen
                     self._clock = GraphClock(weight.device)
-                config, times = fastest_product(weight, bias, rows, self._clock)
+                config, times = fastest_product(weight, bias, rows, self._clock, fused)
             except Exception as error:  # no room for a graph, say: cuBLAS needs no measurement to be right
                 message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -230,7 +237,7 @@ class LinearTuner:
 
         choices: Choices = {}
         for rows in (size for size in batch_sizes if size <= MOST_ROWS and weight.nbytes >= _LEAST_BYTES):
-            key = self._key(weight, bias, (rows,))
+            key = self._key(weight, bias, (rows,), f"{'norm, ' * fused.is_normed}{fused.epilogue} | ")
             choices |= self._remembered(key, partial(measure, rows), (rows,), ("plain", "small"))
         return choices
 

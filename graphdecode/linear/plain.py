@@ -49,7 +49,7 @@ class Plain(WeightForm):
         if options.batch_invariant:
             (rows, columns), early = weight.shape, has_early_start(weight.device)
             return cls(weight.shape, bias, weight, counters, fixed_config(rows, columns, weight.element_size(), early))
-        choices = options.tuner.choose_small(weight, bias, options.batch_sizes)
+        choices = options.tuner.choose_small(weight, bias, options.batch_sizes, options.fused)
         return cls(weight.shape, bias, weight, counters, choices=choices)
 
     def apply(self, out: Tensor, x: Tensor) -> None:

@@ -1,25 +1,30 @@
 """Which product of a few rows is fastest on this GPU: each candidate is timed in a captured graph, and checked.
 
 A graph holds several products, each over another copy of the weight, so that no cache helps; before each product a
-norm writes the activations, as in a step. Not yet run on a GPU: the tests put a stand-in in the clock's place.
+norm writes the activations, and what a step fuses with the product is part of it, as it is captured. Not yet run on a
+GPU: the tests put a stand-in in the clock's place.
 """
 
 import contextlib
 import statistics
 import warnings
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, small_linear
+from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
-from graphdecode.kernels.norm.rms_norm import rms_norm
+from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 
 _COLD_BYTES = 256 << 20  # more than any L2 cache
 _CALLS = 8  # products in one graph at least
 _COPIES = 64  # of one weight at most: a model of such weights fits a cache whole
+_EPS = 1e-5
+_VARIED = 2  # candidates that are timed without prefetch, without an early start and with the norm inside, as well
 _LEAST_SECONDS = 1e-7  # what a product takes that no clock sees
 _ROUNDS = 9
 _PLAIN_MARGIN = 1.02  # another product must be so much faster than cuBLAS
@@ -71,37 +76,66 @@ class GraphClock:
         return statistics.median(times[2:])
 
 
+class FusedForm(NamedTuple):
+    """What a step does beside a product in its launch: the norm before it, and an epilogue of `small_linear`."""
+
+    is_normed: bool = False
+    epilogue: str = "store"
+
+
+FUSED_FORMS = {  # by the last part of a weight's place in the model
+    "qkv": FusedForm(is_normed=True),
+    "gate_up": FusedForm(is_normed=True, epilogue="silu"),  # all activations take as long
+    "o": FusedForm(epilogue="add"),
+    "down": FusedForm(epilogue="add"),
+    "lm_head": FusedForm(is_normed=True),
+}
+
+
 class Contest:
     """One layer shape at one number of rows, and the candidates' products over rotated copies of its weight.
+
+    cuBLAS is timed with the launches that the step then makes for the norm, the activation and the sum.
 
     Args:
         weight: [out_features, in_features].
         bias: [out_features] or None.
         rows: of the activations.
+        fused: what the step fuses with the product.
         cold_bytes: what the copies hold together at least.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int, cold_bytes: int = _COLD_BYTES) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: int,
+        fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
+        cold_bytes: int = _COLD_BYTES,
+    ) -> None:
         copies = min(-(-cold_bytes // weight.nbytes), _COPIES)
         self._weights = [weight]
         with contextlib.suppress(torch.OutOfMemoryError):  # fewer copies are measured warmer, and still compared
             self._weights += [weight.clone() for _ in range(copies - 1)]
-        self._bias = bias
+        self._bias, self._fused = bias, fused
         generator = torch.Generator(weight.device).manual_seed(rows)  # the user's own draws stay as they are
-        source = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator)
-        self._source = source.to(weight.dtype)
-        self._x = torch.empty_like(self._source)
-        self._gain = torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device)
-        calls = max(copies, _CALLS)
-        self._outs = [
-            torch.empty(rows, weight.shape[0], dtype=weight.dtype, device=weight.device) for _ in range(calls)
-        ]
-        self._expected = torch.empty_like(self._outs[0])
-        self._write_activations()
-        linear(self._expected, self._x, weight, bias)
+        out_features, in_features = weight.shape
+        width = out_features if fused.epilogue in ("store", "add") else out_features // 2
+
+        def drawn(columns: int) -> Tensor:
+            return torch.randn(rows, columns, device=weight.device, generator=generator).to(weight.dtype)
+
+        self._source, self._residual = drawn(in_features), drawn(width)
+        self._x, self._hidden = (torch.empty_like(self._source) for _ in range(2))
+        self._product = weight.new_empty(rows, out_features)
+        self._summed = torch.empty_like(self._residual)
+        self._gain = torch.ones(in_features, dtype=torch.float32, device=weight.device)
+        self._outs = [torch.empty_like(self._residual) for _ in range(max(copies, _CALLS))]
+        self._run(self.calls(None)[:1])
+        self._expected = self._outs[0].clone()
 
     def _write_activations(self) -> None:
-        rms_norm(self._x, self._source, self._gain, 1e-5)
+        rms_norm(self._x, self._source, self._gain, _EPS)
 
     def activations_alone(self) -> list[Callable[[], None]]:
         """Return calls with no product, whose time is not the candidates'."""
@@ -109,11 +143,9 @@ class Contest:
 
     def calls(self, config: SmallLinearConfig | None) -> list[Callable[[], None]]:
         """Return calls of one candidate, None being cuBLAS."""
-        rows, out_features = self._expected.shape
-        counters = None
-        if config is not None:
-            needed = config.counters(rows, out_features)
-            counters = torch.zeros(needed, dtype=torch.int32, device=self._x.device) if needed else None
+        rows, out_features = self._product.shape
+        needed = 0 if config is None else config.counters(rows, out_features)
+        counters = torch.zeros(needed, dtype=torch.int32, device=self._x.device) if needed else None
         return [
             self._call(out, self._weights[index % len(self._weights)], config, counters)
             for index, out in enumerate(self._outs)
@@ -122,22 +154,39 @@ class Contest:
     def _call(
         self, out: Tensor, weight: Tensor, config: SmallLinearConfig | None, counters: Tensor | None
     ) -> Callable[[], None]:
+        gain, epilogue = self._gain if self._fused.is_normed else None, self._fused.epilogue
+
         def call() -> None:
             self._write_activations()
             if config is None:
-                linear(out, self._x, weight, self._bias)
+                self._write_plain(out, weight)
             else:
-                small_linear(out, self._x, weight, self._bias, counters, config)
+                given = (out, self._x, weight, self._bias, counters, config)
+                small_linear(*given, gain=gain, eps=_EPS, epilogue=epilogue)
 
         return call
 
-    def forget(self) -> None:
-        """Fill the results with NaN."""
-        for out in self._outs:
-            out.fill_(torch.nan)
+    def _write_plain(self, out: Tensor, weight: Tensor) -> None:
+        x, epilogue = self._x, self._fused.epilogue
+        if self._fused.is_normed:
+            rms_norm(self._hidden, x, self._gain, _EPS)
+            x = self._hidden
+        linear(out if epilogue == "store" else self._product, x, weight, self._bias)
+        if epilogue == "add":
+            add_rms_norm(self._summed, out, self._product, None, 0.0)
+        elif epilogue != "store":
+            act_mul(out, self._product, epilogue)
 
-    def problem(self) -> str | None:
-        """Say what is wrong with the results of the calls that ran; None if nothing is."""
+    def _run(self, calls: Iterable[Callable[[], None]]) -> None:
+        """Make calls once, over results that are NaN, or what sums begin with."""
+        for out in self._outs:
+            out.copy_(self._residual) if self._fused.epilogue == "add" else out.fill_(torch.nan)
+        for call in calls:
+            call()
+
+    def problem(self, config: SmallLinearConfig) -> str | None:
+        """Say what is wrong with a candidate's results; None if nothing is."""
+        self._run(self.calls(config))
         wide, expected = self._outs[0].float(), self._expected.float()
         error, largest = (wide - expected).abs().max().item(), expected.abs().max().item()
         if not error <= _TOLERANCE[self._expected.dtype] * largest:
@@ -148,7 +197,11 @@ class Contest:
 
 
 def fastest_product(
-    weight: Tensor, bias: Tensor | None, rows: int, clock: GraphClock
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    clock: GraphClock,
+    fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
 ) -> tuple[SmallLinearConfig | None, dict[str, float]]:
     """Time cuBLAS and every candidate, and return the winner, None being cuBLAS, and the seconds of all by name.
 
@@ -159,8 +212,9 @@ def fastest_product(
         bias: [out_features] or None.
         rows: of the activations, 1..64.
         clock: of the weight's device.
+        fused: what the step fuses with the product.
     """
-    contest = Contest(weight, bias, rows)
+    contest = Contest(weight, bias, rows, fused)
     nothing_s = clock.seconds(contest.activations_alone())
 
     def product_seconds(config: SmallLinearConfig | None) -> float:
@@ -171,10 +225,8 @@ def fastest_product(
 
     def race(configs: Iterable[SmallLinearConfig]) -> None:
         for config in configs:
-            contest.forget()
             try:
-                taken = product_seconds(config)
-                problem = contest.problem()
+                problem, taken = contest.problem(config), product_seconds(config)
             except Exception as error:  # not enough shared memory, a compiler's error: the others may do
                 problem = f"failed: {type(error).__name__}: {error}".splitlines()[0]
             if problem is None:
@@ -183,8 +235,12 @@ def fastest_product(
                 warnings.warn(f"small linear {config} {problem}; not used", RuntimeWarning, stacklevel=3)
 
     out_features, in_features = weight.shape
-    configs = candidates(out_features, in_features, weight.element_size(), rows, clock.units)
+    configs = candidates(out_features, in_features, weight.element_size(), rows, clock.units, fused.is_normed)
     race([config._replace(pdl=clock.has_pdl) for config in configs])
+    best = sorted(seconds, key=seconds.__getitem__)[:_VARIED]
+    if clock.has_pdl:  # which may cost more than it brings
+        race([varied for each in best for varied in (each._replace(prefetch=False), each._replace(pdl=False))])
+    race([each._replace(norms_apart=False) for each in best if each.norms_apart])
     times = {"plain": plain_s} | {str(config): taken for config, taken in seconds.items()}
     winner = min(seconds, key=seconds.__getitem__, default=None)
     if winner is not None and seconds[winner] * _PLAIN_MARGIN > plain_s:

@@ -18,6 +18,7 @@ from graphdecode.kernels.linear.quantized_linear import QuantizedPanels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles
 from graphdecode.kernels.model.embedding import quantized_embedding, tiled_embedding
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+from graphdecode.linear.small_linear_timing import FusedForm
 
 ROWS_AT_ONCE = 512  # of a fused product: more would need more workspace
 
@@ -134,6 +135,7 @@ class FormOptions:
         row_maxima: for weights that are some columns of a matrix: takes the largest magnitudes of their rows, float32
             [out_features], and returns the matrix's, so that a row is rounded as in the whole.
         in_floats: products are written in float32, whatever the dtype of the activations.
+        fused: what a step on a GPU fuses with the product.
 
     Raises:
         ValueError: `batch_sizes` is empty or not positive.
@@ -147,6 +149,7 @@ class FormOptions:
     batch_invariant: bool = False
     row_maxima: Callable[[Tensor], Tensor] | None = None
     in_floats: bool = False
+    fused: FusedForm = FusedForm()  # noqa: RUF009 (immutable)
 
     def __post_init__(self) -> None:
         if not self.batch_sizes or min(self.batch_sizes) < 1:

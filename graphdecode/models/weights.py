@@ -10,6 +10,7 @@ from graphdecode.linear.across_ranks import Summed
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.forms import keeps, load_experts, load_linear, tied_linear
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
 from graphdecode.models.config import ExpertsConfig
@@ -103,7 +104,8 @@ class Weights:
             is_partial: leave what a rank has of a sum as it is: something later sums it.
             in_floats: the product is to be written in float32.
         """
-        options = replace(self._options, in_floats=in_floats)
+        fused = FUSED_FORMS.get(place.rpartition(".")[2], FusedForm())
+        options = replace(self._options, in_floats=in_floats, fused=fused)
         if place not in self._map and self._embedding is not None:
             return self._embedding
         if place not in self._map and tied is not None:

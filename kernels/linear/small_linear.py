@@ -18,7 +18,8 @@ keeps its sums as [rows of the weight, rows of the activations]: the weight is t
 they take 64 rows at a time on sm_90, and a few activations are the second, which may be as narrow as they are.
 
 RMSNorm before the product costs no launch and no second look at the activations. Its factor, 1 / rms(x), is the same
-for a whole row and leaves the sum: `sum(x g w) / rms(x)`, so squares and products are added up side by side.
+for a whole row and leaves the sum: `sum(x g w) / rms(x)`, so squares and products are added up side by side. More than
+16 rows may better be normed once, by a launch of their own: each program does the arithmetic of all rows.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -29,7 +30,7 @@ from torch import Tensor
 from ..model.act_mul import ACTIVATIONS, activated, gated
 from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import Float32, OneOf, Written, operator
-from ..norm.rms_norm import normed
+from ..norm.rms_norm import normed, rms_norm
 from .linear import plain_product
 from .weight_tiles import TileLayout
 
@@ -40,16 +41,17 @@ GEMV_ROWS = 2  # rows that the CUDA-core kernel takes at most: with more, its ar
 # all GPUs from sm_80 on, and never spill. The tensor cores of sm_90 take 64 rows of the weight at a time
 DOT_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     2: {
-        16: ((64, 64, 4, 6), (128, 64, 4, 4)),
+        16: ((64, 64, 4, 6), (128, 64, 4, 4), (32, 128, 4, 5)),
         32: ((64, 64, 4, 5), (128, 64, 4, 4)),
         64: ((128, 64, 8, 3), (64, 64, 8, 4)),
     },
     4: {16: ((32, 32, 4, 4), (64, 32, 8, 3))},
 }
 GEMV_TILES = {
-    2: ((8, 512, 4, 3), (4, 1024, 4, 3)),
-    4: ((4, 512, 8, 3),),
+    2: ((8, 512, 4, 3), (16, 256, 4, 4)),
+    4: ((4, 512, 8, 3), (16, 128, 4, 3)),
 }
+_LEAST_NORMED_ROWS = 16  # of the weight: each program reads x and the gain, 6 bytes for 2 of a row of the weight
 # (block_n, num_warps) for weights of few bits by the rows of a tile of activations, without a norm before the product
 # and with one, which is made anew in each block; the columns follow from the weight's kind
 TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
@@ -74,6 +76,8 @@ class SmallLinearConfig(NamedTuple):
         num_stages: tiles of the weight that are on the way at a time.
         pdl: whether it begins while the kernel before it still runs; sm_90 and later.
         block_m: rows of the activations in one tile of the tensor cores.
+        prefetch: whether it asks for some of its part of the weight before it waits; of one that begins early.
+        norms_apart: whether a norm before it is a launch of its own, and not computed by each program.
     """
 
     kind: str
@@ -84,10 +88,13 @@ class SmallLinearConfig(NamedTuple):
     num_stages: int
     pdl: bool = False
     block_m: int = TILE_ROWS
+    prefetch: bool = True
+    norms_apart: bool = False
 
     def __str__(self) -> str:
         rows = f" of {self.block_m} rows" if self.block_m > TILE_ROWS else ""
-        tail = ", early start" if self.pdl else ""
+        tail = (", early start" if self.prefetch else ", early start without prefetch") if self.pdl else ""
+        tail += ", normed apart" if self.norms_apart else ""
         return (
             f"{self.kind} {self.block_n}x{self.block_k}{rows}, {self.splits} splits, {self.num_warps} warps, "
             f"{self.num_stages} stages{tail}"
@@ -102,8 +109,12 @@ def _split(in_features: int, block_k: int, blocks: int, programs: int) -> int:
     return min(max(round(programs / blocks), 1), -(-in_features // block_k))
 
 
-def candidates(out_features: int, in_features: int, itemsize: int, rows: int, units: int) -> list[SmallLinearConfig]:
+def candidates(
+    out_features: int, in_features: int, itemsize: int, rows: int, units: int, is_normed: bool = False
+) -> list[SmallLinearConfig]:
     """Return the configurations that may be fastest; none for more rows than the tiles of such weights have.
+
+    Each gives seven of eight multiprocessors a program at least, if any does.
 
     Args:
         out_features: rows of the weight.
@@ -111,6 +122,7 @@ def candidates(out_features: int, in_features: int, itemsize: int, rows: int, un
         itemsize: bytes of a weight.
         rows: of the activations.
         units: multiprocessors of the GPU.
+        is_normed: the product is that of a norm.
     """
     of_rows = DOT_TILES[itemsize]
     if rows > max(of_rows):
@@ -119,13 +131,15 @@ def candidates(out_features: int, in_features: int, itemsize: int, rows: int, un
     widest = next(most for most in of_rows if rows <= most)
     tiles = [("dot", most, *tile) for most in sorted(of_rows, reverse=True) if most <= widest for tile in of_rows[most]]
     if rows <= GEMV_ROWS:
-        tiles += [("gemv", TILE_ROWS, *tile) for tile in GEMV_TILES[itemsize]]
-    found: dict[SmallLinearConfig, None] = {}
+        least = _LEAST_NORMED_ROWS if is_normed else 1
+        tiles += [("gemv", TILE_ROWS, *tile) for tile in GEMV_TILES[itemsize] if tile[0] >= least]
+    found: dict[SmallLinearConfig, int] = {}  # and the programs of each
     for kind, block_m, block_n, block_k, num_warps, num_stages in tiles:
         blocks = -(-out_features // block_n) * -(-rows // block_m)
         for splits in (1, *(_split(in_features, block_k, blocks, waves * units) for waves in _WAVES)):
-            found[SmallLinearConfig(kind, block_n, block_k, splits, num_warps, num_stages, block_m=block_m)] = None
-    return list(found)
+            config = SmallLinearConfig(kind, block_n, block_k, splits, num_warps, num_stages, block_m=block_m)
+            found[config._replace(norms_apart=is_normed and block_m > TILE_ROWS)] = blocks * splits
+    return [config for config, programs in found.items() if 8 * programs >= 7 * units] or list(found)
 
 
 def fixed_config(out_features: int, in_features: int, itemsize: int, pdl: bool = False) -> SmallLinearConfig:
@@ -529,13 +543,14 @@ def small_linear_triton(
 ) -> None:
     """Launch the kernel; see `small_linear` for the arguments."""
     rows, depth = x.shape
-    kind, block_n, block_k, splits, num_warps, num_stages, pdl, block_m = config
+    kind, block_n, block_k, splits, num_warps, num_stages, pdl, block_m, *_ = config
     width = out.shape[1]
     part = triton.cdiv(triton.cdiv(depth, block_k), splits) * block_k
     splits = triton.cdiv(depth, part)  # none is empty
     is_even, is_dot = depth % block_k == 0, kind == "dot"
     tile_rows = block_m if is_dot else rows
-    ahead, asking = lines_ahead(block_n, part * weight.element_size(), num_warps) if pdl and is_even else (0, 0)
+    asks = pdl and is_even and config.prefetch
+    ahead, asking = lines_ahead(block_n, part * weight.element_size(), num_warps) if asks else (0, 0)
     sizes = ProductSizes(width, depth, x.stride(0), part, eps, scale, asking)
     form = ProductForm(
         BLOCK_M=tile_rows,
@@ -626,6 +641,10 @@ def small_linear(
         raise ValueError(f"config.kind is {config.kind!r}; it must be one of {', '.join(KINDS)}")
     if config.kind == "gemv" and rows > GEMV_ROWS:
         raise ValueError(f"x has {rows} rows; the gemv kernel takes 1..{GEMV_ROWS}")
+    if gain is not None and config.norms_apart:
+        once = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rms_norm(once, x, gain, eps)
+        x, gain = once, None
     partial = partial_sums(config, x, out_features, counters)
     _small_linear(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config)
 

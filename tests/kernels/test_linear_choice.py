@@ -154,7 +154,7 @@ def test_a_choice_survives_the_disk():
 def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_path, monkeypatch):
     timed = []
 
-    def timing(weight, bias, rows, clock):
+    def timing(weight, bias, rows, clock, fused):
         timed.append(rows)
         config = None if rows == 2 else CONFIG
         return config, {"plain": 2e-6, str(CONFIG): 1e-6 if config else 3e-6}
@@ -196,7 +196,7 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
 
 
 def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_path, monkeypatch):
-    def timing(weight, bias, rows, clock):
+    def timing(weight, bias, rows, clock, fused):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(linear_choice, "fastest_product", timing)

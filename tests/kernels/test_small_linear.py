@@ -188,13 +188,16 @@ def test_the_torch_version_is_the_product(rows, with_bias):
 @pytest.mark.parametrize("shape", [(64, 128), (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (9, 7)])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_candidate_gives_each_program_work(shape, itemsize):
-    for rows in (1, GEMV_ROWS, 16):
-        found = candidates(*shape, itemsize, rows, 132)
+    for rows, is_normed in ((1, False), (1, True), (GEMV_ROWS, False), (16, True)):
+        found = candidates(*shape, itemsize, rows, 132, is_normed)
         assert len(set(found)) == len(found) >= 2
         assert {chosen.kind for chosen in found} == ({"dot", "gemv"} if rows <= GEMV_ROWS else {"dot"})
         for chosen in [*found, fixed_config(*shape, itemsize)]:
             tiles = -(-shape[1] // chosen.block_k)
             assert tiles >= chosen.splits
+            assert chosen.kind == "dot" or not is_normed or chosen.block_n >= 16
+            if shape[0] >= 2048 and chosen in found:
+                assert -(-shape[0] // chosen.block_n) * chosen.splits >= 116, "multiprocessors stand idle"
             assert chosen.counters(512, shape[0]) <= 1 << 16
 
 

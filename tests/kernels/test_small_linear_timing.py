@@ -10,7 +10,7 @@ from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.small_linear import candidates
 from graphdecode.linear import small_linear_timing
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.small_linear_timing import Contest, GraphClock, fastest_product
+from graphdecode.linear.small_linear_timing import FUSED_FORMS, Contest, GraphClock, fastest_product
 
 
 def weight_of(out_features, in_features, dtype=torch.float32):
@@ -48,10 +48,13 @@ def test_the_fastest_candidate_wins_and_all_are_tried_with_an_early_start():
     all_configs = [config._replace(pdl=True) for config in candidates(64, 512, 2, 8, 132)]
     winner, times, timed = contest(lambda config: 4e-6 if config == all_configs[2] else 8e-6)
     assert winner == all_configs[2]
-    assert timed == all_configs
+    assert timed[: len(all_configs)] == all_configs
+    varied = timed[len(all_configs) :]
+    assert varied[0]._replace(prefetch=True) == winner
+    assert [(config.pdl, config.prefetch) for config in varied] == [(True, False), (False, True)] * 2
     assert times["plain"] == pytest.approx(10e-6)
     assert times[str(winner)] == pytest.approx(4e-6)
-    assert len(times) == len(all_configs) + 1
+    assert len(times) == len(timed) + 1
 
 
 def test_no_early_start_where_the_gpu_has_none():
@@ -70,7 +73,7 @@ def test_a_wrong_candidate_is_dropped_with_a_warning(monkeypatch):
     fast, fickle, broken, *_ = candidates(64, 512, 2, 8, 132)
     calls = []
 
-    def faulty(out, x, weight, bias, counters, config):
+    def faulty(out, x, weight, bias, counters, config, **_):
         calls.append(config)
         if config == broken:
             raise RuntimeError("out of resources")
@@ -93,9 +96,38 @@ def test_a_wrong_candidate_is_dropped_with_a_warning(monkeypatch):
 
 
 def test_a_candidate_that_writes_nothing_is_dropped(monkeypatch):
-    monkeypatch.setattr(small_linear_timing, "small_linear", lambda *_: None)
+    monkeypatch.setattr(small_linear_timing, "small_linear", lambda *_, **__: None)
     with pytest.warns(RuntimeWarning, match="is off by nan"):
         assert contest(lambda _: 1e-6)[0] is None
+
+
+def test_a_fused_form_is_timed_as_it_is_captured_and_cublas_with_the_launches_that_it_needs_beside(monkeypatch):
+    made = []
+
+    def noted(name):
+        real = getattr(small_linear_timing, name)
+
+        def call(*arguments, **options):
+            made.append((name, options.get("epilogue"), options.get("gain") is not None))
+            real(*arguments, **options)
+
+        monkeypatch.setattr(small_linear_timing, name, call)
+
+    for name in ("rms_norm", "add_rms_norm", "act_mul", "linear", "small_linear"):
+        noted(name)
+    plain = {"qkv": ["rms_norm", "linear"], "gate_up": ["rms_norm", "linear", "act_mul"]}
+    plain |= {"down": ["linear", "add_rms_norm"], "lm_head": ["rms_norm", "linear"]}
+    for place, launches in plain.items():
+        fused = FUSED_FORMS[place]
+        one = Contest(weight_of(64, 128), None, 2, fused)
+        config = candidates(64, 128, 4, 2, 132)[0]
+        assert one.problem(config) is None
+        made.clear()
+        one.calls(config)[0]()
+        assert made == [("rms_norm", None, False), ("small_linear", fused.epilogue, fused.is_normed)]
+        made.clear()
+        one.calls(None)[0]()
+        assert [name for name, *_ in made] == ["rms_norm", *launches]
 
 
 def test_a_contest_draws_nothing_that_others_would_draw():

@@ -143,9 +143,7 @@ def write(seen: dict[str, Any]) -> None:
     limits = json.loads(LIMITS.read_text())
     for name, limit in limits.items():
         cost = seen["steps"][name]
-        rounded = round(cost["times_floor"] + 0.005, 2)
         limit.update(launches=min(limit["launches"], cost["launches"]), bytes=min(limit["bytes"], cost["made_bytes"]))
-        limit["times_floor"] = min(limit["times_floor"], rounded)
     LIMITS.write_text(_one_a_line(limits))
     rewrite_tables(DOCUMENT, tables_of(seen))
 

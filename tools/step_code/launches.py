@@ -31,9 +31,11 @@ from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidate
 from graphdecode.kernels.native import optional_triton
 from graphdecode.kernels.native.registration import NAMESPACE, versions
 from graphdecode.linear import linear_choice
+from graphdecode.linear.small_linear_timing import FusedForm
 from graphdecode.models import Decoder, load, load_model
 from graphdecode.models.shapes import RandomWeights
 
+_NORM_US = 1.5  # of a launch of `rms_norm` that begins early, with its gap
 DEVICE = torch.device("cuda:0")
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl", "num_ctas", "maxnreg", "launch_cooperative_grid")
 _WITHOUT_WORK = {  # torch's operators that are no kernels
@@ -221,8 +223,14 @@ def launches_of(call: Callable[[], None]) -> list[Launch]:
     return noting.launches
 
 
-def product_of(weight: Tensor, bias: Tensor | None, rows: int, config: SmallLinearConfig) -> Launch:
-    """Return the launch of a product alone, as it is timed where there is a GPU."""
+def product_of(
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    config: SmallLinearConfig,
+    fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
+) -> Launch:
+    """Return the launch of a product, as it is timed where there is a GPU."""
 
     def made(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=weight.device)
@@ -233,8 +241,10 @@ def product_of(weight: Tensor, bias: Tensor | None, rows: int, config: SmallLine
         columns = -(-out_features // config.block_n) * (config.block_n + 1)
         partial = made(config.splits, rows, columns, dtype=torch.float32)
         counters = made(config.counters(rows, out_features), dtype=torch.int32)
-    out, x = made(rows, out_features), made(rows, in_features)
-    given = (out, x, weight, bias, None, partial, counters, 0.0, "store", 1.0)
+    width = out_features if fused.epilogue in ("store", "add") else out_features // 2
+    out, x = made(rows, width), made(rows, in_features)
+    gain = made(in_features, dtype=torch.float32) if fused.is_normed and not config.norms_apart else None
+    given = (out, x, weight, bias, gain, partial, counters, 0.0, fused.epilogue, 1.0)
     (launch,) = launches_of(lambda: small_linear_triton(*given, config))
     return launch
 
@@ -257,14 +267,21 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         name="modelled",
     )
 
-    def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
+    def fastest(
+        weight: Tensor, bias: Tensor | None, rows: int, clock: Any, fused: FusedForm
+    ) -> tuple[Any, dict[str, float]]:
         """Choose without a clock."""
         out_features, in_features = weight.shape
-        found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors)
+        found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors, fused.is_normed)
         if not found:
             return None, {"plain": 1.0}
         early = [config._replace(pdl=gpu.arch >= 90) for config in found]
-        times = {str(config): product_us(product_of(weight, bias, rows, config)) for config in early}
+        early += [config._replace(norms_apart=False) for config in early if config.norms_apart]
+        apart_us = {True: _NORM_US, False: 0.0}
+        times = {
+            str(config): product_us(product_of(weight, bias, rows, config, fused)) + apart_us[config.norms_apart]
+            for config in early
+        }
         return min(early, key=lambda config: times[str(config)]), {"plain": math.inf, **times}
 
     def nothing(*_: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from graphdecode.kernels.attention.attention_plan import MIN_SPLIT_TILES
 from step_code.figures import Figures
 from step_code.launches import Gpu, Launch, RecordedStep, spread
 
@@ -37,16 +38,22 @@ class Costs:
         stream_loss: share of the weights' time that is lost at the begin and the end of each stream.
         cache_loss: share of the time of keys and values that is lost, for they lie in pages.
         intake: bytes per clock that one multiprocessor takes in from the L2 cache; its port is 64 wide.
+        cache_bandwidth: bytes per second that the L2 cache gives to all of them.
+        flight_bytes: that must be under way for memory to give its bandwidth: 0.8 us of it.
+        tile_cycles: from one tile of keys to the next, whose scores wait for those before.
     """
 
     read_bandwidth: float = 4.2e12
     clock_hz: float = 1.755e9
     gap_us: float = 1.3
-    early_gap_us: float = 0.34
+    early_gap_us: float = 0.85
     library_us: float = 2.5
     stream_loss: float = 0.03
     cache_loss: float = 0.09
     intake: float = 48.0
+    cache_bandwidth: float = 5.5e12
+    flight_bytes: float = 3.4e6
+    tile_cycles: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -97,15 +104,17 @@ def step_cost(
     """
     weights_us = 1e6 * step.model.read_bytes(rows) / costs.read_bandwidth
     cache_us = 1e6 * rows * (context + 1) * step.token_bytes / costs.read_bandwidth
-    gaps_us = latency_us = hidden_us = 0.0
+    gaps_us = latency_us = hidden_us = loops_us = 0.0
     before: Figures | None = None
     for launch in step.launches:
         own = figures(launch)
         begins_early = launch.starts_early and before is not None and before.triggers
         gap, latency, hidden = _idle_us(launch, own, begins_early, gpu, costs)
         gaps_us, hidden_us = gaps_us + gap, hidden_us + hidden
-        latency_us += latency + _behind_memory_us(launch, gpu, costs)
+        latency_us += latency + _behind_memory_us(launch, own, gpu, costs)
+        loops_us += _loop_us(launch, context, costs)
         before = own
+    latency_us += max(loops_us - cache_us, 0.0)  # a loop runs while memory gives it keys
     step_us = weights_us * (1 + costs.stream_loss) + cache_us * (1 + costs.cache_loss)
     step_us += gaps_us + latency_us - hidden_us
     return StepCost(len(step.launches), step.made_bytes, weights_us + cache_us, gaps_us, latency_us, hidden_us, step_us)
@@ -115,7 +124,7 @@ def product_us(launch: Launch, figures: Figures, gpu: Gpu, costs: Costs = Costs(
     """Return how long a product takes behind a kernel that lets it begin early, as a GPU would find by timing it."""
     gap, latency, hidden = _idle_us(launch, figures, launch.starts_early, gpu, costs)
     weight_us = 1e6 * launch.arguments["weight"].nbytes / costs.read_bandwidth
-    return weight_us + _behind_memory_us(launch, gpu, costs) + gap + latency - hidden
+    return weight_us + _behind_memory_us(launch, figures, gpu, costs) + gap + latency - hidden
 
 
 def _idle_us(
@@ -130,23 +139,46 @@ def _idle_us(
     return gap, latency, min(gap + latency, asked_us)
 
 
-def _behind_memory_us(launch: Launch, gpu: Gpu, costs: Costs) -> float:
+def _behind_memory_us(launch: Launch, own: Figures | None, gpu: Gpu, costs: Costs) -> float:
     """Return what a product takes longer than its weight's bytes over the bandwidth.
 
-    A multiprocessor takes in what its programs read no faster than its port lets it; and where the columns are split,
-    each program writes its sums, and the last one of a block takes in those of all.
+    A multiprocessor takes in what its programs read, the activations and a gain too, no faster than its port lets it,
+    and all of them no faster than the L2 cache gives; memory gives less where little is under way, but for what was
+    asked for ahead; and where the columns are split, each program writes its sums, and the last one of a block takes in
+    those of all.
     """
     given = _by_field(launch)
-    if "splits" not in given:
+    if "splits" not in given or own is None:
         return 0.0
     rows = min(given.get("rows", given["BLOCK_M"]), given["BLOCK_M"])
-    taken = (given["BLOCK_N"] + rows) * given["part"] * given["weight"].element_size()
-    taken *= -(-math.prod(launch.grid) // gpu.processors)
-    intake, memory_s = costs.intake * costs.clock_hz, given["weight"].nbytes / costs.read_bandwidth
-    seconds = max(taken / intake - memory_s, 0.0)
+    itemsize, nbytes, programs = given["weight"].element_size(), given["weight"].nbytes, math.prod(launch.grid)
+    of_column = (given["BLOCK_N"] + rows) * itemsize + (0 if given["gain"] is None else given["gain"].element_size())
+    taken = of_column * given["part"]
+    intake, memory_s = costs.intake * costs.clock_hz, nbytes / costs.read_bandwidth
+    warps = launch.options.get("num_warps", _WARPS_BY_DEFAULT)
+    resident = min(programs, gpu.processors * programs_at_once(own, warps))
+    stages = max(launch.options.get("num_stages", given["STAGES"]) - 1, 1)
+    in_flight = resident * stages * given["BLOCK_N"] * given["BLOCK_K"] * itemsize
+    ahead = min(early_bytes(launch, own, gpu) / nbytes, 1.0) if launch.starts_early else 0.0
+    starved_s = memory_s * (ahead + (1 - ahead) * max(costs.flight_bytes / in_flight, 1.0))
+    of_port = -(-programs // gpu.processors) * taken / intake
+    of_cache, sums_s = programs * taken, 0.0
     if given["SPLIT"]:
-        seconds += (given["splits"] + 1) * given["BLOCK_N"] * rows * given["partial"].element_size() / intake
-    return 1e6 * seconds
+        sums = given["BLOCK_N"] * rows * given["partial"].element_size()
+        of_cache, sums_s = of_cache + 2 * programs * sums, (given["splits"] + 1) * sums / intake
+    return 1e6 * (max(of_port, of_cache / costs.cache_bandwidth, starved_s) - memory_s + sums_s)
+
+
+def _loop_us(launch: Launch, context: int, costs: Costs) -> float:
+    """Return what the tiles of keys after the first of a program take; those of a row are dealt out evenly."""
+    given = _by_field(launch)
+    if "plan" not in given or "BLOCK_N" not in given:
+        return 0.0
+    rows, kv_heads = given["rows"], given["kv_heads"]
+    splits = max(launch.grid[0] // kv_heads // rows, 1)
+    tiles = math.ceil(context / max(given["BLOCK_N"], 1))
+    tiles = max(math.ceil(tiles / splits), min(tiles, MIN_SPLIT_TILES))
+    return (tiles - 1) * costs.tile_cycles / costs.clock_hz * 1e6
 
 
 def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
