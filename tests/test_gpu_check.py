@@ -1,6 +1,7 @@
 """`tools/gpu_check`: whatever one test or part comes to, the others are run, and what was seen is kept."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -10,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from gpu_checks import isolated as isolated_tests
 from gpu_checks import running
+from gpu_checks.absent import WITHOUT
+from gpu_checks.archive import KernelCache
 from gpu_checks.calls import CALLS
+from gpu_checks.figures import Figures
 from gpu_checks.part import ROOT, Part
 from gpu_checks.running import CALL_S, run_call
 
@@ -123,6 +128,93 @@ def test_a_call_ends_in_its_time_and_names_what_it_left_out(tmp_path: Path, monk
     assert time.monotonic() - began < 20
     assert [part.state for part in parts] == ["over its 2 s", "no time left"]
     assert [part["state"] for part in json.loads((tmp_path / "B.json").read_text())] == [part.state for part in parts]
+
+
+def test_what_was_brought_to_an_end_is_not_run_again_and_a_rehearsal_is_no_run(tmp_path: Path) -> None:
+    counts = "import pathlib; pathlib.Path('{0}').open('a').write('x')"
+
+    def parts(_scratch: Path) -> list[Part]:
+        runs = [sys.executable, "-c", counts.format(tmp_path / "ran")]
+        return [Part("well", runs, 20, runs), Part("cut off", [*runs[:2], runs[2] + "; raise SystemExit(1)"], 20, runs)]
+
+    for has_gpu, well in ((False, True), (True, False), (True, False)):
+        assert run_call("A", parts, tmp_path, has_gpu=has_gpu) == well
+    assert (tmp_path / "ran").read_text() == "xx" + "xx" + "x"
+
+
+def test_what_is_not_permitted_or_not_there_is_no_failure(tmp_path: Path) -> None:
+    refused = [sys.executable, "-c", "print('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)"]
+    parts = [Part(name, run, 20, [], is_optional=True) for name, run in (("a", refused), ("b", ["no-such-program"]))]
+    assert run_call("C", lambda _scratch: parts, tmp_path, has_gpu=True)
+    assert {part.state for part in parts} == {"not permitted"}
+
+
+def test_a_file_that_cannot_be_collected_is_an_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import no_such_package\n")
+    (tmp_path / "test_some.py").write_text("def test_fine():\n    pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "gpu_checks.isolated", "--processes", "1", "."]
+    environment = {"PYTHONPATH": str(ROOT / "tools"), "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == isolated_tests.COLLECTION_FAILED
+    assert "no_such_package" in done.stdout
+
+
+def test_figures_outlive_a_machine_that_is_taken_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.jsonl"
+    Figures(file).add("step", step_ms=1.5)
+    with file.open("a") as cut_off:
+        cut_off.write('{"key": "next", "step')
+    later = Figures(file)
+    assert later.known == {"step": {"step_ms": 1.5}}
+    assert json.loads(capsys.readouterr().out) == {"key": "step", "step_ms": 1.5}
+
+
+def test_kernels_are_given_back(tmp_path: Path) -> None:
+    caches = [tmp_path / name for name in ("first", "second")]
+    (caches[0] / "hash").mkdir(parents=True)
+    (caches[0] / "hash" / "kernel.cubin").write_bytes(b"code")
+    KernelCache(caches[0], tmp_path).keep()
+    KernelCache(caches[1], tmp_path)
+    assert (caches[1] / "hash" / "kernel.cubin").read_bytes() == b"code"
+
+
+def test_no_part_touches_clocks_and_each_call_keeps_to_its_time(tmp_path: Path) -> None:
+    for parts_in in CALLS.values():
+        for part in parts_in(tmp_path):
+            assert not {"nvidia-smi", "nvsmi"} & {Path(word).name for word in part.command}
+            assert part.limit_s < CALL_S
+    first = [part.name for part in CALLS["A"](tmp_path)]
+    assert first[:3] == ["layer", "compile", "step llama-3.1-8b"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_headline_is_rehearsed_with_torch_triton_and_numpy_alone_and_goes_on_where_it_was_cut_off(
+    tmp_path: Path,
+) -> None:
+    """Nothing else can be imported. The second call measures what is not there, and nothing again."""
+    environment = os.environ | {WITHOUT: "1"}
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check"), "A", str(tmp_path)]
+
+    def keys_of_a_call() -> list[str]:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+        return [json.loads(line)["key"] for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+
+    keys = keys_of_a_call()
+    assert len(keys) == len(set(keys))
+    assert keys.index("layer, batch 1") < keys.index("step llama-3.1-8b, batch 1, context 16")
+    assert {"step qwen3-0.6b, batch 1, context 32", "loop llama-3.2-1b, batch 2"} <= set(keys)
+
+    lines = (tmp_path / "figures.jsonl").read_text().splitlines()
+    left = [line for line, key in zip(lines, keys, strict=True) if not key.startswith("loop")]
+    (tmp_path / "figures.jsonl").write_text("\n".join(left) + "\n")
+    parts = json.loads((tmp_path / "A.json").read_text())
+    parts[3]["state"] = "over its 220 s"
+    (tmp_path / "A.json").write_text(json.dumps(parts))
+    added = keys_of_a_call()[len(left) :]
+    assert added == ["loop qwen3-0.6b, batch 1", "loop qwen3-0.6b, batch 2", "loops qwen3-0.6b"]
 
 
 def test_the_three_calls_have_parts_of_different_names_and_leave_no_more_than_eight_files(tmp_path: Path) -> None:

@@ -13,6 +13,37 @@ from pathlib import Path
 from gpu_checks.part import Part
 
 _REFRESH_S = 20.0
+KERNELS = "kernels.tar"  # what Triton compiled, to be given back to a later call
+
+
+class KernelCache:
+    """Triton's cache, kept as one file in a folder.
+
+    Args:
+        cache: Triton's folder.
+        folder: where the file comes to lie.
+    """
+
+    def __init__(self, cache: Path, folder: Path) -> None:
+        self._cache, self._file = cache, folder / KERNELS
+        self._count = 0
+        if self._file.exists():
+            with tarfile.open(self._file) as kept:
+                kept.extractall(cache, filter="data")
+            self._count = self._entries()
+
+    def _entries(self) -> int:
+        return sum(1 for _ in self._cache.iterdir()) if self._cache.exists() else 0
+
+    def keep(self) -> None:
+        """Write the file anew where something was compiled."""
+        if self._entries() == self._count:
+            return
+        self._count = self._entries()
+        temporary = self._file.with_name(f".{KERNELS}")
+        with tarfile.open(temporary, "w") as kept:
+            kept.add(self._cache, arcname=".")
+        os.replace(temporary, self._file)
 
 
 class Archive:
@@ -25,6 +56,7 @@ class Archive:
     """
 
     def __init__(self, folder: Path, call: str, scratch: Path) -> None:
+        self.folder = folder
         self._path, self._summary = folder / f"{call}.tar.gz", folder / f"{call}.json"
         self._call, self._scratch = call, scratch
         self._refreshed = time.monotonic()

@@ -8,94 +8,60 @@ from pathlib import Path
 
 from gpu_checks.part import Part
 
-GPU_CONFIG = """\
-[capacity]
-max_batch_size = 64
-max_sequence_length = 4352
-page_size = 16
-[buckets]
-batch_sizes = [1, 8, 64]
-"""
-SMALL_CONFIG = "[capacity]\nmax_batch_size = 2\nmax_sequence_length = 64\n[buckets]\nbatch_sizes = [1, 2]\n"
+SHAPES_OF_STEPS = ("llama-3.1-8b", "qwen3-0.6b", "llama-3.2-1b")  # the most wanted first
 _PYTHON = [sys.executable]
 _CLI = [*_PYTHON, "-m", "graphdecode"]
-_ENVIRONMENT = (
-    "import json, torch; from graphdecode.profiling.environment import describe_environment as d; "
-    "from graphdecode.profiling import read_bandwidth as r; device = 'cuda' if torch.cuda.is_available() else 'cpu'; "
-    "print(json.dumps(d(device) | {'read_bandwidth': r(device)}))"
-)
+GPU_TESTS = ["tests/engine/test_on_gpu.py", "tests/engine/test_device_loop.py", "tests/graphs/test_cuda_graph.py"]
+GPU_TESTS += ["tests/graphs/test_loop_condition.py", "tests/kernels", "tests/attention"]
 
 
-def _isolated(name: str, scratch: Path, limit_s: float, *arguments: str) -> list[str]:
-    """Return the command that runs tests in processes of their own, and ends by itself before its limit."""
+def _part(module: str, name: str, limit_s: float, of_gpu: list[str], rehearsed: list[str]) -> Part:
+    command = [*_PYTHON, "-m", f"gpu_checks.{module}"]
+    return Part(name, [*command, "cuda", *of_gpu], limit_s, [*command, "cpu", *rehearsed])
+
+
+def _tests(name: str, scratch: Path, limit_s: float, tests: list[str], rehearsed: list[str]) -> Part:
+    """Return the part of tests in processes of their own, which ends by itself before its limit."""
     out = str(scratch / f"{name.replace(' ', '-')}.json")
-    return [*_PYTHON, "-m", "gpu_checks.isolated", "--limit", str(limit_s - 15), "--out", out, *arguments]
+
+    def command(seconds: float, *arguments: str) -> list[str]:
+        return [*_PYTHON, "-m", "gpu_checks.isolated", "--limit", str(seconds - 15), "--out", out, *arguments]
+
+    return Part(name, command(limit_s, "-m", "gpu", *tests), limit_s, command(60, *rehearsed))
 
 
 def call_a(scratch: Path) -> list[Part]:
-    """Environment, a first look, the tests of GPU and kernels side by side, and the profiles of 0.6B and 8B."""
-    config, small = scratch / "buckets.toml", scratch / "small.toml"
-    config.write_text(GPU_CONFIG)
-    small.write_text(SMALL_CONFIG)
-    tests = ["-m", "gpu or not slow", "tests/engine/test_on_gpu.py", "tests/graphs/test_cuda_graph.py"]
-    tests += ["tests/engine/test_device_loop.py", "tests/kernels", "tests/attention"]
-    listed = [
-        Part("environment", [*_PYTHON, "-c", _ENVIRONMENT], 60, [*_PYTHON, "-c", _ENVIRONMENT]),
-        Part("smoke", [*_PYTHON, "-m", "gpu_checks.smoke"], 90, [*_PYTHON, "-m", "gpu_checks.smoke"]),
-        Part(
-            "gpu and kernel tests",
-            _isolated("gpu and kernel tests", scratch, 210, *tests),
-            210,
-            _isolated("gpu and kernel tests", scratch, 60, "tests/kernels/test_act_mul.py"),
-        ),
+    """The headline: a first look, all kernels compiled, and the step of each model beside its measured floor."""
+    steps = [
+        _part("steps", f"step {name}", 220, [name, "1,8,64", "512,4096"], [name, "1,2", "16,32"])
+        for name in SHAPES_OF_STEPS
     ]
-    for shape in ("qwen3-0.6b", "llama-3.1-8b"):
-        options = ["--model", f"shape:{shape}", "--config", str(config), "--contexts", "512,4096", "--steps", "60"]
-        in_small = ["--model", "demo", "--config", str(small), "--contexts", "32", "--steps", "5", "--device", "cpu"]
-        out = ["--out", str(scratch / shape)]
-        command = [*_CLI, "profile", *options, "--device", "cuda", *out]
-        listed.append(Part(f"profile {shape}", command, 120, [*_CLI, "profile", *in_small, *out]))
-    return listed
+    return [_part("layer", "layer", 90, [], []), _part("warm", "compile", 150, [], []), *steps]
 
 
 def call_b(scratch: Path) -> list[Part]:
-    """The tests of the engine, and the sanitizers over eager steps."""
-    small = scratch / "small.toml"
-    small.write_text(SMALL_CONFIG + '[capture]\nbackend = "eager"\n')
-    tests = ["-m", "not slow", "tests/engine", "tests/graphs", "tests/cache", "tests/models"]
-    eager = [*_CLI, "generate", "--prompt", "12+30=", "--prompt", "rev abc=", "--max-tokens", "4"]
-    eager += ["--config", str(small)]
-    listed = [
-        Part(
-            "engine tests",
-            _isolated("engine tests", scratch, 230, *tests),
-            230,
-            _isolated("engine tests", scratch, 60, "tests/graphs/test_edges.py"),
-        ),
+    """The tests that want a GPU, and the engine's."""
+    engine = ["tests/engine", "tests/graphs", "tests/models/test_tiled_weights.py"]
+    return [
+        _tests("gpu tests", scratch, 270, GPU_TESTS, ["tests/kernels/test_act_mul.py"]),
+        _tests("engine tests", scratch, 200, engine, ["tests/graphs/test_edges.py"]),
     ]
-    for tool in ("memcheck", "racecheck"):
-        # a caching allocator's blocks hide who writes past the end of which
-        sanitizer = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", tool]
-        command = [*sanitizer, "--error-exitcode", "9", *eager, "--device", "cuda"]
-        listed.append(Part(tool, command, 90, [*eager, "--device", "cpu"] if tool == "memcheck" else []))
-    return listed
 
 
 def call_c(scratch: Path) -> list[Part]:
-    """The step beside its floor, attention, and one profile of counters."""
-    step = [*_PYTHON, "tools/bench", "step", "--out", str(scratch / "step")]
-    attention = [*_PYTHON, "tools/bench", "attention", "--out", str(scratch / "attention")]
-    of_step = ["--batch-sizes", "1,64", "--contexts", "512,4096", "--steps", "32", "--rounds", "3", "--device", "cuda"]
-    step_in_small = ["--model", "demo", "--batch-sizes", "1", "--contexts", "32", "--steps", "2", "--rounds", "1"]
-    attention_in_small = ["--device", "cpu", "--batches", "1", "--contexts", "64", "--shapes", "llama-8b"]
+    """Products of few bits, attention beside torch's, the tuner's profile; counters and sanitizers where permitted."""
+    attention = [*_PYTHON, "tools/bench", "attention", "--peers", "sdpa", "--out", str(scratch / "attention")]
+    profile = [*_CLI, "profile", "--model", "shape:qwen3-0.6b", "--contexts", "512", "--steps", "40"]
     metrics = ["gpu__time_duration.sum", "dram__bytes_read.sum", "sm__warps_active.avg.pct_of_peak_sustained_active"]
     counters = ["ncu", "--target-processes", "all", "--launch-skip", "200", "--launch-count", "60", "--csv"]
-    counters += ["--metrics", ",".join(metrics)]
-    one = [*_CLI, "generate", "--prompt", "12+30=", "--max-tokens", "8"]
+    layer = [*_PYTHON, "-m", "gpu_checks.layer", "cuda"]
+    sanitizer = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "9", *layer]
     return [
-        Part("step", [*step, *of_step], 200, [*step, *step_in_small, "--device", "cpu"]),
-        Part("attention", attention, 90, [*attention, *attention_in_small]),
-        Part("counters", [*counters, *one, "--device", "cuda"], 70, [*one, "--device", "cpu"]),
+        _part("steps", "step in int8", 120, ["llama-3.1-8b:int8", "1,64", "512"], ["llama-3.1-8b:int8", "1", "16"]),
+        Part("attention", attention, 120, [], is_optional=True),
+        Part("profile", [*profile, "--device", "cuda", "--out", str(scratch)], 120, [], is_optional=True),
+        Part("counters", [*counters, "--metrics", ",".join(metrics), *layer], 70, [], is_optional=True),
+        Part("memcheck", sanitizer, 70, [], is_optional=True),
     ]
 
 

@@ -24,6 +24,7 @@ from gpu_checks.part import stop
 from gpu_checks.telling import TOLD
 
 GROUP_TESTS = 25
+COLLECTION_FAILED = 3  # the exit status: what cannot be collected is not run, and would look as if it were not there
 START_S = 60.0  # for a process to come to its first test
 _POLL_S = 0.1
 _TAIL_CHARACTERS = 3000
@@ -138,13 +139,14 @@ class Run:
         return done
 
 
-def collected(pytest: list[str], arguments: list[str]) -> list[str]:
-    """Return the tests that pytest would run."""
+def collected(pytest: list[str], arguments: list[str]) -> tuple[list[str], bool]:
+    """Return the tests that pytest would run, and whether some file could not be collected."""
     listed = subprocess.run([*pytest, "--collect-only", *arguments], capture_output=True, text=True, check=False)
     tests = [line for line in listed.stdout.splitlines() if "::" in line and not line.startswith((" ", "ERROR"))]
-    if listed.returncode not in (0, 5):
+    is_broken = listed.returncode not in (0, 5)
+    if is_broken:
         print(listed.stdout[-_TAIL_CHARACTERS:] + listed.stderr[-_TAIL_CHARACTERS:], flush=True)
-    return tests
+    return tests, is_broken
 
 
 def groups_of(tests: list[str]) -> deque[list[str]]:
@@ -163,8 +165,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for what became of each test")
     options, arguments = parser.parse_known_args()
     deadline = time.monotonic() + options.limit
-    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-    tests = collected(pytest, arguments)
+    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "gpu_checks.absent"]
+    tests, is_broken = collected(pytest, arguments)
     run = Run(options.test_limit, deadline, [*pytest, "-p", "gpu_checks.telling"], groups_of(tests))
     workers = [threading.Thread(target=run.work) for _ in range(options.processes)]
     for worker in workers:
@@ -175,6 +177,8 @@ def main() -> int:
     print(f"{len(tests)} tests: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     if options.out is not None:
         options.out.write_text(json.dumps({test: vars(result) for test, result in run.outcomes.items()}, indent=1))
+    if is_broken:
+        return COLLECTION_FAILED
     return 0 if tests and not counts.keys() - {"passed", "skipped"} else 1
 
 

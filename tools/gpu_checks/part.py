@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.2
 _TAIL_CHARACTERS = 4000
+_REFUSALS = ("ERR_NVGPUCTRPERM", "No module named", "not permitted", "Operation not supported")
 
 
 @dataclass
@@ -25,7 +26,9 @@ class Part:
         command: what a GPU is needed for. Empty: nothing.
         limit_s: after so many seconds it is stopped.
         rehearsal: what is run instead where there is no GPU: the same in small on a CPU. Empty: nothing.
-        state: "not run", "ok", "failed (CODE)", "over its LIMIT s", "no time left", "could not start".
+        state: "not run", "ok", "failed (CODE)", "over its LIMIT s", "no time left", "could not start", "not permitted".
+        is_optional: where it is missing or not permitted, nothing is wrong.
+        on_gpu: whether it was run, or rehearsed.
         seconds: that it took.
         tail: of what it said.
     """
@@ -34,7 +37,9 @@ class Part:
     command: list[str]
     limit_s: float
     rehearsal: list[str]
+    is_optional: bool = False
     state: str = "not run"
+    on_gpu: bool = False
     seconds: float = 0.0
     tail: str = ""
 
@@ -51,7 +56,7 @@ class Part:
                     command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
                 )
             except OSError as error:
-                self.state, self.tail = "could not start", str(error)
+                self.state, self.tail = "not permitted" if self.is_optional else "could not start", str(error)
                 return
             try:
                 self.state = self._wait(process, began + limit_s, limit_s, meanwhile)
@@ -59,6 +64,13 @@ class Part:
                 stop(process)
         self.seconds = time.monotonic() - began
         self.tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+        if self.is_optional and any(sign in self.tail for sign in _REFUSALS):
+            self.state = "not permitted"
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.state in ("ok", "not run", "not permitted")
 
     def _wait(self, process: subprocess.Popen, deadline: float, limit_s: float, meanwhile: Callable[[], None]) -> str:
         while process.poll() is None:

@@ -1,0 +1,51 @@
+"""Shapes with fewer layers, and the runner of a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from graphdecode.config import BucketConfig
+from graphdecode.engine.loading import load_runner
+from graphdecode.engine.runner import Runner
+from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.models import Decoder
+from graphdecode.models.shapes import PREFIX, SHAPES
+from graphdecode.profiling.latency import STEPS_PER_STAGING
+
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_attention_heads": 4}
+
+
+def shape_of(name: str, *, layers: int | None = None, is_small: bool = False) -> str:
+    """Return the name of a shape with so many layers; a small one is for rehearsals on a CPU."""
+    changed: dict[str, Any] = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    if is_small:
+        changed |= SMALL | {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
+    own = f"{name}-{'small' if is_small else layers or 'whole'}"
+    SHAPES[own] = changed
+    return PREFIX + own
+
+
+def runner_of(
+    shape: str, batch_sizes: Sequence[int], context: int, device: str, quantize: str | None = None, **options: Any
+) -> Runner:
+    """Return a runner in bf16 with room for rows of a context, not captured yet."""
+    longest = context + 2 * STEPS_PER_STAGING
+    config = BucketConfig(
+        max_batch_size=max(batch_sizes),
+        max_sequence_length=longest,
+        batch_sizes=sorted(set(batch_sizes)),
+        total_num_pages=max(batch_sizes) * (-(-longest // 16) + 1),
+        **options,
+    )
+    settings: dict[str, Any] = {"device": device, "dtype": "bfloat16", "prefix_cache": False, "model_impl": "native"}
+    return load_runner(shape, config, quantize=quantize, **settings)
+
+
+def varied(runner: Runner, change: Callable[[LinearChoice], LinearChoice | None]) -> Runner:
+    """Return a captured runner with other products over the same weights and cache."""
+    model = cast(Decoder, runner.model).varied(linear=lambda weight: weight.rechosen(change))
+    found = Runner(replace(runner.setting, model=model), runner.cache, runner.capacity)
+    found.graphs.capture(progress=False)
+    return found
