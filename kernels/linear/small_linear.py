@@ -48,8 +48,8 @@ DOT_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     4: {16: ((32, 32, 4, 4), (64, 32, 8, 3))},
 }
 GEMV_TILES = {
-    2: ((8, 512, 4, 3), (16, 256, 4, 4)),
-    4: ((4, 512, 8, 3), (16, 128, 4, 3)),
+    2: ((8, 512, 4, 3), (16, 256, 8, 4)),
+    4: ((4, 512, 8, 3), (16, 128, 8, 3)),
 }
 _LEAST_NORMED_ROWS = 16  # of the weight: each program reads x and the gain, 6 bytes for 2 of a row of the weight
 # (block_n, num_warps) for weights of few bits by the rows of a tile of activations, without a norm before the product
