@@ -254,7 +254,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     asked = preprocessor.asked(
         rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None
     )
-    prompt = preprocessor.checked(rendered.text, rendered.token_ids, asked)
+    prompt = preprocessor.input_processor.resolved(rendered.text, rendered.token_ids, asked)
     return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names)
 
 

@@ -65,17 +65,9 @@ class Preprocessor:
                 "answers at most run and wait at a time (max_batch_size and max_waiting)"
             )
             raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
-        asked = self.input_processor.asked(params, priority=priority)
-        self.engine.rules.check_sampling(asked.of_answer, asked.bad_words, has_form=is_structured)
-        return asked
+        return self.input_processor.asked(params, priority=priority, is_structured=is_structured)
 
     def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:
         """Tokenize a prompt, with the tokenizer's special tokens if `special`; raises `ArgumentError`."""
         prompt = as_prompt(prompt)
-        return self.checked(prompt, self.input_processor.encode(prompt, special=special), asked)
-
-    def checked(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
-        """Return a prompt that was tokenized; see `resolved`."""
-        resolved = self.input_processor.resolved(prompt, token_ids, asked)
-        self.engine.rules.check_prompt(resolved.token_ids, asked.params.max_tokens)
-        return resolved
+        return self.input_processor.resolved(prompt, self.input_processor.encode(prompt, special=special), asked)

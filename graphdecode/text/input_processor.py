@@ -126,7 +126,7 @@ class _Serving(Protocol):
 
 
 class InputProcessor:
-    """Tokenizes prompts and textual parameters; what can never be served is refused by the engine's rules."""
+    """Tokenizes prompts and textual parameters, and checks them: the engine does not look at them again."""
 
     def __init__(self, engine: _Serving, tokenizer: Any) -> None:
         self._engine = engine
@@ -173,30 +173,30 @@ class InputProcessor:
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
-        asked, grammar, refusal = Asked(params, params, [], priority), None, None
+        asked, grammar, structured = Asked(params, params, [], priority), None, params.structured_outputs
         try:
-            asked = self.asked(params, priority=priority)
-            if params.structured_outputs is not None:
+            asked = self.asked(params, priority=priority, is_structured=structured is not None)
+            resolved = self.resolved(prompt, token_ids, asked)
+            if structured is not None:
                 if self._tokenizer is None:
                     raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
-                grammar = self.grammars.grammar(params.structured_outputs)
+                grammar = self.grammars.grammar(structured)
                 self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
-            refusal = str(error)
-        order = self.opened(self.resolved(prompt, token_ids, asked), grammar)
-        if refusal is not None:
-            order.refuse(refusal)
-        return order
+            order = self.opened(self._resolved(prompt, token_ids, asked), None)
+            order.refuse(str(error))
+            return order
+        return self.opened(resolved, grammar)
 
-    def asked(self, params: SamplingParams, *, priority: int = 0) -> Asked:
-        """Tokenize the parameters that all prompts of a request share.
+    def asked(self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False) -> Asked:
+        """Tokenize and check the parameters that all prompts of a request share.
 
         Raises:
             ArgumentError: the tokenizer fails.
-            RequestError: there are too many bad words.
+            RequestError: no prompt can be served with them.
         """
-        words = tuple(dict.fromkeys(params.bad_words or ()))
-        self._engine.rules.check_count("bad_words", len(words), "max_bad_words")  # before tokenizing each
+        words, rules = tuple(dict.fromkeys(params.bad_words or ())), self._engine.rules
+        rules.check_count("bad_words", len(words), "max_bad_words")  # before tokenizing each
         bad_words = self._spellings(words) if words else []
         named: dict[str, Any] = {
             name: tuple(dict.fromkeys(ids))  # each request holds a copy
@@ -205,10 +205,20 @@ class InputProcessor:
         }
         params = params.unchecked(bad_words=None, structured_outputs=None, **named)
         of_answer = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
+        rules.check_sampling(of_answer, bad_words, has_form=is_structured)
         return Asked(params, of_answer, bad_words, priority)
 
     def resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
-        """Truncate a tokenized prompt as its parameters say."""
+        """Truncate a tokenized prompt as its parameters say, and check it.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        resolved = self._resolved(prompt, token_ids, asked)
+        self._engine.rules.check_prompt(resolved.token_ids, asked.params.max_tokens)
+        return resolved
+
+    def _resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
         text = prompt if isinstance(prompt, str) else None
         return Resolved(text, self._truncated(token_ids, asked.params, is_text=text is not None), asked)
 
