@@ -198,7 +198,9 @@ class EngineLoop:
         fresh = [row for row, sequence in enumerate(rows) if not sequence.num_generated]  # theirs are filled already
         for row, mask in _masks(_constrained(rows, fresh)).items():
             np.copyto(rows[row].sampling.token_mask, mask)  # type: ignore[arg-type]
-        self.runner.stage([sequence.row_inputs(self.scheduler.cache) for sequence in rows])
+        cache, ids = self.scheduler.cache, [sequence.request_id for sequence in rows]
+        places = zip(rows, map(cache.pages_of, ids), map(cache.state_row_of, ids), strict=True)
+        self.runner.stage([sequence.row_inputs(pages, state_row) for sequence, pages, state_row in places])
         self._staged = rows
         self._held = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)

@@ -6,6 +6,7 @@ import sys
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -106,11 +107,10 @@ class Sequence:
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
         )
 
-    def row_inputs(self, cache: PagedKVCache) -> RowInputs:
+    def row_inputs(self, pages: SequenceOf[int], state_row: int | None = None) -> RowInputs:
         """Return what a step is told of it, and of its place in the cache."""
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
-        pages, state_row = cache.pages_of(self.request_id), cache.state_row_of(self.request_id)
         return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide, state_row)
 
 
