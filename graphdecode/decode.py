@@ -1,6 +1,8 @@
 """FlashInfer's module path of the same name: `from graphdecode.decode import ...`."""
 
-from graphdecode.surfaces import flashinfer
+from typing import Any
+
+from graphdecode.errors import beyond_flashinfer
 from graphdecode.surfaces.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -12,4 +14,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "single_decode_with_kv_cache",
 ]
-__getattr__ = flashinfer.__getattr__
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{beyond_flashinfer(name)}")

@@ -55,3 +55,11 @@ def test_a_model_that_nobody_offers_is_refused_by_name() -> None:
     result = run_command("models", "install", "gpt-9")
     assert result.returncode == 2
     assert "no model 'gpt-9' can be installed; known are smollm2" in result.stderr
+
+
+def test_a_narrow_terminal_gets_lines_and_no_broken_words() -> None:
+    lines = run_command("models", COLUMNS="40").stdout.splitlines()
+    first = lines.index("model: adder")
+    assert "architecture: LlamaForCausalLM" in lines[first:]
+    assert "fits now: yes" in lines[first:]
+    assert any("demo" in line and "yes" in line for line in run_command("models").stdout.splitlines())  # a table

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import query_widths
-from graphdecode.cli.options import ConfigOption, overriding, settings_of, table_of, wide_console
+from graphdecode.cli.options import ConfigOption, overriding, print_table, settings_of, table_of, wide_console
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def tune(
     graph_cost = None if measured is None else tuner.GraphCost.from_profile(measured, top)
     figures = tuner.compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
     console = wide_console()
-    console.print(_ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
+    print_table(console, _ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
     wide = [] if measured is None else tuner.query_costs(measured)
     if wide:
-        console.print(_query_table(wide))
+        print_table(console, _query_table(wide))
     if counts.total() < _FEW_STEPS:
         few = f"{record} has {counts.total()} steps alone: the ladder fits these, and perhaps no other load"
         console.print(f"{few}; record some minutes of what is served", style="yellow", soft_wrap=True)
@@ -160,7 +160,7 @@ def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -
         f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
         f"{trial.rounds} rounds of {trial.steps} steps in turn"
     )
-    console.print(table_of(figures, columns, left=["ladder"], title=title, box=box.SIMPLE))
+    print_table(console, table_of(figures, columns, left=["ladder"], title=title, box=box.SIMPLE))
     tuned = figures[-1].name
     console.print(
         f"{tuned}: {ladders[tuned].step_ms:.4f} ms a step, {ladders[TODAY].step_ms:.4f} today, "
@@ -213,7 +213,7 @@ def show(
         console.print(
             f"{config.speculation} drafts: each bucket also with {widths} queries a row, a graph each", highlight=False
         )
-    console.print(_memory_table(config, model, described, chosen, device))
+    print_table(console, _memory_table(config, model, described, chosen, device))
 
 
 def _bucket_table(config: BucketConfig) -> Table:

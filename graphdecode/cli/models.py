@@ -12,7 +12,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, overriding, settings_of, table_of, tell, wide_console
+from graphdecode.cli.options import ConfigOption, overriding, print_table, settings_of, table_of, tell, wide_console
 from graphdecode.errors import ArgumentError, GraphdecodeError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def show(
         typer.echo(json.dumps([asdict(record) for record in records], indent=1))
         return
     console = wide_console()
-    console.print(_table(records))
+    print_table(console, _table(records))
     for record in records:
         if record.error is not None:
             console.print(f"{record.name}: {record.error}", highlight=False, markup=False, soft_wrap=True)

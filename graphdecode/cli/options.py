@@ -34,6 +34,7 @@ TokenizerOption = Annotated[
 
 _REPEATED = {list[str]: "TEXT", list[int]: "ID"}  # metavars of options that may be repeated
 _LEAST_WIDTH = 118  # of tables if standard output is no terminal
+_LEAST_FOLDED = 16  # of a column of texts, whose long words may go on in the next line
 OF_A_MODEL = (  # settings of the commands that run a model
     "device",
     "dtype",
@@ -62,6 +63,23 @@ def wide_console() -> Console:
     console = Console()
     has_width = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
     return console if has_width else Console(width=max(console.width, _LEAST_WIDTH))
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; where its numbers do not fit beside each other, as lines of head and cell, row after row."""
+    at_least = 0
+    for column in table.columns:
+        longest = max(len(word) for text in (column.header, *column.cells) for word in str(text).split())
+        at_least += 2 + (min(longest, _LEAST_FOLDED) if column.justify == "left" else longest)
+    if at_least <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title)
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        console.print("")
+        for column, cell in zip(table.columns, cells, strict=True):
+            console.print(f"{column.header}: {cell}", highlight=False, markup=False)
 
 
 def table_of(

@@ -31,6 +31,7 @@ class ServerConfig:
         (),
         texts("KEY"),
         "Who brings one of them as a bearer token may use /v1; none: everybody may. GRAPHDECODE_API_KEY adds one.",
+        flag="--api-key",
     )
     served_model_name: str | None = key(
         SERVER, None, none_or(matching(r"\S+", "a name", "NAME"), '"my-model"'), "What clients call the model."

@@ -16,6 +16,7 @@ from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.linear.kept import KeptPanels
+from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
 from graphdecode.models import describe_model, load_model
 
@@ -51,6 +52,16 @@ def test_a_gguf_files_blocks_stay_and_none_expands_them(blocks: Path) -> None:
     assert {type(form) for form in kept.layers[0].linears.values()} == {KeptPanels}
     assert {type(form) for form in expanded.layers[0].linears.values()} == {Panels}
     assert kept.dtype == expanded.dtype == (torch.float32 if instructions().name == "portable" else torch.float16)
+
+
+@compiled
+def test_a_gguf_files_blocks_stay_without_timing_a_product(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(*_: Any) -> float:
+        raise AssertionError("a product was timed")
+
+    monkeypatch.setattr(LinearTuner, "best_seconds", times)
+    with closing(load_runner(blocks, **SMALL)) as runner:
+        assert {type(form) for form in runner.model.layers[0].linears.values()} == {KeptPanels}
 
 
 @compiled

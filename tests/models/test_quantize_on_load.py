@@ -91,6 +91,18 @@ def test_blocks_are_what_the_library_undoes(block_type: str, most: float) -> Non
     assert error(torch.from_numpy(found), plain) < most
 
 
+def test_blocks_of_four_bits_keep_large_values_better_than_scales_of_the_largest_that_are_not_rounded() -> None:
+    plain = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
+    kind = gguf.GGMLQuantizationType.Q4_K
+    found = torch.from_numpy(gguf.quants.dequantize(quantized_blocks(plain, "Q4_K").numpy(), kind))
+    groups = plain.view(64, -1, 32)
+    least = groups.amin(-1, keepdim=True)
+    scale = (groups.amax(-1, keepdim=True) - least) / 15  # those that are stored have six bits
+    simple = (((groups - least) / scale).round() * scale + least).flatten(1)
+    lost = [float(((each - plain).square() * plain.square()).sum()) for each in (found, simple)]
+    assert lost[0] < 0.97 * lost[1]
+
+
 FORMS_OF = {"int4": KeptPanels, "fp8": KeptPanels, "q8_0": KeptPanels, "q4_k": KeptPanels, "int8": Int8}
 
 
