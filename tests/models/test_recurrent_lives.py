@@ -36,7 +36,7 @@ def requests() -> list[Request]:
         params = SamplingParams(
             temperature=[0.0, 0.9][index % 2],
             seed=index,
-            max_tokens=6 + index,
+            max_tokens=16 + 2 * index,
             logprobs=2,
             ignore_eos=True,
             n=2 if index % 4 == 3 else 1,
@@ -95,13 +95,13 @@ def live(llm: LLM, alone: list[Answer], rng: random.Random) -> None:
     given = requests()
     single = [index for index, (_, params) in enumerate(given) if params.n == 1]
     streams = []
-    for index in rng.sample(single, rng.randrange(1, len(single))):
+    for index in rng.sample(single, rng.randrange(3, len(single))):
         streams.append((index, llm.stream(*given[index])))
         for _ in range(rng.randrange(4)):
             llm.step()
         if rng.random() < 0.2:
             rng.choice(streams)[1].close()
-    chosen = rng.sample(range(len(given)), rng.randrange(1, 5))
+    chosen = rng.sample(range(len(given)), rng.randrange(4, len(given)))
     outputs = llm.generate([given[index][0] for index in chosen], [given[index][1] for index in chosen], use_tqdm=False)
     for index, output in zip(chosen, outputs, strict=True):
         assert answer_of(output) == alone[index], f"request {index}, asked for among {chosen}"
