@@ -62,6 +62,7 @@ REFUSED = [
     ),
     ("granite-4-experts", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than the 6 experts"),
     ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
+    ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
     ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads 8 of mamba_d_head 16 must make up 100"),
     ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers > 0, got"),
     ("falcon-h1", {"ssm_in_multiplier": "a"}, "ssm_in_multiplier must be a number > 0, got 'a'"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphdecode.cache import Recurrent
 from graphdecode.models.blocks import Attention, Mixer, Norm
-from graphdecode.models.config import ModelConfig, count
+from graphdecode.models.config import ModelConfig, choice, count
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
 from graphdecode.models.families.llama import attention_biases, head_run
 from graphdecode.models.families.qwen3 import head_norms
@@ -73,6 +73,7 @@ class Qwen35(Hybrid):
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return which layers are delta nets, and their sizes."""
+        choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
         layers, every = fields["num_hidden_layers"], count(settings, "full_attention_interval", 4)
         kinds = settings.get("layer_types") or [
             "full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)
