@@ -45,9 +45,9 @@ def requests() -> list[Request]:
     return found
 
 
-def answer_of(output: Any) -> Answer:
+def answer_of(output: Any) -> Answer:  # one that left before its first token has no log-probabilities
     return [
-        (each.token_ids, [{token: entry.logprob for token, entry in step.items()} for step in each.logprobs])
+        (each.token_ids, [{token: entry.logprob for token, entry in step.items()} for step in each.logprobs or []])
         for each in output.outputs
     ]
 
