@@ -9,7 +9,17 @@ from .errors import (
     require_positive,
     require_tensors,
 )
-from .layer_cache import CacheScales, LayerCache, LayerState, Recurrent, RecurrentState, untouched_zeros
+from .layer_cache import (
+    CacheScales,
+    KeysAndState,
+    LayerCache,
+    LayerState,
+    Recurrent,
+    RecurrentState,
+    layer_state,
+    paged,
+    untouched_zeros,
+)
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
@@ -17,6 +27,7 @@ from .pool import PagePool
 __all__ = [
     "CacheFullError",
     "CacheScales",
+    "KeysAndState",
     "LayerCache",
     "LayerState",
     "PageLedger",
@@ -27,6 +38,8 @@ __all__ = [
     "UnknownSequenceError",
     "copy_page",
     "fill_page_row",
+    "layer_state",
+    "paged",
     "require_hashable",
     "require_integers",
     "require_numbers",

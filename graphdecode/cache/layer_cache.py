@@ -1,7 +1,7 @@
 """What one layer keeps: keys and values in pages, or a state of fixed size for each sequence."""
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -98,10 +98,13 @@ class Recurrent:
     """A layer's declaration that it keeps a state of fixed size for each sequence.
 
     Attributes:
-        shapes: of the tensors that make up one sequence's state, by name; they are float32.
+        shapes: of the tensors that make up one sequence's state, by name; they are float32. Empty: the layer keeps
+            nothing.
+        beside_keys: whether the layer keeps keys and values too.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    beside_keys: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -135,4 +138,49 @@ class RecurrentState:
         return sum(tensor.nbytes for tensor in self)
 
 
-LayerState: TypeAlias = LayerCache | RecurrentState
+@dataclass(frozen=True)
+class KeysAndState:
+    """Keys and values of one layer, and its states: of a layer that has attention and a recurrent mixer."""
+
+    pages: LayerCache
+    states: RecurrentState
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the tensors of both."""
+        yield from self.tensors.values()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is written, by name."""
+        return self.pages.tensors | self.states.tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self.pages.nbytes + self.states.nbytes
+
+
+LayerState: TypeAlias = LayerCache | RecurrentState | KeysAndState
+
+
+def layer_state(kept: Recurrent | None, pages: Callable[[], LayerCache], rows: int, device: torch.device) -> LayerState:
+    """Return what a layer keeps of all sequences.
+
+    Args:
+        kept: the layer's declaration; None: keys and values alone.
+        pages: makes keys and values.
+        rows: sequences that can have a state at a time.
+        device: where states are.
+    """
+    if kept is None:
+        return pages()
+    states = RecurrentState.zeros(kept, rows, device)
+    return KeysAndState(pages(), states) if kept.beside_keys else states
+
+
+def paged(layers: Iterable[LayerState]) -> Iterator[LayerCache]:
+    """Yield the keys and values of the layers that have some."""
+    for layer in layers:
+        pages = layer.pages if isinstance(layer, KeysAndState) else layer
+        if isinstance(pages, LayerCache):
+            yield pages

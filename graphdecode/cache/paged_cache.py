@@ -1,13 +1,14 @@
 """The paged cache: keys and values of all layers in pages, and which sequence owns which."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
-from .layer_cache import LayerCache, LayerState, Recurrent, RecurrentState
+from .layer_cache import LayerCache, LayerState, Recurrent, layer_state, paged
 from .ledger import PageLedger
 from .pool import PagePool
 
@@ -30,8 +31,8 @@ class PagedKVCache:
         device: where the tensors are.
         prefix_caching: whether `add` finds the pages of prefixes that were published.
         scales: of keys and of values of each layer, where the dtype is fp8; None: 1.0.
-        recurrent: what each layer keeps of a sequence in place of keys and values, None where it keeps these; empty:
-            all keep keys and values.
+        recurrent: what each layer keeps of a sequence in place of keys and values, or beside them; None where it keeps
+            these alone; empty: all do.
         state_rows: sequences that can have such a state at a time.
 
     Attributes:
@@ -77,9 +78,12 @@ class PagedKVCache:
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
         self.layers: list[LayerState] = [
-            LayerCache.zeros(shape, dtype, device, key_scale=key_scale, value_scale=value_scale)
-            if kept is None
-            else RecurrentState.zeros(kept, state_rows, device)
+            layer_state(
+                kept,
+                partial(LayerCache.zeros, shape, dtype, device, key_scale=key_scale, value_scale=value_scale),
+                state_rows,
+                self._device,
+            )
             for (key_scale, value_scale), kept in zip(
                 scales or [(1.0, 1.0)] * num_layers, recurrent or [None] * num_layers, strict=True
             )
@@ -168,8 +172,7 @@ class PagedKVCache:
             ValueError: `length` goes past the sequence's pages.
         """
         self._check_length(sequence_id, length, len(self._pages(sequence_id)))
-        paged = [layer for layer in self.layers if isinstance(layer, LayerCache)]
-        copy_page(paged, self.ledger.truncate(sequence_id, length))
+        copy_page(paged(self.layers), self.ledger.truncate(sequence_id, length))
 
     def free(self, sequence_id: Hashable) -> None:
         """Give back a sequence's pages. Those of published prefixes stay findable until they are evicted."""

@@ -229,7 +229,7 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import captured_widths, plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.capacity import captured_widths, plan_capacity, resolve_cache_dtype, state_bytes_of
     from graphdecode.memory import free_bytes
     from graphdecode.models import kept_bytes, num_parameters
 
@@ -241,8 +241,10 @@ def _memory_table(
     capacity = plan_capacity(config, settings, cache_dtype, device, available, captured_widths(engine))
     pages, per_row = capacity.total_num_pages, capacity.pages_per_row
     cache = capacity.page_bytes * (pages + 1)
-    left = free - weights - cache
+    states = state_bytes_of(config, settings)
+    left = free - weights - cache - states
     name = str(dtype).removeprefix("torch.")
+    of_states = f"of {config.max_batch_size} rows, and one for padding; prefixes are not shared"
     limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
     lines = (
         ("free now", free, f"on {device.type}"),
@@ -254,6 +256,7 @@ def _memory_table(
             f"{pages} pages of {config.page_size} tokens, and one for padding, {capacity.page_bytes / 2**10:.1f} KiB "
             f"each: {pages / per_row:.1f} of {config.max_batch_size} rows at {capacity.max_sequence_length} tokens",
         ),
+        *([("recurrent states", states, of_states)] if states else []),
         ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
     )
     columns: dict[str, Callable[[tuple[str, int, str]], str]] = {

@@ -153,7 +153,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype, state_bytes_of
     from graphdecode.memory import free_bytes
     from graphdecode.models import check_model, kept_bytes, resolve_dtype
     from graphdecode.models.gguf.files import SUFFIX, models_in
@@ -174,7 +174,8 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
     record.dtype = str(chosen).removeprefix("torch.")
     record.weight_bytes = kept_bytes(path, described, chosen, device, quantize=settings.quantize)
     record.max_sequence_length = capacity.max_sequence_length
-    record.cache_bytes = capacity.page_bytes * (capacity.total_num_pages + 1)  # one page is for padding
+    states = state_bytes_of(one_row, described)
+    record.cache_bytes = capacity.page_bytes * (capacity.total_num_pages + 1) + states  # one page is for padding
     record.fits = record.weight_bytes + record.cache_bytes <= free_bytes(device)
     return record
 

@@ -62,7 +62,7 @@ def plan_capacity(
     """
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
-    paged_layers = model.num_hidden_layers - sum(kept is not None for kept in model.recurrent)
+    paged_layers = model.num_hidden_layers - sum(kept is not None and not kept.beside_keys for kept in model.recurrent)
     token_bytes = 2 * paged_layers * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
     page_bytes = token_bytes * config.page_size
     total = config.total_num_pages

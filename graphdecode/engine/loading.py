@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from graphdecode.buckets import MOST_DRAFTS
-from graphdecode.cache import PagedKVCache, Recurrent
+from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
@@ -29,6 +30,8 @@ from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_device, resolve_dtype
 from graphdecode.models.split import split_config
+
+log = logging.getLogger(__name__)
 
 
 def load_runner(
@@ -92,6 +95,8 @@ def _load_outside(settings: EngineConfig) -> None:
 def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
     """Return the shape of what one rank has of a model; an ArgumentError says that it cannot be had or split."""
     shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    draft = settings.draft_model if settings.speculation == "model" else None
+    _check_states(settings, shape, None if draft is None else describe_model(draft))
     count = settings.tensor_parallel_size
     if count == 1:
         return shape
@@ -178,9 +183,10 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
     return partial(SpeculativeStep, source=source, num_drafts=most, adapts=isinstance(settings.num_tokens, str))
 
 
-def _check_states(settings: EngineConfig, recurrent: Collection[Recurrent | None], draft: Model | None) -> None:
+def _check_states(settings: EngineConfig, shape: ModelShape, draft: ModelShape | None) -> None:
     """Raise ArgumentError if what is asked for needs states of an earlier token, which are not kept."""
-    if (recurrent and settings.speculation != "off") or (draft is not None and draft.config.recurrent):
+    recurrent = shape.recurrent
+    if (recurrent and settings.speculation != "off") or (draft is not None and draft.recurrent):
         raise ArgumentError(
             f"speculation={settings.speculation!r} needs the states before each draft; models with recurrent states "
             "run without speculation alone"
@@ -221,7 +227,9 @@ def make_runner(
         settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
         capacity, mixes = plan_room(settings, decoder.config, decoder.dtype, device), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
-    _check_states(settings, recurrent, draft)
+    _check_states(settings, decoder.config, None if draft is None else draft.config)
+    if recurrent and settings.prefix_cache:
+        log.info("prefixes are not shared: the model has recurrent states, which are kept at a sequence's end alone")
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,

@@ -30,6 +30,7 @@ from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
 Vary = Callable[[WeightForm], WeightForm]
+_WHOLE_SHARE = 100.0  # whose sigmoid is 1 in float32
 
 
 class StepOperators(NamedTuple):
@@ -473,9 +474,9 @@ class Experts(Block):
 
 @dataclass(frozen=True)
 class SparseMlp(FeedForward):
-    """Experts behind a router, and a shared one that every token takes, by a share of its own, where there is one."""
+    """Experts behind a router, and a shared one that every token takes, where there is one."""
 
-    router: WeightForm  # [experts, hidden], and with a shared expert one row more, the gate of its share
+    router: WeightForm  # [experts, hidden], and one row more where the shared expert's share has a gate
     experts: Experts  # of which a token takes those with its largest logits
     shared: GatedMlp | None  # or None
     renormalize: bool  # whether the weights of a token's experts add up to 1
@@ -494,7 +495,9 @@ class SparseMlp(FeedForward):
             moe_combine(stream.open(in_floats=self.experts.down.gives_floats), parts, ids, weights)
         else:
             self.shared.run(stream)
-            moe_combine(stream.given, parts, ids, weights, logits[:, count:])
+            is_gated = logits.shape[1] > count
+            gate = logits[:, count:] if is_gated else logits.new_full((rows, 1), _WHOLE_SHARE)
+            moe_combine(stream.given, parts, ids, weights, gate)
 
 
 @dataclass(frozen=True)

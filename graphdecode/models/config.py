@@ -61,7 +61,7 @@ class ModelShape:
     windows: tuple[int, ...]  # for each layer, how many keys before a query's own it sees; -1 is all
     eos_token_ids: tuple[int, ...]  # tokens that end an output
     dtype: torch.dtype  # of the checkpoint
-    # what each layer keeps of a sequence in place of keys and values, None where it keeps these; empty: all do
+    # what each layer keeps of a sequence in place of keys and values, or beside them; None: these alone; empty: all do
     recurrent: tuple[Recurrent | None, ...] = ()
     few_bits: bool = False  # its weights are integers of few bits with scales, which are not of that dtype
 
@@ -91,7 +91,7 @@ class ModelConfig(ModelShape):
     mixer: Any = None  # sizes of the mixer of layers with a recurrent state, of a type of its own
 
     def keeps_state(self, layer: int) -> bool:
-        """Whether a layer keeps a recurrent state in place of keys and values."""
+        """Whether a layer keeps a recurrent state, in place of keys and values or beside them."""
         return bool(self.recurrent) and self.recurrent[layer] is not None
 
     def attention_options(self, layer: int) -> AttentionOptions:

@@ -88,6 +88,7 @@ class DeltaNet(RecurrentMixer):
     dt_bias: Tensor  # float32 [value heads]
     norm: Norm  # of each value head
     out_proj: WeightForm  # [hidden, value channels]
+    strength: float = 1.0  # greatest strength of the delta rule
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Advance the layer's states by the tokens, and give what they read."""
@@ -102,7 +103,8 @@ class DeltaNet(RecurrentMixer):
         read = stream.room(self.out_proj.in_features, qkvz.dtype, "read")
         for part, tokens in stream.state_parts():
             causal_conv(convolved[part], qkvz[part, :channels], conv_state, self.conv, None, True, tokens)
-            gated_delta(read[part], convolved[part], state, DeltaGates(ab[part], self.a_log, self.dt_bias), tokens)
+            gates = DeltaGates(ab[part], self.a_log, self.dt_bias)
+            gated_delta(read[part], convolved[part], state, gates, tokens, self.strength)
         normed = stream.room(self.out_proj.in_features, use="normed")
         gated_rms_norm(normed, read, qkvz[:, channels:], self.norm.weight, self.norm.eps, len(self.norm.weight), True)
         stream.give(self.out_proj, normed)
@@ -124,6 +126,10 @@ class Mamba2(RecurrentMixer):
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Advance the layer's states by the tokens, and give what they read."""
+        stream.give(self.out_proj, self.read(stream, cache))
+
+    def read(self, stream: ResidualStream, cache: LayerState) -> Tensor:
+        """Advance the layer's states by the tokens, and return what `out_proj` takes, [t, channels]."""
         conv_state, state = cache
         projected = stream.room_of(self.in_proj)
         stream.feed(self.in_proj, projected)
@@ -137,4 +143,4 @@ class Mamba2(RecurrentMixer):
         normed = stream.room(channels, use="normed")
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
         gated_rms_norm(normed, read, gate, weight, eps, self.group, self.norm_first)
-        stream.give(self.out_proj, normed)
+        return normed

@@ -115,8 +115,13 @@ def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool =
 
 
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
-    """Return the bytes that a step must move: weights once, keys and values of all rows once, the new ones."""
-    return runner.model.read_bytes(bucket) + bucket * (context + 1) * runner.capacity.token_bytes
+    """Return the bytes that a step must move: weights once, keys and values of all rows once, the new ones.
+
+    Recurrent states of all rows are read and written.
+    """
+    states = sum(kept.nbytes for kept in runner.model.config.recurrent if kept is not None)
+    row = (context + 1) * runner.capacity.token_bytes + 2 * states
+    return runner.model.read_bytes(bucket) + bucket * row
 
 
 @contextmanager

@@ -67,7 +67,9 @@ from graphdecode.kernels.model import (
 )
 from graphdecode.kernels.moe import expert_linear, moe_route
 from graphdecode.kernels.native import optional_triton
-from graphdecode.kernels.norm import rms_norm
+from graphdecode.kernels.norm import gated_rms_norm, rms_norm
+from graphdecode.kernels.recurrent import causal_conv, gated_delta, selective_scan
+from graphdecode.kernels.recurrent.state_tokens import StateTokens
 from graphdecode.kernels.sampling import follow_automata, logprobs, sample_and_advance
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -391,6 +393,50 @@ def expert_cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
+def recurrent_cases() -> dict[str, Callable[[], None]]:
+    """Layers with recurrent states: Mamba2's, gated delta nets' and LFM2's, and gated attention's gate."""
+    heads, ints = 32, partial(torch.empty, dtype=torch.int32)
+    tokens = StateTokens(ints(ROWS), ints(ROWS), ints(1), ints(ROWS))
+    of_heads = torch.empty(heads)
+    cases: dict[str, Callable[[], None]] = {}
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
+        x = torch.empty(ROWS, 3 * HIDDEN, dtype=dtype)
+        out, gates = torch.empty(ROWS, HIDDEN, dtype=dtype), torch.empty(ROWS, 2 * heads, dtype=dtype)
+        for kind, width, given, bias, silu in (
+            ("conv", 4, x[:, :HIDDEN], torch.empty(HIDDEN), True),
+            ("conv-gated", 3, x, None, False),
+        ):
+            state, weight = torch.empty(ROWS + 1, width - 1, HIDDEN), torch.empty(width, HIDDEN)
+            cases[f"{kind}-{name}"] = partial(
+                causal_conv.causal_conv_triton, out, given, state, weight, bias, silu, tokens
+            )
+        for key_dim, value_dim in ((128, 128), (96, 192)):
+            read = torch.empty(ROWS, heads * value_dim, dtype=dtype)
+            qkv = torch.empty(ROWS, heads * (key_dim + value_dim), dtype=dtype)  # half as many key heads
+            delta_gates = gated_delta.DeltaGates(gates, of_heads, of_heads)
+            state = torch.empty(ROWS + 1, heads, key_dim, value_dim)
+            cases[f"delta-{name}-{key_dim}x{value_dim}"] = partial(
+                gated_delta.gated_delta_triton, read, qkv, state, delta_gates, tokens, 1.0
+            )
+        for states, head_dim in ((128, 64), (256, 64), (256, 128)):
+            read = torch.empty(ROWS, heads * head_dim, dtype=dtype)
+            xbc = torch.empty(ROWS, heads * head_dim + 2 * states, dtype=dtype)
+            weights = selective_scan.ScanWeights(of_heads, of_heads, of_heads)
+            state = torch.empty(ROWS + 1, heads, states, head_dim)
+            cases[f"scan-{name}-{states}x{head_dim}"] = partial(
+                selective_scan.selective_scan_triton, read, xbc, state, gates, weights, tokens, 0.0, float("inf")
+            )
+        for kind, group, gain, first, sigmoid in (
+            ("mamba", HIDDEN, torch.empty(HIDDEN), False, False),
+            ("delta", 128, torch.empty(128), True, False),
+            ("attention", HIDDEN, None, False, True),
+        ):
+            cases[f"gated-norm-{kind}-{name}"] = partial(
+                gated_rms_norm.gated_rms_norm_triton, out, out, x, gain, 1e-6, group, first, sigmoid
+            )
+    return cases
+
+
 def measure(arch: int) -> dict[str, dict[str, int]]:
     """Compile every case for one architecture."""
     cases: dict[str, Callable[[], None]] = {}
@@ -414,6 +460,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     cases |= tiled_cases(arch)
     cases |= tiled_expert_cases(arch)
     cases |= expert_cases()
+    cases |= recurrent_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)

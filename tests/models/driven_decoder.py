@@ -10,7 +10,7 @@ from torch import Tensor
 from graphdecode import Slot, StepBuffers
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch
-from graphdecode.cache import LayerCache, LayerState, RecurrentState
+from graphdecode.cache import KeysAndState, LayerCache, LayerState, RecurrentState, layer_state
 from graphdecode.models import Chunks, Decoder
 
 PAGE_SIZE = 8
@@ -28,7 +28,7 @@ class DrivenDecoder:
         self.caches: list[LayerState] = []
         for kept in config.recurrent or [None] * model.num_layers:
             pages = [torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2)]
-            self.caches.append(LayerCache(*pages) if kept is None else RecurrentState.zeros(kept, rows, device))
+            self.caches.append(layer_state(kept, lambda pages=pages: LayerCache(*pages), rows, device))
             for tensor in self.caches[-1]:
                 tensor.fill_(math.nan)
         self.attention = PagedDecodeAttention(
@@ -64,13 +64,16 @@ class DrivenDecoder:
 
     def states(self) -> list[Tensor]:
         """Return the recurrent states of all rows as they stand."""
-        return [tensor.clone() for cache in self.caches if isinstance(cache, RecurrentState) for tensor in cache]
+        return [tensor.clone() for tensor in self._states()]
 
     def restore(self, states: list[Tensor]) -> None:
         """Go back to these states: a step may then be run once more."""
-        own = [tensor for cache in self.caches if isinstance(cache, RecurrentState) for tensor in cache]
-        for tensor, before in zip(own, states, strict=True):
+        for tensor, before in zip(self._states(), states, strict=True):
             tensor.copy_(before)
+
+    def _states(self) -> list[Tensor]:
+        parts = (cache.states if isinstance(cache, KeysAndState) else cache for cache in self.caches)
+        return [tensor for part in parts if isinstance(part, RecurrentState) for tensor in part]
 
     def chunks(self, texts: dict[int, list[int]], starts: dict[int, int], padding: int = 0) -> Chunks:
         """Return the tokens of some rows, each behind the `starts` tokens that it has already, and hostile padding."""

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -30,10 +32,14 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -93,6 +99,28 @@ GRANITE_4 = {
     "mamba_n_heads": 4,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+FALCON_MULTIPLIERS = {
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_rms_norm": True,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.4, 0.25, 0.8, 0.5, 0.35],
+    "mlp_multipliers": [0.9, 0.6],
+}
+NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
 DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "head_dim": 32,
@@ -194,6 +222,40 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         GraniteMoeHybridForCausalLM,
         GRANITE_4 | MAMBA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    "granite-4-experts": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        GRANITE_4
+        | MAMBA
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "falcon-h1": (FalconH1Config, FalconH1ForCausalLM, MAMBA | {"mamba_d_ssm": None}),
+    "falcon-h1-multipliers": (FalconH1Config, FalconH1ForCausalLM, MAMBA | FALCON_MULTIPLIERS),
+    "falcon-h1-biases": (
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        MAMBA
+        | FALCON_MULTIPLIERS
+        | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False},
+    ),
+    "nemotron-h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON_H),
+    "nemotron-h-biases": (
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        NEMOTRON_H
+        | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.5}
+        | {"layers_block_type": ["mlp", "full_attention", "mlp", "linear_attention"]},
+    ),
+    "olmo-hybrid": (OlmoHybridConfig, OlmoHybridForCausalLM, {}),
+    "olmo-hybrid-nope": (
+        OlmoHybridConfig,
+        OlmoHybridForCausalLM,
+        DELTA_NET
+        | {"linear_allow_neg_eigval": False, "attention_bias": True, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
     "bamba": (BambaConfig, BambaForCausalLM, MAMBA | {"attn_layer_indices": [1]}),
     "mamba2": (Mamba2Config, Mamba2ForCausalLM, {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, {"layer_types": ["conv", "full_attention", "conv"]}),
@@ -210,7 +272,11 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 OFFSET_NORMS = ("gemma", "qwen3.5", "qwen3-next")  # whose gains are kept as their distance from 1
-RECURRENT = ("granite-4-mamba", "bamba", "mamba2", "lfm2", "lfm2-biases", "qwen3.5", "qwen3-next")
+RECURRENT = (
+    *("granite-4-mamba", "granite-4-experts", "bamba", "mamba2", "lfm2", "lfm2-biases", "qwen3.5", "qwen3-next"),
+    *("falcon-h1", "falcon-h1-multipliers", "falcon-h1-biases", "nemotron-h", "nemotron-h-biases"),
+    *("olmo-hybrid", "olmo-hybrid-nope"),
+)
 
 
 def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:

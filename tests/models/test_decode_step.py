@@ -78,7 +78,7 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     norms = [value for block in model.blocks for name, value in block.parts() if name == "weight"]
     experts = [block.mlp.experts for block in model.layers if isinstance(getattr(block, "mlp", None), SparseMlp)]
     assert bool(experts) == (model.config.experts is not None)
-    mixers = [block.mixer for block in model.layers if isinstance(getattr(block, "mixer", None), RecurrentMixer)]
+    mixers = [part for block in model.layers for part in vars(block).values() if isinstance(part, RecurrentMixer)]
     assert experts or mixers or len(linears) == 4 * model.num_layers + 1
     places = family_of(model.config.architecture).weights(model.config).values()
     assert len(norms) == sum("norm" in parts[0].name for parts in places)

@@ -1,5 +1,6 @@
 """What a folder must hold, and how the rest is refused: by name, and all at once."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,14 +54,54 @@ def test_names_may_lack_what_those_of_a_decoder_with_a_head_begin_with(
     assert answer(tmp_path) == answer(checkpoint("qwen3-tied"))
 
 
-def test_a_hybrid_with_mamba_or_experts_is_refused_with_what_is_run(tmp_path: Path) -> None:
-    save_checkpoint("granite-4", tmp_path)
-    edit_config(tmp_path, lambda settings: settings.update(num_local_experts=4))
-    with pytest.raises(UnsupportedModelError, match="num_local_experts is 4, and Granite 4 is run without experts"):
+REFUSED = [
+    (
+        "granite-4-mamba",
+        {"layer_types": ["mamba", "conv", "mamba"]},
+        "layer_types must name 3 layers, each one of mamba",
+    ),
+    ("granite-4-experts", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than the 6 experts"),
+    ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
+    ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
+    ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads 8 of mamba_d_head 16 must make up 100"),
+    ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers > 0, got"),
+    ("falcon-h1", {"ssm_in_multiplier": "a"}, "ssm_in_multiplier must be a number > 0, got 'a'"),
+    ("nemotron-h", {"layers_block_type": ["mlp", "moe"]}, "layers_block_type must name layers without experts, each"),
+    ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-E*"}, "hybrid_override_pattern must name"),
+    ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported; supported are relu2"),
+    ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
+    (
+        "olmo-hybrid",
+        {"layer_types": ["full_attention"]},
+        "layer_types must name 3 layers, each one of linear_attention",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_what_a_recurrent_model_cannot_have_is_refused_by_name(
+    tmp_path: Path, name: str, changes: dict, message: str
+) -> None:
+    save_checkpoint(name, tmp_path)
+    edit_config(tmp_path, lambda settings: settings.update(changes))
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
         describe_model(tmp_path)
-    edit_config(tmp_path, lambda settings: settings.update(layer_types=["mamba", "attention", "mamba"]))
-    with pytest.raises(UnsupportedModelError, match="2 layers are of the kind mamba, which keeps another state than"):
-        describe_model(tmp_path)
+
+
+def test_older_names_of_nemotron_h_mean_the_same(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    save_checkpoint("nemotron-h", tmp_path)
+
+    def age(settings: dict) -> None:
+        settings |= {"mamba_n_groups": settings.pop("n_groups"), "mamba_d_conv": settings.pop("conv_kernel")}
+        settings |= {"hybrid_override_pattern": "M-*M", "num_hidden_layers": 52}
+        del settings["layers_block_type"]
+
+    edit_config(tmp_path, age)
+    assert answer(tmp_path) == answer(checkpoint("nemotron-h"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("backbone.", "model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert answer(tmp_path) == answer(checkpoint("nemotron-h"))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The model families, one file each; a line here lets its models be loaded."""
 
 from graphdecode.models.families.bamba import Bamba
+from graphdecode.models.families.falcon_h1 import FalconH1
 from graphdecode.models.families.gemma2 import Gemma2
 from graphdecode.models.families.gemma3 import Gemma3
 from graphdecode.models.families.gpt_oss import GptOss
@@ -11,8 +12,10 @@ from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mamba2 import Mamba2Family
 from graphdecode.models.families.mistral import Mistral
 from graphdecode.models.families.mixtral import Mixtral
+from graphdecode.models.families.nemotron_h import NemotronH
 from graphdecode.models.families.olmo2 import Olmo2
 from graphdecode.models.families.olmo3 import Olmo3
+from graphdecode.models.families.olmo_hybrid import OlmoHybrid
 from graphdecode.models.families.phi3 import Phi3
 from graphdecode.models.families.qwen2 import Qwen2
 from graphdecode.models.families.qwen2_moe import Qwen2Moe
@@ -25,5 +28,6 @@ from graphdecode.models.family import register_family
 for _family in (
     *(Llama, Mistral, Mixtral, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, GptOss, Gemma2, Gemma3),
     *(Phi3, Olmo2, Olmo3, SmolLM3, Granite, GraniteHybrid, Bamba, Mamba2Family, Lfm2, Qwen35, Qwen3Next),
+    *(FalconH1, NemotronH, OlmoHybrid),
 ):
     register_family(_family())

@@ -1,23 +1,28 @@
-"""Granite 4 (IBM, 2025), dense: Granite 3 with one product for gate and up, and Mamba2 in place of most attention."""
+"""Granite 4 (IBM, 2025): Granite 3 with Mamba2 in place of most attention, and perhaps experts beside the MLP."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
 from graphdecode.models.blocks import Mixer
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, count
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, whole
 from graphdecode.models.families.granite import Granite
 from graphdecode.models.families.hybrid import Hybrid, mamba2_mixer, mamba2_sizes, mamba2_weights, recurrent_layers
-from graphdecode.models.weight_map import Run, WeightMap, product
+from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in files of either age
 
 
-class GraniteHybrid(Granite, Hybrid):
-    """Granite 4, dense."""
+class GraniteHybrid(Granite, Sparse, Hybrid):
+    """Granite 4."""
 
     architecture = "GraniteMoeHybridForCausalLM"
     defaults: ClassVar[dict[str, Any]] = Granite.defaults | {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
         "mamba_n_heads": 128,
         "mamba_n_groups": 1,
         "mamba_d_state": 256,
@@ -28,12 +33,16 @@ class GraniteHybrid(Granite, Hybrid):
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         """Take the fields of a config.json."""
         settings = self.defaults | settings
-        experts = settings.get("num_local_experts", 8)
-        if experts:
-            raise UnsupportedModelError(
-                f"num_local_experts is {shown(experts)}, and Granite 4 is run without experts alone"
-            )
-        return super().config({**settings, "intermediate_size": count(settings, "shared_intermediate_size", 1024)})
+        if whole(settings, "num_local_experts", 0) == 0:  # each layer has the shared MLP alone
+            settings["intermediate_size"] = count(settings, "shared_intermediate_size")
+        return super().config(settings)
+
+    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
+        """Return what the experts look like."""
+        if whole(settings, "num_local_experts", 0) == 0:
+            return None
+        shared = count(settings, "shared_intermediate_size")
+        return replace(experts_everywhere(settings, fields), shared_intermediate_size=shared)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return biases and multipliers, and whether there are rotary embeddings."""
@@ -49,10 +58,18 @@ class GraniteHybrid(Granite, Hybrid):
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the places of one layer."""
-        hidden, ff, mlp = config.hidden_size, Run(config.intermediate_size), f"{name}shared_mlp."
-        return super().layer_weights(config, at, name) | {
-            **product(f"{at}gate_up", {f"{mlp}input_linear": (ff, ff)}, hidden, split=0),
-            **product(f"{at}down", {f"{mlp}output_linear": hidden}, ff.size, split=1),
+        shared = _shared_weights(config, config.intermediate_size, at, name)
+        return super().layer_weights(config, at, name) | shared
+
+    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
+        """Return the places of one layer's router, experts and shared MLP; stacks are all that there are."""
+        experts, hidden, moe = experts_of(config), config.hidden_size, f"{name}block_sparse_moe."
+        width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
+        return {
+            **_shared_weights(config, experts.shared_intermediate_size, at, name),
+            **product(f"{at}router", {f"{moe}router.layer": experts.count}, hidden, split=None),
+            f"{at}experts.gate_up": (Part(f"{moe}input_linear.weight", (experts.count, 2 * width, hidden), 1, halves),),
+            f"{at}experts.down": (Part(f"{moe}output_linear.weight", (experts.count, hidden, width), 2),),
         }
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
@@ -62,3 +79,9 @@ class GraniteHybrid(Granite, Hybrid):
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
         """Return the Mamba2 mixer of a layer."""
         return mamba2_mixer(config, weights, at)
+
+
+def _shared_weights(config: ModelConfig, width: int, at: str, name: str) -> WeightMap:
+    hidden, half, mlp = config.hidden_size, Run(width), f"{name}shared_mlp."
+    gate_up = product(f"{at}gate_up", {f"{mlp}input_linear": (half, half)}, hidden, split=0)
+    return gate_up | product(f"{at}down", {f"{mlp}output_linear": hidden}, width, split=1)

@@ -11,7 +11,7 @@ from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.kernels.recurrent.selective_scan import ScanWeights
 from graphdecode.models.blocks import Mixer, Norm
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.family import edges
 from graphdecode.models.recurrent_blocks import Mamba2
@@ -38,9 +38,11 @@ class Hybrid(Llama):
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"model.layers.{index}."
             layer = self.layer_weights(config, at, name)
-            if config.keeps_state(index):
-                others = {place: part for place, part in layer.items() if _part(place, at) not in _OF_ATTENTION}
-                layer = others | self.mixer_weights(config, at, name)
+            kept = config.recurrent[index] if config.recurrent else None
+            if kept is not None:
+                if not kept.beside_keys:
+                    layer = {place: part for place, part in layer.items() if _part(place, at) not in _OF_ATTENTION}
+                layer |= self.mixer_weights(config, at, name)
             places |= layer
         return places
 
@@ -97,7 +99,8 @@ class Mamba2Sizes(NamedTuple):
     states: int  # channels of a head's state
     width: int  # inputs that the convolution sees
     conv_bias: bool
-    proj_bias: bool
+    proj_bias: bool  # of the first product
+    out_bias: bool  # of the last one
     has_norm: bool = True  # of the heads' outputs, in `groups` groups of channels
     norm_first: bool = False  # the norm stands before the gate
     step_limits: tuple[float, float] = (0.0, float("inf"))
@@ -132,7 +135,7 @@ def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
         places[f"{at}mixer_norm"] = (Part(f"{name}norm.weight", (sizes.channels,)),)
     return places | {
         **product(f"{at}in_proj", {f"{name}in_proj": rows}, hidden, split=None, bias=sizes.proj_bias),
-        **product(f"{at}out_proj", {f"{name}out_proj": hidden}, sizes.channels, split=None, bias=sizes.proj_bias),
+        **product(f"{at}out_proj", {f"{name}out_proj": hidden}, sizes.channels, split=None, bias=sizes.out_bias),
     }
 
 
@@ -157,14 +160,18 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
     """Return the sizes that a config.json names as Bamba does.
 
     Raises:
-        UnsupportedModelError: the heads do not make up `mamba_expand * hidden_size` channels.
+        UnsupportedModelError: the heads do not make up `mamba_d_ssm`, or else `mamba_expand * hidden_size`, channels;
+            or the activation is not SiLU.
     """
-    heads, channels = count(settings, "mamba_n_heads"), count(settings, "mamba_expand") * count(settings, "hidden_size")
+    choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
+    expanded = count(settings, "mamba_expand") * count(settings, "hidden_size")
+    heads, channels = count(settings, "mamba_n_heads"), count(settings, "mamba_d_ssm", expanded)
     given = settings.get("mamba_d_head", "auto")
     head_dim = channels // heads if given == "auto" else count(settings, "mamba_d_head")
     if heads * head_dim != channels:
         raise UnsupportedModelError(
-            f"mamba_n_heads {heads} of mamba_d_head {head_dim} must make up mamba_expand * hidden_size = {channels}"
+            f"mamba_n_heads {heads} of mamba_d_head {head_dim} must make up {channels}, which is mamba_d_ssm or "
+            "mamba_expand * hidden_size"
         )
     limits = [_unbounded(limit) for limit in settings.get("time_step_limit") or (0.0, float("inf"))]
     made = Mamba2Sizes(
@@ -175,6 +182,7 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
         width=count(settings, "mamba_d_conv"),
         conv_bias=flag(settings, "mamba_conv_bias", True),
         proj_bias=flag(settings, "mamba_proj_bias", False),
+        out_bias=flag(settings, "mamba_proj_bias", False),
         step_limits=(limits[0], limits[1]),
     )
     return made._replace(**changes)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphdecode.cache import Recurrent
 from graphdecode.models.blocks import Attention, Mixer, Norm
-from graphdecode.models.config import ModelConfig, count
+from graphdecode.models.config import ModelConfig, choice, count
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
 from graphdecode.models.families.llama import attention_biases, head_run
 from graphdecode.models.families.qwen3 import head_norms
@@ -25,6 +25,7 @@ class DeltaSizes(NamedTuple):
     heads: int  # value heads
     value_dim: int  # channels of a value head
     width: int  # inputs that the convolution sees
+    strength: float = 1.0  # greatest strength of the delta rule
 
     @property
     def key_size(self) -> int:
@@ -72,6 +73,7 @@ class Qwen35(Hybrid):
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return which layers are delta nets, and their sizes."""
+        choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
         layers, every = fields["num_hidden_layers"], count(settings, "full_attention_interval", 4)
         kinds = settings.get("layer_types") or [
             "full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)
@@ -126,18 +128,30 @@ class Qwen35(Hybrid):
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
         """Return the delta net of a layer."""
-        qkvz_order, ab_order = self.orders(config.mixer, weights.device)
-        return DeltaNet(
-            qkvz=weights.linear(f"{at}qkvz"),
-            ab=weights.linear(f"{at}ab"),
-            qkvz_order=qkvz_order,
-            ab_order=ab_order,
-            conv=conv_weight(weights, f"{at}conv"),
-            a_log=weights.tensor(f"{at}a_log", torch.float32),
-            dt_bias=weights.tensor(f"{at}dt_bias", torch.float32),
-            norm=Norm(weights.tensor(f"{at}mixer_norm", torch.float32), config.rms_norm_eps),
-            out_proj=weights.linear(f"{at}out_proj"),
-        )
+        orders = self.orders(config.mixer, weights.device)
+        return delta_net(config.mixer, weights, at, config.rms_norm_eps, orders)
+
+
+def delta_net(
+    sizes: DeltaSizes,
+    weights: Weights,
+    at: str,
+    eps: float,
+    orders: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> DeltaNet:
+    """Return the delta net at a place; `orders` are those of its two products' columns, see `DeltaNet`."""
+    return DeltaNet(
+        qkvz=weights.linear(f"{at}qkvz"),
+        ab=weights.linear(f"{at}ab"),
+        qkvz_order=orders[0],
+        ab_order=orders[1],
+        conv=conv_weight(weights, f"{at}conv"),
+        a_log=weights.tensor(f"{at}a_log", torch.float32),
+        dt_bias=weights.tensor(f"{at}dt_bias", torch.float32),
+        norm=Norm(weights.tensor(f"{at}mixer_norm", torch.float32), eps),
+        out_proj=weights.linear(f"{at}out_proj"),
+        strength=sizes.strength,
+    )
 
 
 class Qwen3Next(Sparse, Qwen35):

@@ -31,6 +31,8 @@ class Sparse(Llama):
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return biases, and what the experts look like."""
         experts = self.experts(settings, fields)
+        if experts is None:
+            return super().options(settings, fields)
         if experts.top_k > experts.count:
             raise UnsupportedModelError(f"num_experts_per_tok {experts.top_k} is more than the {experts.count} experts")
         all_experts = experts.count * sum(experts.layers)
@@ -38,8 +40,8 @@ class Sparse(Llama):
             raise UnsupportedModelError(f"at most {_MOST_EXPERTS} experts are run, these layers have {all_experts}")
         return super().options(settings, fields) | {"experts": experts}
 
-    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
-        """Return what the experts look like; see `options`."""
+    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
+        """Return what the experts look like; None: there are none. See `options`."""
         layers = fields["num_hidden_layers"]
         dense, every = settings.get("mlp_only_layers") or [], count(settings, "decoder_sparse_step")
         if not isinstance(dense, list):
@@ -114,7 +116,7 @@ class Sparse(Llama):
 
     def _sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         places = super().weights(config)
-        for index, is_sparse in enumerate(experts_of(config).layers):
+        for index, is_sparse in enumerate(config.experts.layers if config.experts is not None else ()):
             if is_sparse:
                 at = f"layers.{index}."
                 for dense in (f"{at}gate_up", f"{at}down"):

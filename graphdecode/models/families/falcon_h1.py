@@ -1,0 +1,164 @@
+"""Falcon-H1 (TII, 2025): attention and Mamba2 beside each other in every layer, and multipliers on many products."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from graphdecode.cache import KeysAndState, LayerState
+from graphdecode.errors import shown
+from graphdecode.linear.weight_form import WeightForm
+from graphdecode.linear.wrapped import Scaled
+from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, Norm, ResidualStream
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, number
+from graphdecode.models.families.bamba import Bamba
+from graphdecode.models.families.hybrid import Mamba2Sizes, mamba2_mixer, mamba2_sizes
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.fields import is_positive
+from graphdecode.models.recurrent_blocks import Mamba2
+from graphdecode.models.weights import Weights
+
+
+class Multipliers(NamedTuple):
+    """What the results of a layer's products are multiplied with; inputs and outputs, as a config.json names them."""
+
+    attention_in: float
+    attention_out: float
+    ssm_in: float
+    ssm_out: float
+    ssm: tuple[float, ...]  # of the gate, x, B, C and steps
+    mlp: tuple[float, ...]  # of the gate, and of the output
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconH1Config(ModelConfig):
+    """The configuration of Falcon-H1."""
+
+    multipliers: Multipliers
+
+
+@dataclass(frozen=True)
+class ParallelLayer(Layer):
+    """`x + a * attention(norm(x)) + b * mamba(norm(x))`, then an MLP behind a norm, scaled too."""
+
+    input_norm: Norm
+    attention: Attention
+    mamba: Mamba2
+    mlp_norm: Norm
+    mlp: FeedForward
+    multipliers: Multipliers
+
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+        """Run the layer."""
+        assert isinstance(cache, KeysAndState)
+        stream.norm(self.input_norm)
+        # both take the same norm, so that neither gives anything before the other has computed its inputs
+        read = self.mamba.read(stream, cache.states)
+        self.attention.run(stream, cache.pages)
+        stream.change(None, self.multipliers.attention_out)
+        stream.norm(None)
+        stream.give(self.mamba.out_proj, read)
+        stream.change(None, self.multipliers.ssm_out)
+        stream.norm(self.mlp_norm)
+        self.mlp.run(stream)
+        stream.change(None, self.multipliers.mlp[1])
+
+
+class FalconH1(Bamba):
+    """Falcon-H1."""
+
+    architecture = "FalconH1ForCausalLM"
+    has_partial_rotary = False
+    defaults: ClassVar[dict[str, Any]] = {
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    }
+
+    def config(self, settings: dict[str, Any]) -> FalconH1Config:
+        """Take the fields of a config.json."""
+        multipliers = Multipliers(
+            attention_in=number(settings, "attention_in_multiplier", 1.0),
+            attention_out=number(settings, "attention_out_multiplier", 1.0),
+            ssm_in=number(settings, "ssm_in_multiplier", 1.0),
+            ssm_out=number(settings, "ssm_out_multiplier", 1.0),
+            ssm=_multipliers(settings, "ssm_multipliers", 5),
+            mlp=_multipliers(settings, "mlp_multipliers", 2),
+        )
+        return FalconH1Config(**vars(super().config(settings)), multipliers=multipliers)
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return biases, sizes of the Mamba2 mixers, and the multipliers that need no product of their own."""
+        sizes = mamba2_sizes(
+            settings,
+            out_bias=flag(settings, "projectors_bias", False),
+            has_norm=flag(settings, "mamba_rms_norm", False),
+            norm_first=flag(settings, "mamba_norm_before_gate", True),
+        )
+        return Llama.options(self, settings, fields) | {
+            "recurrent": (replace(sizes.state, beside_keys=True),) * fields["num_hidden_layers"],
+            "mixer": sizes,
+            # rotations are linear: what multiplies keys multiplies logits
+            "sm_scale": number(settings, "key_multiplier", 1.0) / fields["head_dim"] ** 0.5,
+            "embedding_scale": number(settings, "embedding_multiplier", 1.0),
+            "logits_scale": number(settings, "lm_head_multiplier", 1.0),
+        }
+
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        """Return one layer, its weights read."""
+        assert isinstance(config, FalconH1Config)
+        at, eps, multipliers = f"layers.{index}.", config.rms_norm_eps, config.multipliers
+        attention, mamba = self.attention(config, weights, index), mamba2_mixer(config, weights, at)
+        sizes: Mamba2Sizes = config.mixer
+        of_groups, ff = sizes.groups * sizes.states, config.intermediate_size
+        sections = (sizes.channels, sizes.channels, of_groups, of_groups, sizes.heads)
+        qkv = _scaled(weights, f"{at}qkv", attention.qkv, config.qkv_bias, multipliers.attention_in)
+        in_proj = _scaled(
+            weights, f"{at}in_proj", mamba.in_proj, sizes.proj_bias, multipliers.ssm_in, sections, multipliers.ssm
+        )
+        gate_up = weights.linear(f"{at}gate_up")
+        gate_up = _scaled(weights, f"{at}gate_up", gate_up, False, 1.0, (ff, ff), (multipliers.mlp[0], 1.0))
+        return ParallelLayer(
+            input_norm=weights.norm(f"{at}before_attention", eps),
+            attention=replace(attention, qkv=qkv),
+            mamba=replace(mamba, in_proj=in_proj),
+            mlp_norm=weights.norm(f"{at}before_mlp", eps),
+            mlp=GatedMlp(gate_up, weights.linear(f"{at}down"), config.activation),
+            multipliers=multipliers,
+        )
+
+
+def _scaled(
+    weights: Weights,
+    place: str,
+    form: WeightForm,
+    has_bias: bool,
+    of_input: float,
+    sections: tuple[int, ...] = (),
+    multipliers: tuple[float, ...] = (),
+) -> WeightForm:
+    """Return a product whose input is multiplied, which does not change its bias, and then sections of its output."""
+    if of_input == 1.0 and all(multiplier == 1.0 for multiplier in multipliers):
+        return form
+    scale = torch.ones(form.out_features, device=weights.device)
+    if sections:
+        scale = torch.cat([part * each for part, each in zip(scale.split(sections), multipliers, strict=True)])
+    shift = None
+    if has_bias and of_input != 1.0:
+        shift = weights.tensor(f"{place}.bias", torch.float32) * scale * (1.0 - of_input)
+    return Scaled(form.shape, None, form, scale * of_input, shift)
+
+
+def _multipliers(settings: dict[str, Any], name: str, size: int) -> tuple[float, ...]:
+    given = settings.get(name)
+    if given is None:
+        return (1.0,) * size
+    if not isinstance(given, list) or len(given) != size or not all(map(is_positive, given)):
+        raise UnsupportedModelError(f"{name} must be {size} numbers > 0, got {shown(given)}")
+    return tuple(map(float, given))

@@ -1,0 +1,189 @@
+"""Law 9 with recurrent states: a request has the bits of a run alone, whatever joins, leaves or is preempted."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.errors import ArgumentError
+from graphdecode.kernels.native import library as native
+
+needs_kernels = pytest.mark.skipif(
+    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
+)
+# one of each kind of layer: Mamba2 beside attention and in its place, gated delta net, short convolution, nothing
+MODELS = ("falcon-h1-multipliers", "qwen3.5", "olmo-hybrid", "granite-4-experts", "nemotron-h", "lfm2", "mamba2")
+ENGINES: tuple[dict[str, Any], ...] = (  # chunks of 7, mixed steps, few pages, several steps a launch
+    {"max_batch_size": 5, "batch_sizes": [3], "max_prefill_tokens": 7},
+    {"max_batch_size": 8, "page_size": 4, "total_num_pages": 24, "max_prefill_tokens": 33},
+    {"max_batch_size": 4, "steps_per_launch": 3, "max_prefill_tokens": 512},
+)
+Request = tuple[list[int], SamplingParams]
+Answer = list[tuple[list[int], list[dict[int, float]]]]  # of each of `n` outputs
+
+
+def requests() -> list[Request]:
+    """Prompts about the borders of pages and chunks, some with a common beginning; greedy and sampled, one or two."""
+    rng = random.Random(11)
+    common = [rng.randrange(97, 123) for _ in range(20)]
+    found = []
+    for index, length in enumerate([1, 2, 7, 8, 15, 17, 31, 40, 5, 60]):
+        own = [rng.randrange(97, 123) for _ in range(length)]
+        params = SamplingParams(
+            temperature=[0.0, 0.9][index % 2],
+            seed=index,
+            max_tokens=16 + 2 * index,
+            logprobs=2,
+            ignore_eos=True,
+            n=2 if index % 4 == 3 else 1,
+        )
+        found.append((common + own if index % 3 == 1 else own, params))
+    return found
+
+
+def answer_of(output: Any) -> Answer:  # one that left before its first token has no log-probabilities
+    return [
+        (each.token_ids, [{token: entry.logprob for token, entry in step.items()} for step in each.logprobs or []])
+        for each in output.outputs
+    ]
+
+
+class Engines:
+    """Engines of one model, made at their first use, and what each request has alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made: dict[int, LLM] = {}
+        with self.make(max_batch_size=1, max_prefill_tokens=512) as llm:
+            self.alone = [answer_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests()]
+
+    def make(self, max_prefill_tokens: int, **config: Any) -> LLM:
+        buckets = BucketConfig(**{"max_sequence_length": 128, "page_size": 8, **config})
+        options = {"dtype": "float32", "batch_invariant": True, "max_prefill_tokens": max_prefill_tokens}
+        return LLM(self.folder, config=buckets, **options)
+
+    def __getitem__(self, index: int) -> LLM:
+        if index not in self._made:
+            self._made[index] = self.make(**ENGINES[index])
+        return self._made[index]
+
+    def close(self) -> None:
+        for llm in self._made.values():
+            llm.close()
+
+
+@pytest.fixture(scope="module")
+def engines_of(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Engines]]:
+    made: dict[str, Engines] = {}
+
+    def of(name: str) -> Engines:
+        if name not in made:
+            made[name] = Engines(checkpoint(name))
+        return made[name]
+
+    yield of
+    for engines in made.values():
+        engines.close()
+
+
+def live(llm: LLM, alone: list[Answer], rng: random.Random) -> None:
+    """One life: requests join, some leave early, others are asked for at once; each has the bits of its run alone."""
+    given = requests()
+    single = [index for index, (_, params) in enumerate(given) if params.n == 1]
+    streams = []
+    for index in rng.sample(single, rng.randrange(3, len(single))):
+        streams.append((index, llm.stream(*given[index])))
+        for _ in range(rng.randrange(4)):
+            llm.step()
+        if rng.random() < 0.2:
+            rng.choice(streams)[1].close()
+    chosen = rng.sample(range(len(given)), rng.randrange(4, len(given)))
+    outputs = llm.generate([given[index][0] for index in chosen], [given[index][1] for index in chosen], use_tqdm=False)
+    for index, output in zip(chosen, outputs, strict=True):
+        assert answer_of(output) == alone[index], f"request {index}, asked for among {chosen}"
+    for index, stream in streams:
+        list(stream)  # to its end
+        ((tokens, logprobs),), ((wanted, wanted_logprobs),) = answer_of(stream.request), alone[index]
+        assert tokens == wanted[: len(tokens)], f"request {index}"
+        assert logprobs == wanted_logprobs[: len(logprobs)], f"request {index}"
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", MODELS)
+def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Callable[[str], Engines], name: str) -> None:
+    engines = engines_of(name)
+    for index in range(len(ENGINES)):
+        live(engines[index], engines.alone, random.Random(index))
+    assert engines[1].num_preemptions > 0
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_a_request_has_the_bits_of_a_run_alone_in_two_hundred_lives(
+    engines_of: Callable[[str], Engines], seed: int
+) -> None:
+    rng = random.Random(1000 + seed)
+    engines = engines_of(MODELS[seed % len(MODELS)])
+    live(engines[rng.randrange(len(ENGINES))], engines.alone, rng)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "mamba2"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculation": "ngram"}, "speculation='ngram' needs the states before each draft"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: models with recurrent states run on one rank alone"),
+    ],
+)
+def test_what_needs_earlier_states_is_refused_before_anything_is_loaded(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, options: dict, message: str
+) -> None:
+    def nothing(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded, or ranks are started")
+
+    monkeypatch.setattr("graphdecode.engine.loading.load_model", nothing)
+    monkeypatch.setattr("graphdecode.engine.loading.start_ranks", nothing)
+    with pytest.raises(ArgumentError, match=message):
+        LLM(checkpoint(name), **options)
+
+
+def test_a_draft_model_with_states_is_refused_before_anything_is_loaded(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphdecode.engine.loading.load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    with pytest.raises(ArgumentError, match="speculation='model' needs the states before each draft"):
+        LLM(checkpoint("llama-2"), speculation="model", draft_model=str(checkpoint("mamba2")))
+
+
+def test_a_model_with_states_says_that_it_shares_no_prefixes(
+    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "graphdecode"), LLM(checkpoint("lfm2"), dtype="float32") as llm:
+        assert not llm.cache.prefix_caching
+    assert "prefixes are not shared: the model has recurrent states" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "paged", "stateful"), [("falcon-h1", 3, 3), ("nemotron-h", 1, 2), ("mamba2", 0, 3)])
+def test_pages_and_states_are_counted_as_they_are_kept(
+    checkpoint: Callable[[str], Path], name: str, paged: int, stateful: int
+) -> None:
+    from graphdecode.engine.capacity import plan_capacity, state_bytes_of
+    from graphdecode.models import describe_model
+
+    buckets, shape = (
+        BucketConfig(max_batch_size=4, max_sequence_length=64, page_size=8),
+        describe_model(checkpoint(name)),
+    )
+    states = [kept.nbytes for kept in shape.recurrent if kept is not None and kept.nbytes]
+    assert len(states) == stateful
+    assert state_bytes_of(buckets, shape) == 5 * sum(states)
+    device = torch.device("cpu")
+    capacity = plan_capacity(buckets, shape, torch.float32, device, available_bytes=2**30)
+    assert capacity.token_bytes == 2 * paged * shape.num_key_value_heads * shape.head_dim * 4
+    with pytest.raises(ArgumentError, match="no memory is left"):
+        plan_capacity(buckets, shape, torch.float32, device, available_bytes=state_bytes_of(buckets, shape))
