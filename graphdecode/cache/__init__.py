@@ -13,6 +13,7 @@ from .layer_cache import CacheScales, LayerCache, LayerState, Recurrent, Recurre
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
+from .rolling import RollingPages
 
 __all__ = [
     "CacheFullError",
@@ -24,6 +25,7 @@ __all__ = [
     "PagedKVCache",
     "Recurrent",
     "RecurrentState",
+    "RollingPages",
     "UnknownSequenceError",
     "copy_page",
     "fill_page_row",
