@@ -131,7 +131,7 @@ def _rolling_pages(
     pages = -(-(window + max(prefill_tokens, *widths) + 1) // config.page_size)
     if not any(layers) or pages >= pages_per_row:
         return None
-    ahead = ring_length(config) * max(widths)
+    ahead = 2 * config.steps_per_launch * max(widths)  # of a launch, and of one behind it
     return RollingPages(layers, config.max_batch_size, pages, config.page_size, window, ahead)
 
 
