@@ -1,4 +1,4 @@
-"""Layers with a window: their memory is as wide as it is, and a request's answer is the one of full pages, bit for bit."""
+"""Layers with a window take memory for it alone, and a request's answer has the bits that full pages give it."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,12 +23,7 @@ needs_kernels = pytest.mark.skipif(
 )
 LENGTH = 256
 SMALL = {"max_sequence_length": LENGTH, "page_size": 4, "max_batch_size": 4, "max_prefill_tokens": 7, "device": "cpu"}
-WINDOWED = [
-    "gemma3",
-    "gpt-oss",
-    "mistral-window",
-    "qwen2-window",
-]  # two kinds of layers, sinks, one kind, a window of 12
+WINDOWED = ["gemma3", "gpt-oss", "mistral-window", "qwen2-window"]  # two kinds of layers, sinks, one kind, 12 keys
 Answer = tuple[list[int], list[Any]]
 
 
@@ -126,7 +121,8 @@ def test_rolling_pages_change_no_bit_of_an_answer(alone: Any, name: str, setting
         found, reused = answers(engine, given, None if seed is None else random.Random(seed))
         wrong = [index for index in range(len(given)) if found[index] != expected[index]]
         assert not wrong, (name, settings, seed, wrong[0], given[wrong[0]], found[wrong[0]], expected[wrong[0]])
-        assert (reused > 0) == settings.get("prefix_cache", True)
+        if "speculation" not in settings:  # whose steps may have written past the window of a ring as short as here
+            assert (reused > 0) == settings.get("prefix_cache", True)
     assert (engine.num_preemptions > 0) == ("total_num_pages" in settings)
     assert engine.cache.pool.used == 0
     engine.close()
@@ -210,7 +206,8 @@ def test_keys_and_values_of_32k_tokens_take_a_part_of_what_full_pages_take(name:
     given = (config, config_of(settings), torch.bfloat16, torch.device("cpu"), 2**45, (1,))
     prefill_tokens = EngineConfig().prefill_tokens(device_type)
     full, rolling = plan_capacity(*given), plan_capacity(*given, prefill_tokens=prefill_tokens)
-    assert full.rolling is None and full.cache_bytes == (full.total_num_pages + 1) * full.page_bytes
+    assert full.rolling is None
+    assert full.cache_bytes == (full.total_num_pages + 1) * full.page_bytes
     assert rolling.total_num_pages == full.total_num_pages == 8 * 2048
     assert rolling.token_bytes == full.token_bytes
     assert rolling.cache_bytes <= share * full.cache_bytes, rolling.cache_bytes / full.cache_bytes
