@@ -239,6 +239,8 @@ class PagedKVCache:
         shape = self._page_shape
         size = sum(layer.nbytes for layer in self.layers) / 2**20
         prefixes = ", prefix caching" if self.prefix_caching else ""
+        if self.rolling is not None:
+            prefixes += f", rings of {self.rolling.pages} pages in {sum(self.rolling.layers)} layers"
         return (
             f"PagedKVCache({len(self.ledger.pages)} sequences, {self.pool}, {len(self.layers)} layers of "
             f"{list(shape)} {str(self.dtype).removeprefix('torch.')}, {size:.1f} MiB in all, on {self._device}"

@@ -9,8 +9,10 @@ import pytest
 import torch
 from test_against_transformers import assert_greedy
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from graphdecode import LLM, BucketConfig, Engine, EngineConfig, Request, SamplingParams
+from graphdecode.cli import app
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.steps import step as step_module
@@ -219,10 +221,24 @@ def test_what_is_planned_is_what_is_allocated(checkpoint: Callable[[str], Path],
     with LLM(checkpoint(name), dtype="float32", **settings) as llm:
         rolling, capacity = llm.cache.rolling, llm.engine.capacity
         assert sum(layer.nbytes for layer in llm.cache.layers) == capacity.cache_bytes
+        assert f"rings of 9 pages in {sum(rolling.layers)} layers" in repr(llm.cache)
         assert rolling.pages == -(-(19 + 16 + 1) // 4)
         full = capacity.token_bytes * 4 * (capacity.total_num_pages + 1)
         windowed = sum(rolling.layers) / len(rolling.layers)
         assert capacity.cache_bytes < full * (1 - windowed + windowed * (rolling.pages + 1) / 64)
+
+
+def test_the_plan_of_memory_counts_both_kinds_of_layers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    sizes = "[capacity]\nmax_batch_size = 8\nmax_sequence_length = 256\npage_size = 4\n"
+    (tmp_path / "b.toml").write_text(f"{sizes}[scheduling]\nmax_prefill_tokens = 16\n")
+    arguments = ["buckets", str(tmp_path / "b.toml"), "--model", str(checkpoint("gemma3")), "--dtype", "float32"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False, env={"COLUMNS": "160"})
+    cells = [[cell.strip() for cell in line.split("│")] for line in result.output.splitlines() if line.startswith("│")]
+    found = {line[1]: line for line in cells if len(line) == 5 and "." in line[2]}
+    page = 2 * 2 * 256 * 4 * 4  # keys and values, heads, channels, tokens, float32
+    assert float(found["key-value cache"][2]) == pytest.approx((8 * 64 + 1) * page / 2**20, abs=0.06)
+    assert float(found["of windows"][2]) == pytest.approx(2 * (8 * 9 + 1) * page / 2**20, abs=0.06)
+    assert "9 pages a row for 2 layers with a window" in found["of windows"][3]
 
 
 def test_pages_roll_only_where_that_takes_less_memory(checkpoint: Callable[[str], Path]) -> None:
