@@ -23,6 +23,7 @@ from .layer_cache import (
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
+from .rolling import RollingPages
 
 __all__ = [
     "CacheFullError",
@@ -35,6 +36,7 @@ __all__ = [
     "PagedKVCache",
     "Recurrent",
     "RecurrentState",
+    "RollingPages",
     "UnknownSequenceError",
     "copy_page",
     "fill_page_row",

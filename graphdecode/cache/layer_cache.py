@@ -51,6 +51,7 @@ class LayerCache:
     keys: Tensor  # [pages + 1, page_size, num_kv_heads, head_dim]
     values: Tensor  # the same shape
     scales: CacheScales = CacheScales()  # noqa: RUF009 (immutable)
+    is_rolling: bool = False  # whether its pages are those of a `rolling_table`, and not of the `page_table`
 
     @classmethod
     def zeros(
@@ -61,6 +62,7 @@ class LayerCache:
         *,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        is_rolling: bool = False,
     ) -> "LayerCache":
         """Return a cache of zeros, which on a CPU takes memory as it is written.
 
@@ -70,12 +72,13 @@ class LayerCache:
             device: where it is.
             key_scale: divides keys, where they are fp8.
             value_scale: divides values, likewise.
+            is_rolling: whether its pages roll; see `RollingPages`.
         """
         held = format_of(dtype)
         keys, values = untouched_zeros(shape, dtype, device), untouched_zeros(shape, dtype, device)
         pages = held.page_scales(shape, lambda size, kind: untouched_zeros(size, kind, device))
         units = (key_scale, value_scale) if held.has_layer_scales else (1.0, 1.0)
-        return cls(keys, values, CacheScales(*units, pages))
+        return cls(keys, values, CacheScales(*units, pages), is_rolling)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield keys, values, and the scales of pages, where there are any."""

@@ -122,6 +122,10 @@ class PageLedger:
         self._digests[sequence_id] = digests
         return len(pages) * self.page_size
 
+    def digests_of(self, sequence_id: Hashable) -> Sequence[bytes]:
+        """Return the digests of a sequence's leading full pages whose tokens are known."""
+        return self._digests[sequence_id]
+
     def close(self, sequence_id: Hashable) -> None:
         """Give back a sequence's pages; those in the index are evictable."""
         self._give_back(self.pages.pop(sequence_id))

@@ -11,6 +11,7 @@ from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .layer_cache import LayerCache, LayerState, Recurrent, layer_state, paged
 from .ledger import PageLedger
 from .pool import PagePool
+from .rolling import RollingPages, StateRows
 
 
 class PagedKVCache:
@@ -34,10 +35,14 @@ class PagedKVCache:
         recurrent: what each layer keeps of a sequence in place of keys and values, or beside them; None where it keeps
             these alone; empty: all do.
         state_rows: sequences that can have such a state at a time.
+        rolling: layers that keep a window alone, in a ring of pages for each of `state_rows` sequences; None: no layer
+            does. Where a layer has such pages, a sequence can be truncated only as far as the tokens that it has
+            computed, and a known prefix is taken up to where its last owner's ring still has the window.
 
     Attributes:
         layers: keys and values of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zeros, and
-            their scales; on a CPU they take memory as pages are written. Or its states, a row for each sequence.
+            their scales; on a CPU they take memory as pages are written. Rolling ones have the pages of all rings, and
+            a trash page, for the first size. Or its states, a row for each sequence.
         ledger: who owns which page.
         trash_page: the page that nobody owns, `total_num_pages`: what unused entries of a page table name.
 
@@ -60,6 +65,7 @@ class PagedKVCache:
         scales: Sequence[tuple[float, float]] | None = None,
         recurrent: Sequence[Recurrent | None] = (),
         state_rows: int = 0,
+        rolling: RollingPages | None = None,
     ) -> None:
         require_positive(
             num_layers=num_layers,
@@ -77,20 +83,31 @@ class PagedKVCache:
         self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
+        rolls = [False] * num_layers if rolling is None else rolling.layers
+        rolling_shape = shape if rolling is None else (rolling.trash_page + 1, *shape[1:])
         self.layers: list[LayerState] = [
             layer_state(
                 kept,
-                partial(LayerCache.zeros, shape, dtype, device, key_scale=key_scale, value_scale=value_scale),
+                partial(
+                    LayerCache.zeros,
+                    rolling_shape if is_rolling else shape,
+                    dtype,
+                    device,
+                    key_scale=key_scale,
+                    value_scale=value_scale,
+                    is_rolling=is_rolling,
+                ),
                 state_rows,
                 self._device,
             )
-            for (key_scale, value_scale), kept in zip(
-                scales or [(1.0, 1.0)] * num_layers, recurrent or [None] * num_layers, strict=True
+            for (key_scale, value_scale), kept, is_rolling in zip(
+                scales or [(1.0, 1.0)] * num_layers, recurrent or [None] * num_layers, rolls, strict=True
             )
         ]
+        self.rolling = rolling
         self.trash_state_row = state_rows
-        self._free_state_rows = list(range(state_rows))
-        self._state_rows: dict[Hashable, int] = {}  # of the sequences that have a state
+        self._state_rows = StateRows(state_rows, rolling)
+        self._hidden: set[Hashable] = set()  # sequences whose ring is not to be remembered
 
     @property
     def pool(self) -> PagePool:
@@ -109,29 +126,37 @@ class PagedKVCache:
         the whole prompt, at most all tokens but one. None looks for no prefix.
 
         Raises:
-            CacheFullError: all recurrent states are in use.
+            CacheFullError: all rows of recurrent states, or of rings, are in use.
             ValueError: the sequence exists.
         """
         if sequence_id in self.ledger.pages:
             raise ValueError(f"sequence {sequence_id!r} is in the cache already")
-        if self.has_states and not self._free_state_rows:
-            raise CacheFullError(f"all {self.trash_state_row} recurrent states are in use")
+        if self.has_states and not self._state_rows.free:
+            raise CacheFullError(f"all {self.trash_state_row} rows of states are in use")
         cached = self.ledger.open(sequence_id, token_ids)
         if self.has_states:
-            self._state_rows[sequence_id] = self._free_state_rows.pop()
+            known = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
+            if known < cached:
+                self.ledger.truncate(sequence_id, known)
+                return known
         return cached
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep recurrent states."""
+        """Whether some layers keep recurrent states or rings of pages."""
         return self.trash_state_row > 0
 
+    @property
+    def shares_with_running(self) -> bool:
+        """Whether a prefix can be found while the sequence that wrote it goes on."""
+        return self.prefix_caching and self.rolling is None
+
     def state_row_of(self, sequence_id: Hashable) -> int:
-        """Return the row of a sequence's recurrent states, the same as long as it is in the cache.
+        """Return the row of a sequence's recurrent states and ring, the same as long as it is in the cache.
 
         Where no layer has some, the one that belongs to nobody.
         """
-        return self._state_rows.get(sequence_id, self.trash_state_row)
+        return self._state_rows.row_of(sequence_id)
 
     def reserve(self, sequence_id: Hashable, length: int) -> bool:
         """Make sure that a sequence has pages for `length` tokens, and return whether it got new ones.
@@ -172,19 +197,24 @@ class PagedKVCache:
             ValueError: `length` goes past the sequence's pages.
         """
         self._check_length(sequence_id, length, len(self._pages(sequence_id)))
-        copy_page(paged(self.layers), self.ledger.truncate(sequence_id, length))
+        whole = [pages for pages in paged(self.layers) if not pages.is_rolling]
+        copy_page(whole, self.ledger.truncate(sequence_id, length))
 
     def free(self, sequence_id: Hashable) -> None:
         """Give back a sequence's pages. Those of published prefixes stay findable until they are evicted."""
         self._pages(sequence_id)
-        self.ledger.close(sequence_id)
         if self.has_states:
-            self._free_state_rows.append(self._state_rows.pop(sequence_id))
+            is_hidden = sequence_id in self._hidden
+            self._hidden.discard(sequence_id)
+            self._state_rows.give_back(sequence_id, () if is_hidden else self.ledger.digests_of(sequence_id))
+        self.ledger.close(sequence_id)
 
     def hide(self, sequence_id: Hashable) -> None:
         """Make a sequence's pages unfindable, those that it shares as well: what is in them is not to be trusted."""
         self._pages(sequence_id)
         self.ledger.hide(sequence_id)
+        if self.has_states:
+            self._hidden.add(sequence_id)
 
     def pages_of(self, sequence_id: Hashable) -> tuple[int, ...]:
         """Return the pages of a sequence, in order."""
@@ -193,8 +223,8 @@ class PagedKVCache:
     def reset(self) -> None:
         """Forget all sequences and prefixes; the tensors stay as they are."""
         self.ledger.clear()
-        self._state_rows.clear()
-        self._free_state_rows = list(range(self.trash_state_row))
+        self._state_rows = StateRows(self.trash_state_row, self.rolling)
+        self._hidden.clear()
 
     def _pages(self, sequence_id: Hashable) -> list[int]:
         pages = self.ledger.pages.get(sequence_id)
@@ -214,6 +244,8 @@ class PagedKVCache:
         shape = self._page_shape
         size = sum(layer.nbytes for layer in self.layers) / 2**20
         prefixes = ", prefix caching" if self.prefix_caching else ""
+        if self.rolling is not None:
+            prefixes += f", rings of {self.rolling.pages} pages in {sum(self.rolling.layers)} layers"
         return (
             f"PagedKVCache({len(self.ledger.pages)} sequences, {self.pool}, {len(self.layers)} layers of "
             f"{list(shape)} {str(self.dtype).removeprefix('torch.')}, {size:.1f} MiB in all, on {self._device}"

@@ -229,7 +229,13 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import captured_widths, plan_capacity, resolve_cache_dtype, state_bytes_of
+    from graphdecode.engine.capacity import (
+        captured_widths,
+        longest_pass,
+        plan_capacity,
+        resolve_cache_dtype,
+        state_bytes_of,
+    )
     from graphdecode.memory import free_bytes
     from graphdecode.models import kept_bytes, num_parameters
 
@@ -238,14 +244,19 @@ def _memory_table(
     parameters = num_parameters(settings)
     keeps = ", most of them in few bits as they came" if weights < parameters * dtype.itemsize else ""
     available = max(free - weights, 0)
-    capacity = plan_capacity(config, settings, cache_dtype, device, available, captured_widths(engine))
-    pages, per_row = capacity.total_num_pages, capacity.pages_per_row
+    longest = longest_pass(engine, device)
+    capacity = plan_capacity(config, settings, cache_dtype, device, available, captured_widths(engine), longest)
+    pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)
     states = state_bytes_of(config, settings)
-    left = free - weights - cache - states
+    left = free - weights - capacity.cache_bytes - states
     name = str(dtype).removeprefix("torch.")
     of_states = f"of {config.max_batch_size} rows, and one for padding; prefixes are not shared"
     limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
+    windows: tuple[tuple[str, int, str], ...] = ()
+    if rolling is not None:
+        each = f"{rolling.pages} pages a row for {sum(rolling.layers)} layers with a window"
+        windows = (("of windows", capacity.rolling_bytes, each),)
     lines = (
         ("free now", free, f"on {device.type}"),
         ("weights", weights, f"{parameters / 1e6:.1f} million parameters in {name}{keeps}"),
@@ -256,6 +267,7 @@ def _memory_table(
             f"{pages} pages of {config.page_size} tokens, and one for padding, {capacity.page_bytes / 2**10:.1f} KiB "
             f"each: {pages / per_row:.1f} of {config.max_batch_size} rows at {capacity.max_sequence_length} tokens",
         ),
+        *windows,
         *([("recurrent states", states, of_states)] if states else []),
         ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
     )

@@ -153,7 +153,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype, state_bytes_of
+    from graphdecode.engine.capacity import longest_pass, plan_capacity, resolve_cache_dtype, state_bytes_of
     from graphdecode.memory import free_bytes
     from graphdecode.models import check_model, kept_bytes, resolve_dtype
     from graphdecode.models.gguf.files import SUFFIX, models_in
@@ -166,7 +166,9 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         chosen = resolve_dtype(settings.dtype, described.dtype, device, few_bits=described.few_bits, compiles=False)
         one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
         cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, chosen)
-        capacity = plan_capacity(one_row, described, cache_dtype, device, available_bytes=2**62)
+        capacity = plan_capacity(
+            one_row, described, cache_dtype, device, 2**62, prefill_tokens=longest_pass(settings, device)
+        )
     except GraphdecodeError as error:
         record.error = " ".join(str(error).split())
         return record
@@ -174,8 +176,7 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
     record.dtype = str(chosen).removeprefix("torch.")
     record.weight_bytes = kept_bytes(path, described, chosen, device, quantize=settings.quantize)
     record.max_sequence_length = capacity.max_sequence_length
-    states = state_bytes_of(one_row, described)
-    record.cache_bytes = capacity.page_bytes * (capacity.total_num_pages + 1) + states  # one page is for padding
+    record.cache_bytes = capacity.cache_bytes + state_bytes_of(one_row, described)
     record.fits = record.weight_bytes + record.cache_bytes <= free_bytes(device)
     return record
 

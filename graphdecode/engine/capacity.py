@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from graphdecode.buckets import query_widths
+from graphdecode.cache import RollingPages
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.engine.steps.decode import state_bytes
 from graphdecode.engine.steps.step import MIXED_TOKENS, mixed_shapes, prompt_shapes, ring_length
@@ -44,8 +45,20 @@ class Capacity:
     pages_per_row: int  # pages that such a sequence takes
     total_num_pages: int  # of the pool, without its trash page
     token_bytes: int  # keys and values of one token in all layers
-    page_bytes: int  # of one page in all layers, keys and values
+    page_bytes: int  # of one page of the pool, keys and values in all layers whose pages do not roll
     token_limit: int  # tokens that one sequence can have when it owns the whole pool
+    rolling: RollingPages | None = None  # of layers that keep a window alone; None: all keep all tokens
+    rolling_page_bytes: int = 0  # of one of their pages, in all of these layers
+
+    @property
+    def rolling_bytes(self) -> int:
+        """Bytes of all rolling pages, the trash page among them."""
+        return 0 if self.rolling is None else (self.rolling.trash_page + 1) * self.rolling_page_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values, trash pages among them."""
+        return (self.total_num_pages + 1) * self.page_bytes + self.rolling_bytes
 
 
 def plan_capacity(
@@ -55,30 +68,71 @@ def plan_capacity(
     device: torch.device,
     available_bytes: int | None = None,
     widths: Collection[int] = (1,),
+    prefill_tokens: int | None = None,
 ) -> Capacity:
     """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free, less what graphs will take.
 
     "auto" never takes more pages than all rows at full length need; an ArgumentError says that not even one fits.
+
+    Args:
+        config: rows, lengths and pages that are asked for.
+        model: its shape.
+        dtype: of keys and values.
+        device: where they are.
+        available_bytes: the memory that is free; None: it is looked up.
+        widths: queries of a row that steps are captured for.
+        prefill_tokens: of one pass of prompts at most. Given it, pages of layers with a window roll where that takes
+            less memory; None: they do not.
     """
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
     paged_layers = model.num_hidden_layers - sum(kept is not None and not kept.beside_keys for kept in model.recurrent)
-    token_bytes = 2 * paged_layers * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
+    entry_bytes = 2 * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
+    token_bytes = paged_layers * entry_bytes
     page_bytes = token_bytes * config.page_size
+    rolling, most = None, config.max_batch_size * pages_per_row
+    if prefill_tokens is not None:
+        rolling = _rolling_pages(config, model, pages_per_row, prefill_tokens, widths)
+    rolling_page_bytes = 0 if rolling is None else sum(rolling.layers) * entry_bytes * config.page_size
     total = config.total_num_pages
     if isinstance(total, str):
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
             free = max(free - graph_bytes(config, model, widths), 0)
         free = max(free - state_bytes_of(config, model), 0)
-        affordable = int(free * config.memory_fraction) // max(page_bytes, 1) - 1
-        if affordable < 1:
+        budget = int(free * config.memory_fraction)
+        total = min(budget // max(page_bytes, 1) - 1, most)
+        if rolling is not None:
+            left = budget - (rolling.trash_page + 1) * rolling_page_bytes
+            beside = min(left // max(page_bytes - rolling_page_bytes, 1) - 1, most)
+            if beside >= total and beside > rolling.trash_page:
+                total = beside
+            else:
+                rolling = None
+        if total < 1:
             raise ArgumentError(
                 f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes"
             )
-        total = min(affordable, config.max_batch_size * pages_per_row)
-    token_limit = min(max_sequence_length, total * config.page_size)
-    return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
+    if rolling is None or rolling.trash_page >= total:  # nothing is saved
+        rolling, rolling_page_bytes = None, 0
+    token_limit, page_bytes = min(max_sequence_length, total * config.page_size), page_bytes - rolling_page_bytes
+    sizes = (max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
+    return Capacity(*sizes, rolling, rolling_page_bytes)
+
+
+def _rolling_pages(
+    config: BucketConfig, model: ModelShape, pages_per_row: int, prefill_tokens: int, widths: Collection[int]
+) -> RollingPages | None:
+    """Return the rings of layers with a window; None where there are none, or a ring is no shorter than a row."""
+    keeps_state = [kept is not None for kept in model.recurrent] or [False] * len(model.windows)
+    layers = tuple(window >= 0 and not state for window, state in zip(model.windows, keeps_state, strict=True))
+    window = max((window for window, rolls in zip(model.windows, layers, strict=True) if rolls), default=0)
+    # all that the first query of a pass sees and all that the pass writes; a mixed step's row writes one token more
+    pages = -(-(window + max(prefill_tokens, *widths) + 1) // config.page_size)
+    if not any(layers) or pages >= pages_per_row:
+        return None
+    ahead = 2 * config.steps_per_launch * max(widths)  # of a launch, and of one behind it
+    return RollingPages(layers, config.max_batch_size, pages, config.page_size, window, ahead)
 
 
 def state_bytes_of(config: BucketConfig, model: ModelShape) -> int:
@@ -107,15 +161,29 @@ def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return format_named(kv_cache_dtype, dtype).dtype
 
 
-def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:
+def longest_pass(settings: EngineConfig, device: torch.device) -> int | None:
+    """Return the `prefill_tokens` of `plan_capacity`: None where steps cannot find rolling pages.
+
+    A small model's own keys stand under the numbers of the target's pages, and a step from outside knows one table.
+    """
+    is_own = settings.speculation != "model" and settings.step_kind is None
+    return settings.prefill_tokens(device.type) if is_own else None
+
+
+def plan_room(
+    settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device, *, may_roll: bool = True
+) -> Capacity:
     """Return the capacity that some settings give a model; see `plan_capacity`. Nothing is allocated.
+
+    `may_roll`: whether the model finds rolling pages, and so does a step that the settings do not name.
 
     Raises:
         ArgumentError: this machine could not hold it with nothing else in it; names the key that takes most.
     """
     config, memory = settings.buckets, total_bytes(device)
     cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, dtype)
-    capacity = plan_capacity(config, model, cache_dtype, device, widths=captured_widths(settings))
+    longest = longest_pass(settings, device) if may_roll else None
+    capacity = plan_capacity(config, model, cache_dtype, device, None, captured_widths(settings), longest)
     needs = _needs(config, model, capacity, settings.prefill_tokens(device.type))
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:
@@ -146,6 +214,7 @@ def _needs(
         ("max_sequence_length", positions, "page tables and rotary angles", tables),
         ("max_batch_size", rows, "counts of tokens, logits and masks", rows * row),
         ("max_batch_size", rows, "recurrent states", state_bytes_of(config, model)),
+        ("max_batch_size", rows, "keys and values of windows", capacity.rolling_bytes),
         ("max_automata", config.max_automata, "classes of tokens", 4 * vocab_size * config.max_automata),
         ("max_automaton_states", states, "states of automata", states * state_bytes(vocab_size)),
         ("steps_per_launch", config.steps_per_launch, f"tokens of {rows} rows", rows * ring),

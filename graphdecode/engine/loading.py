@@ -222,10 +222,12 @@ def make_runner(
         share /= ranks.count
     if share < 1.0:
         settings = settings.with_settings(memory_fraction=settings.buckets.memory_fraction * share)
-    capacity, mixes = plan_room(settings, decoder.config, decoder.dtype, device), pays(decoder)
+    may_roll = decoder.takes_rolling_pages and step is None
+    plan = partial(plan_room, model=decoder.config, dtype=decoder.dtype, device=device, may_roll=may_roll)
+    capacity, mixes = plan(settings), pays(decoder)
     if ranks is not None:  # which differ by a bias
         settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
-        capacity, mixes = plan_room(settings, decoder.config, decoder.dtype, device), bool(ranks.least(mixes))
+        capacity, mixes = plan(settings), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
     _check_states(settings, decoder.config, None if draft is None else draft.config)
     if recurrent and settings.prefix_cache:
@@ -242,7 +244,8 @@ def make_runner(
         prefix_caching=settings.prefix_cache and not recurrent,  # a prefix's state is gone with its sequence
         scales=decoder.cache_scales,
         recurrent=recurrent,
-        state_rows=buckets.max_batch_size if recurrent else 0,
+        state_rows=buckets.max_batch_size if recurrent or capacity.rolling is not None else 0,
+        rolling=capacity.rolling,
     )
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     setting = StepSetting(
@@ -257,6 +260,7 @@ def make_runner(
         settings.prefill_tokens(device.type),
         mixes,
         cache.trash_state_row,
+        cache.rolling,
     )
     around = (lambda _: nullcontext()) if ranks is None else ranks.collectives.captured
     return kind(setting, cache, capacity, step=step or step_of(settings, draft), around=around)

@@ -38,7 +38,7 @@ class PromptChunk:
     # the tokens that follow those of the chunk, one for each, where their log-probabilities are wanted
     scored: Sequence[int] = ()
     num_logprobs: int = 0  # most likely tokens that are wanted beside them
-    state_row: int | None = None  # of the sequence's recurrent states; None: nobody's
+    state_row: int | None = None  # of the sequence's recurrent states and rolling pages; None: nobody's
 
     @property
     def end(self) -> int:
@@ -57,6 +57,7 @@ class Prompts:
     def __init__(self, setting: StepSetting) -> None:
         self._model, self._caches = setting.model, setting.caches
         self._trash_page, self._trash_state_row = setting.trash_page, setting.trash_state_row
+        self._rolling = setting.rolling
         self._page_size = setting.page_size
         self._longest = setting.max_pages_per_row * setting.page_size
         self.max_tokens = max_tokens = setting.prefill_tokens
@@ -69,6 +70,9 @@ class Prompts:
             Slot("state_rows", (rows,), torch.int32, pad=self._trash_state_row, staged=_CHUNKS),
             Slot("page_table", (rows, setting.max_pages_per_row), torch.int32, pad=self._trash_page, staged=_CHUNKS),
         ]
+        if setting.rolling is not None:
+            sizes = (rows, setting.max_pages_per_row)
+            slots.append(Slot("rolling_table", sizes, torch.int32, pad=setting.rolling.trash_page, staged=_CHUNKS))
         device = self._model.device
         self.buffers = StepBuffers(slots, max_batch_size=max_tokens, device=device)
         self._most_logprobs = min(setting.config.max_logprobs, self._model.config.vocab_size)
@@ -96,6 +100,7 @@ class Prompts:
             buffers.cu_seqlens_kv[: rows + 1],
             buffers.page_table[:rows],
             buffers.state_rows[:rows],
+            None if self._rolling is None else buffers.rolling_table[:rows],
         )
 
     def run(self, chunks: Chunks) -> Any:
@@ -132,7 +137,10 @@ class Prompts:
             end += length
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
-            staged["state_rows"][row] = self._trash_state_row if chunk.state_row is None else chunk.state_row
+            state_row = self._trash_state_row if chunk.state_row is None else chunk.state_row
+            staged["state_rows"][row] = state_row
+            if self._rolling is not None:
+                self._rolling.fill(staged["rolling_table"][row], state_row)
             fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)
         staged["cu_seqlens_q"][len(chunks) + 1 :] = end
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]

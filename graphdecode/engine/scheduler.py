@@ -167,7 +167,7 @@ class Scheduler:
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:
         """Whether the candidate had better wait a step, because a chunk of this step writes a page to share."""
-        if not self.cache.prefix_caching or candidate.unscored:
+        if not self.cache.shares_with_running or candidate.unscored:
             return False
         page = self.cache.page_size
         for sequence, chunk in chunks:

@@ -50,9 +50,8 @@ class StepOperators(NamedTuple):
 
     def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: QKNormRope) -> None:
         """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
-        _, rows, positions, live, page_table, _ = tokens
         key, value, pages = cache.scales
-        where = (rows, positions, live, page_table)
+        where = (tokens.rows, tokens.positions, tokens.live, page_table_of(tokens, cache))
         self.rope_append(q, cache.keys, cache.values, qkv, *where, turn, k_scale=key, v_scale=value, scales=pages)
 
 
@@ -65,6 +64,13 @@ class Tokens(NamedTuple):
     live: Tensor  # int32 [1]
     page_table: Tensor  # int32 [b, pages of a row]
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
+    rolling_table: Tensor | None = None  # int32 [b, pages of a row], of layers whose pages roll
+
+
+def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
+    """Return the page table of a layer's cache, of the tokens of a pass, of a step's batch, or of chunks."""
+    table: Tensor = tokens.rolling_table if cache.is_rolling else tokens.page_table
+    return table
 
 
 class Block:

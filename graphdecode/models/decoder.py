@@ -30,6 +30,7 @@ from graphdecode.models.blocks import (
     Tokens,
     Vary,
     each_once,
+    page_table_of,
 )
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.model import Chunks, Model
@@ -38,16 +39,16 @@ from graphdecode.models.model import Chunks, Model
 def tokens_of(batch: Batch | Chunks) -> Tokens:
     """Return the tokens of a decode step, or of chunks of prompts."""
     if isinstance(batch, Chunks):
-        return Tokens(*batch[:4], batch.page_table, batch.state_rows)
+        return Tokens(*batch[:4], batch.page_table, batch.state_rows, batch.rolling_table)
     where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-    return Tokens(batch.tokens, *where, getattr(batch, "state_rows", None))
+    return Tokens(batch.tokens, *where, getattr(batch, "state_rows", None), getattr(batch, "rolling_table", None))
 
 
 def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
     """Return the attention of a decode step's tokens over a layer's cache."""
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-        attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
+        attention.run(out, q, cache.keys, cache.values, page_table_of(batch, cache), options, cache.scales)
 
     return attend
 
@@ -57,9 +58,9 @@ def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> At
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
         if attention is not None:
-            attention.run(out, q, cache, *tokens_of(chunks)[1:5], options)
+            attention.run(out, q, cache, *tokens_of(chunks)[1:4], page_table_of(chunks, cache), options)
         else:
-            extend_over(cache, out, q, *chunks[4:7], options)
+            extend_over(cache, out, q, *chunks[4:6], page_table_of(chunks, cache), options)
 
     return attend
 
@@ -68,6 +69,7 @@ class Decoder(Model):
     """A decoder-only transformer; operators other than the fused ones measure what fusing is worth."""
 
     config: ModelConfig
+    takes_rolling_pages = True
 
     def __init__(
         self,
@@ -118,7 +120,8 @@ class Decoder(Model):
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
-            attention.append_and_run(out, qkv, cache.keys, cache.values, batch.page_table, turn, options, cache.scales)
+            pages = (cache.keys, cache.values, page_table_of(batch, cache))
+            attention.append_and_run(out, qkv, *pages, turn, options, cache.scales)
 
         # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
         fused, attend = None if attention.is_invariant else append, attend_step(batch, attention)
@@ -137,10 +140,10 @@ class Decoder(Model):
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
             self._operators.append(q, cache, qkv[:count], of_chunks, turn)
-            extend_over(cache, out[:count], q, *chunks[4:7], options)
+            extend_over(cache, out[:count], q, *chunks[4:6], page_table_of(chunks, cache), options)
             # last, for a row whose prompt ends here attends to the keys of its chunk
-            pages = (cache.keys, cache.values)
-            attention.append_and_run(out[count:], qkv[count:], *pages, batch.page_table, turn, options, cache.scales)
+            pages = (cache.keys, cache.values, page_table_of(batch, cache))
+            attention.append_and_run(out[count:], qkv[count:], *pages, turn, options, cache.scales)
 
         stream = self._run_layers([of_chunks, tokens_of(batch)], caches, None, append)
         return self.head.run(stream.narrowed(count, count + batch.size))

@@ -27,6 +27,7 @@ class Chunks(NamedTuple):
     cu_seqlens_kv: Tensor  # int32 [b + 1], cumulative lengths, these tokens included
     page_table: Tensor  # int32 [b, pages]
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states; None where no layer has some
+    rolling_table: Tensor | None = None  # int32 [b, pages], of layers whose pages roll; None where there are none
 
 
 class Model(ABC):
@@ -37,6 +38,8 @@ class Model(ABC):
     device: torch.device  # where it runs
     # what an fp8 cache divides keys and values of each layer by, as the checkpoint says
     cache_scales: list[tuple[float, float]]
+    # whether it finds pages of caches that roll in `rolling_table`; else all layers have those of `page_table`
+    takes_rolling_pages: bool = False
 
     @property
     def num_layers(self) -> int:

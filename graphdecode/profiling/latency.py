@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from graphdecode.buckets import StepShape
+from graphdecode.cache import LayerCache
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
 from graphdecode.errors import ArgumentError
@@ -139,7 +140,10 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
             entered.append(name)
             cache.reserve(name, length)
         sampling = RowSampling(last_position=length - 1, num_logprobs=logprobs)
-        yield [RowInputs([1] * context, context, cache.pages_of(name), sampling) for name in names]
+        yield [
+            RowInputs([1] * context, context, cache.pages_of(name), sampling, state_row=cache.state_row_of(name))
+            for name in names
+        ]
     finally:
         for name in entered:
             cache.free(name)
@@ -147,10 +151,15 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
 
 def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
     """Write something to the pages of some rows: what was never written is one page of zeros, and takes no memory."""
+    rolling, device = runner.cache.rolling, runner.model.device
     for inputs in rows:
-        pages = torch.tensor(inputs.pages, device=runner.model.device)
-        for tensor in (tensor for layer in runner.cache.layers for tensor in layer):
-            format_of(tensor.dtype).fill(tensor, pages)
+        pages = ring = torch.tensor(inputs.pages, device=device)
+        if rolling is not None and inputs.state_row is not None:
+            ring = torch.tensor(rolling.ring(inputs.state_row), device=device)
+        for layer in runner.cache.layers:
+            if isinstance(layer, LayerCache):
+                for tensor in layer:
+                    format_of(tensor.dtype).fill(tensor, ring if layer.is_rolling else pages)
 
 
 class LatencyProfiler:

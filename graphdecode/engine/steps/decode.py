@@ -36,6 +36,7 @@ from graphdecode.models import Chunks, Model
 _MOST_CLASSES = 1024  # of tokens that one automaton tells apart
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 _PAGES = "pages"  # staging block: the page table
+_ROLLING = "rolling"  # staging block: that of layers whose pages roll, which changes with the rows alone
 _Record = TypeVar("_Record")
 
 
@@ -163,6 +164,11 @@ class DecodeStep(Step):
             Slot("state_rows", batch, int32, pad=setting.trash_state_row, staged=_ROWS),
             Slot("automaton_state", batch, int32, pad=NO_AUTOMATON, staged=_ROWS),
             Slot("page_table", ("batch", pages), int32, pad=self._trash_page, staged=_PAGES),
+            *(
+                []
+                if setting.rolling is None
+                else [Slot("rolling_table", ("batch", pages), int32, pad=setting.rolling.trash_page, staged=_ROLLING)]
+            ),
             Slot("logits", ("batch", vocab_size), float32),
             Slot("sampled", batch, torch.int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), int32),
@@ -221,8 +227,14 @@ class DecodeStep(Step):
         staged["pre_step_seqlens"][:count] = [len(inputs.token_ids) - 1 for inputs in rows]
         staged["finished"][:count] = 0
         staged["rows"][:count] = np.arange(count, dtype=np.int32)
-        trash = self._setting.trash_state_row
-        staged["state_rows"][:count] = [trash if each.state_row is None else each.state_row for each in rows]
+        trash, rolling = self._setting.trash_state_row, self._setting.rolling
+        state_rows = [trash if each.state_row is None else each.state_row for each in rows]
+        staged["state_rows"][:count] = state_rows
+        if rolling is not None:
+            table = self.buffers.staging(_ROLLING)["rolling_table"]
+            for row, state_row in enumerate(state_rows):
+                rolling.fill(table[row], state_row)
+            self.buffers.upload(_ROLLING, count)
         for flag in dict.fromkeys(spec.flag for spec in self._specs):
             self._stage_block(flag, rows)
         for row, inputs in enumerate(rows):

@@ -228,7 +228,8 @@ class SpeculativeStep(DecodeStep):
         tokens = torch.empty(count, dtype=torch.int64, device=table.device)
         sizes = ((count,), (count, table.shape[1]), (1,))
         spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
-        spread_queries(spread, slots_of(DraftRows, batch), table, queries=queries, trash_page=self._trash_page)
+        of_rows, rolling = slots_of(DraftRows, batch), self._setting.rolling
+        spread_queries(spread, of_rows, table, queries=queries, trash_page=self._trash_page)
         rows = {
             "tokens": spread.query_tokens,
             "rows": batch.query_rows[:count],
@@ -236,6 +237,10 @@ class SpeculativeStep(DecodeStep):
             "page_table": spread.query_pages,
             "live_rows": spread.live_queries,
         }
+        if rolling is not None:
+            again = spread._replace(query_pages=torch.empty_like(spread.query_pages))
+            spread_queries(again, of_rows, batch.rolling_table, queries=queries, trash_page=rolling.trash_page)
+            rows["rolling_table"] = again.query_pages
         return Batch(count, rows)
 
     def _settle(self, batch: Batch, queries: int, *, adapts: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphdecode.buckets import BucketLadder, StepShape
 from graphdecode.buffers import Batch, StepBuffers
-from graphdecode.cache import LayerState
+from graphdecode.cache import LayerState, RollingPages
 from graphdecode.config import BucketConfig
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
@@ -179,7 +179,7 @@ class RowInputs:
     sampling: RowSampling  # how the next tokens are chosen
     may_draft: bool = True  # not where the host says after each token what may follow
     guide: Guide | None = None  # the automaton of the structured output, if the device can follow it
-    state_row: int | None = None  # of its recurrent states; None: nobody's
+    state_row: int | None = None  # of its recurrent states and rolling pages; None: nobody's
 
 
 class StepLogprobs(NamedTuple):
@@ -223,6 +223,7 @@ class StepSetting:
     prefill_tokens: int = 1  # of a pass of prompts at most
     mixes: bool = False  # whether steps are to take prompts along where they can
     trash_state_row: int = 0  # of recurrent states, the row that nobody owns
+    rolling: RollingPages | None = None  # pages of layers that keep a window alone, by the rows of states
 
     @property
     def row_shapes(self) -> list[StepShape]:

@@ -175,7 +175,7 @@ class ModuleDecoder(Model):
 
     def logits(self, passed: _Pass, begin: int, end: int) -> Tensor:
         """Feed some tokens of a prefill once more, now for their logits; see `Model.logits`."""
-        ids, rows, positions, live, table, _ = passed.tokens
+        ids, rows, positions, live, table, *_ = passed.tokens
         part, count = slice(begin, end), end - begin
         table = table.index_select(0, rows[begin : begin + 1])
         tokens = Tokens(ids[part], torch.zeros_like(rows[part]), positions[part], live.clamp(max=count), table)
