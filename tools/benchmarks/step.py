@@ -24,6 +24,7 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
+from graphdecode.attention import QKNormRope
 from graphdecode.buckets import StepShape
 from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import make_runner
@@ -122,21 +123,18 @@ def _rope_append(
     positions: Tensor,
     live: Tensor,
     page_table: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    turn: QKNormRope,
     **_scales: object,
 ) -> None:
     """Do what the operator of this name does, in torch's operators; padding goes to the trash page."""
     tokens, qo_heads, head_dim = q_out.shape
     pages, page_size, kv_heads = k_cache.shape[:3]
     q, k, v = qkv.view(tokens, -1, head_dim).split([qo_heads, kv_heads, kv_heads], dim=1)
-    if q_norm is not None and k_norm is not None:
-        q, k = _normed_heads(q, q_norm, eps), _normed_heads(k, k_norm, eps)
+    if turn.q_norm is not None and turn.k_norm is not None:
+        q, k = _normed_heads(q, turn.q_norm, turn.eps), _normed_heads(k, turn.k_norm, turn.eps)
     alive = torch.arange(tokens, device=qkv.device) < live
     at = torch.where(alive, positions, 0)
-    angles = cos_sin.index_select(0, at)
+    angles = turn.cos_sin.index_select(0, at)
     page = page_table.index_select(0, torch.where(alive, rows, 0)).gather(1, (at // page_size).long()[:, None])[:, 0]
     place = (torch.where(alive, page, pages - 1) * page_size + at % page_size).long()
     q_out.copy_(_rotated(q, angles))
