@@ -45,9 +45,9 @@ class DrivenDecoder:
             Slot("tokens", ("batch",), torch.int64, pad=1),
             Slot("pre_step_seqlens", ("batch",), torch.int32),
             Slot("rows", ("batch",), torch.int32),
-            Slot("state_rows", ("batch",), torch.int32, pad=rows),
             Slot("page_table", ("batch", pages_per_row), torch.int32, pad=self.trash_page),
             Slot("logits", ("batch", config.vocab_size), torch.float32),
+            Slot("state_rows", ("batch",), torch.int32, pad=rows),
         ]
         self.buffers = StepBuffers(slots, max_batch_size=rows, device=device)
         for layer, cache in enumerate(self.caches):

@@ -71,7 +71,8 @@ def test_rows_and_chunks_get_what_passes_of_their_own_give_them(driven: DrivenDe
 def test_a_graph_of_it_replays_the_bits_of_the_pass(driven: DrivenDecoder) -> None:
     brought = chunks(driven, padding=6)
     for name, tensor in brought._asdict().items():
-        driven.buffers.adopt(f"chunk_{name}", tensor)
+        if tensor is not None:  # there are no rings
+            driven.buffers.adopt(f"chunk_{name}", tensor)
 
     def mixed(batch: Batch) -> None:
         batch.logits.copy_(driven.model.mix(batch, brought, driven.caches, driven.attention))
