@@ -84,12 +84,11 @@ def render_chat(
             expected = f"one of {', '.join(_ROLES)}, or one that the chat template names"
             raise ArgumentError(f"messages[{index}].role must be {expected}, got {message['role']!r:.80}")
     variables = dict(chat_template_kwargs or {})
-
-    variables |= {"chat_template": template, "tokenize": False, "tools": tools}
+    own = {"chat_template": template, "tokenize": False, "tools": tools}
 
     def rendered(conversation: list[dict[str, Any]], **how: bool) -> str:
-        try:
-            return str(tokenizer.apply_chat_template(conversation, **how, **variables))
+        try:  # a variable that has the name of one of these is an error, and takes no one's place
+            return str(tokenizer.apply_chat_template(conversation, **own, **how, **variables))
         except Exception as error:  # a template is a program
             raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
