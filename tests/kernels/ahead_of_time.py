@@ -141,7 +141,8 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         mock.patch.object(optional_triton, "has_early_start", early),
     ):
         if arch >= 89:
-            with mock.patch.object(attention_records, "cache_bytes", native):
+            of_pages = mock.patch.object(attention_records, "cache_bytes", native)
+            with of_pages, mock.patch.object(rope_append, "cache_bytes", native):
                 launch()
         else:
             launch()
