@@ -14,7 +14,7 @@ from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Panels
-from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, read_parts
+from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, one_thread, read_parts
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
@@ -63,11 +63,13 @@ class Kept(WeightForm):
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
         """Read a layer's tensors, or a part of them; what cannot be fused, cut or put so is plain."""
-        parts = read_parts(source, names, shard) if cls.keeps(source, names) else None
         form = None
-        if parts is not None:
-            shape, bias = fused_shape(source, names.weights, shard), read_bias(source, names, shard, options)
-            form = cls.of_parts(shape, bias, parts, options)
+        if cls.keeps(source, names):
+            with one_thread():
+                parts = read_parts(source, names, shard)
+                if parts is not None:
+                    shape, bias = fused_shape(source, names.weights, shard), read_bias(source, names, shard, options)
+                    form = cls.of_parts(shape, bias, parts, options)
         return cls.plain.load(source, names, shard, options) if form is None else form
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, joined_panels
@@ -19,6 +20,19 @@ from graphdecode.kernels.linear.weight_tiles import WeightTiles, joined_tiles
 from graphdecode.linear.weight_form import LinearNames, Shard, TensorSource
 
 _PANEL_ROWS, _TILE_ROWS = 1024, 4096  # are put in order together: what that needs beside the result is tens of MB
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's operators of this thread without others: while weights are put in order these are small, many, and
+    on a busy machine wait for each other ten times as long as they work.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 class QuantizedWeight(ABC):

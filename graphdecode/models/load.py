@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -475,7 +476,8 @@ def _settled(model: Model, device: torch.device) -> Model:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
     elif device.type == "cpu":
-        join_pages(model.constants)
+        # on the side: values and addresses stay, and the system copies half a gigabyte a second
+        Thread(target=join_pages, args=([*model.constants],), name="graphdecode-huge-pages", daemon=True).start()
     return model
 
 
