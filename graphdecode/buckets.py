@@ -111,6 +111,7 @@ class StepShape(NamedTuple):
     # "whole", or one of its halves: "logits", and "choose", which takes a token of each row. Who wants the first half
     # wants both, with time for the host in between
     part: str = "whole"
+    has_adapters: bool = False  # whether any row has an adapter; else no product looks for one
 
     @property
     def tokens(self) -> int:
@@ -140,10 +141,10 @@ class StepShape(NamedTuple):
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"the pass of {self.prompt_tokens} prompt tokens"
+            return f"the pass of {self.prompt_tokens} prompt tokens" + ", adapters" * self.has_adapters
         beside = f" + {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
-        halved = "" if self.part == "whole" else f", {self.part}"
-        return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + halved
+        rest = ("" if self.part == "whole" else f", {self.part}") + ", adapters" * self.has_adapters
+        return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + rest
 
 
 class ShapeLadder:

@@ -119,11 +119,12 @@ class PagedKVCache:
         """Pages that can be had: free ones, and those of prefixes that nobody uses now."""
         return self.ledger.available
 
-    def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None) -> int:
+    def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None, root: bytes = b"") -> int:
         """Enter a sequence, and return how many of its tokens are in the cache already.
 
         With prefix caching these are the full pages of its longest known prefix, which are shared from now on; never
-        the whole prompt, at most all tokens but one. None looks for no prefix.
+        the whole prompt, at most all tokens but one. None looks for no prefix. Sequences share prefixes with those of
+        the same `root` alone, which stands for what else their keys and values depend on.
 
         Raises:
             CacheFullError: all rows of recurrent states, or of rings, are in use.
@@ -133,7 +134,7 @@ class PagedKVCache:
             raise ValueError(f"sequence {sequence_id!r} is in the cache already")
         if self.has_states and not self._state_rows.free:
             raise CacheFullError(f"all {self.trash_state_row} rows of states are in use")
-        cached = self.ledger.open(sequence_id, token_ids)
+        cached = self.ledger.open(sequence_id, token_ids, root)
         if self.has_states:
             known = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
             if known < cached:

@@ -67,7 +67,7 @@ def load_runner(
         progress=progress,
     )
     wanted = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
-    given = {name: getattr(settings, name) for name in wanted}
+    given = {name: getattr(settings, name) for name in (*wanted, "max_adapters", "max_adapter_rank")}
     decoder = load(model, **given, shared=None if ranks is None else ranks.collectives)
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:

@@ -55,6 +55,7 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._in_flight: deque[_InFlight] = deque()
         self._staged: list[Sequence] = []
+        self._has_adapters = False  # whether any of them has one
         self._repeated: LaunchPlan | None = None  # of the staged rows, while nothing but their tokens changes
         self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
         # staged rows whose masks the host fills, by the kind of their constraints
@@ -184,9 +185,11 @@ class EngineLoop:
                 along, self._to_prefill = self._to_prefill, []
                 self.stats.mixed_steps += 1
                 self.runner.stage(chunks=along)
-                return LaunchPlan.of_chunks(along, len(self._staged))  # the rings have one entry of it
+                # the rings have one entry of it
+                return LaunchPlan.of_chunks(along, len(self._staged), has_adapters=self._has_adapters)
             self._prefill()
-        shape = StepShape(len(self._staged), queries, part="logits" if in_halves else "whole")
+        part = "logits" if in_halves else "whole"
+        shape = StepShape(len(self._staged), queries, part=part, has_adapters=self._has_adapters)
         plan = LaunchPlan(shape, min(num_steps, room // queries))
         self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._held else None
         return plan
@@ -201,7 +204,7 @@ class EngineLoop:
         cache, ids = self.scheduler.cache, [sequence.request_id for sequence in rows]
         places = zip(rows, map(cache.pages_of, ids), map(cache.state_row_of, ids), strict=True)
         self.runner.stage([sequence.row_inputs(pages, state_row) for sequence, pages, state_row in places])
-        self._staged = rows
+        self._staged, self._has_adapters = rows, any(sequence.adapter is not None for sequence in rows)
         self._held = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
         return True

@@ -34,6 +34,7 @@ class Request:
         grammar: of the structured output, for the engine's `constrain`; None: there is none.
         priority: the lowest is served first and preempted last; requests of one priority are served by their `turn`.
         turn: the lowest is served first; requests of one turn are served as they come.
+        adapter: the name of one that the engine has loaded; None: the model as it is.
         is_checked: it was held against the engine's `rules` already.
     """
 
@@ -43,6 +44,7 @@ class Request:
     grammar: str | None = None
     priority: int = 0
     turn: float = 0.0
+    adapter: str | None = None
     is_checked: bool = False
 
 

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from graphdecode.cache import CacheFullError, PagedKVCache
 from graphdecode.config.sampling_params import SamplingParams
+from graphdecode.engine.adapters import NO_ADAPTER, EngineAdapters, LoadedAdapter
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.prompts import PromptChunk
@@ -41,6 +42,8 @@ class Sequence:
     metrics: RequestMetrics  # times and counts
     turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first, preempted last
     constraint: Constraint | None = None  # of its structured output; None: there is none
+    adapter: LoadedAdapter | None = None  # that changes the model for it; None: there is none
+    slot: int = NO_ADAPTER  # the adapter's, as long as the sequence has a row
     cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
     drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
@@ -111,7 +114,8 @@ class Sequence:
         """Return what a step is told of it, and of its place in the cache."""
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
-        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide, state_row)
+        tokens = (self.token_ids, self.prompt_length, pages)
+        return RowInputs(*tokens, self.sampling, may_draft, guide, state_row, self.slot)
 
 
 class Scheduler:
@@ -120,8 +124,8 @@ class Scheduler:
     Row i of a decode step is the i-th sequence of `decoding`.
     """
 
-    def __init__(self, cache: PagedKVCache, *, max_batch_size: int) -> None:
-        self.cache, self.max_batch_size = cache, max_batch_size
+    def __init__(self, cache: PagedKVCache, adapters: EngineAdapters, *, max_batch_size: int) -> None:
+        self.cache, self.adapters, self.max_batch_size = cache, adapters, max_batch_size
         self.waiting: list[Sequence] = []  # in the order of their turns
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -146,11 +150,20 @@ class Scheduler:
         chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
-        while self.waiting and budget > 0 and len(self.admitted) < self.max_batch_size:
-            candidate = self.waiting[0]
-            if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
+        slots_are_full = False
+        for candidate in list(self.waiting):
+            if budget <= 0 or len(self.admitted) >= self.max_batch_size:
                 break
-            del self.waiting[0]
+            if candidate.adapter is not None and not slots_are_full:
+                slot = self.adapters.acquire(candidate.adapter)
+                slots_are_full = slot is None
+                candidate.slot = NO_ADAPTER if slot is None else slot
+            if candidate.adapter is not None and slots_are_full:
+                continue  # whoever needs no slot may pass; whoever does would keep one from those before
+            if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
+                self._release_slot(candidate)
+                break
+            self.waiting.remove(candidate)
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
 
@@ -162,7 +175,8 @@ class Scheduler:
         scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
         likely = sequence.params.prompt_logprobs or 0
         pages, state_row = self.cache.pages_of(sequence.request_id), self.cache.state_row_of(sequence.request_id)
-        chunks.append((sequence, PromptChunk(tokens[start:end], start, pages, scored, likely, state_row)))
+        chunk = PromptChunk(tokens[start:end], start, pages, scored, likely, state_row, sequence.slot)
+        chunks.append((sequence, chunk))
         return end - start
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:
@@ -173,14 +187,15 @@ class Scheduler:
         for sequence, chunk in chunks:
             end = (chunk.start // page + 1) * page  # of the first page that the chunk completes
             if end <= chunk.end and end < len(candidate.token_ids):  # noqa: SIM102 - numbers first, lists where they fit
-                if candidate.token_ids[:end] == sequence.token_ids[:end]:
+                if candidate.adapter is sequence.adapter and candidate.token_ids[:end] == sequence.token_ids[:end]:
                     return True
         return False
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages, or leave everything as it was and return False."""
         # a prompt that is to be scored is computed whole: what is read from the cache has no logits
-        cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids)
+        root = b"" if sequence.adapter is None else sequence.adapter.prefix_root
+        cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids, root)
         # one page stays free for each running sequence that may want more: whoever enters must not push out who works
         spare = sum(map(self._may_grow, self.admitted))
         try:
@@ -279,6 +294,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget every sequence and all that the cache holds, in whatever state both are."""
+        self.adapters.reset()
         self.waiting.clear()
         self.prefilling, self.decoding = [], []
         self.cache.reset()
@@ -289,7 +305,13 @@ class Scheduler:
         else:
             self.cache.hide(sequence.request_id)
         self.cache.free(sequence.request_id)
+        self._release_slot(sequence)
         (self.decoding if sequence in self.decoding else self.prefilling).remove(sequence)
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        if sequence.slot != NO_ADAPTER:
+            self.adapters.release(sequence.slot)
+            sequence.slot = NO_ADAPTER
 
 
 def draft_gaps(sequences: Iterable[Sequence], cache: PagedKVCache, max_tokens: int) -> list[list[PromptChunk]]:

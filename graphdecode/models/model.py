@@ -12,6 +12,7 @@ from graphdecode.buffers import Batch
 from graphdecode.cache import LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
+from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import each_once
 from graphdecode.models.config import ModelShape
 
@@ -28,6 +29,7 @@ class Chunks(NamedTuple):
     page_table: Tensor  # int32 [b, pages]
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states; None where no layer has some
     rolling_table: Tensor | None = None  # int32 [b, pages], of layers whose pages roll; None where there are none
+    adapters: Tensor | None = None  # int32 [b], the slots of their adapters; None where no row has one
 
 
 class Model(ABC):
@@ -40,6 +42,7 @@ class Model(ABC):
     cache_scales: list[tuple[float, float]]
     # whether it finds pages of caches that roll in `rolling_table`; else all layers have those of `page_table`
     takes_rolling_pages: bool = False
+    adapters: AdapterSlots | None = None  # of its products; None: it was loaded without room for adapters
 
     @property
     def num_layers(self) -> int:

@@ -169,6 +169,7 @@ class DecodeStep(Step):
                 if setting.rolling is None
                 else [Slot("rolling_table", ("batch", pages), int32, pad=setting.rolling.trash_page, staged=_ROLLING)]
             ),
+            *([] if self._model.adapters is None else [Slot("adapters", batch, int32, pad=-1, staged=_ROWS)]),
             Slot("logits", ("batch", vocab_size), float32),
             Slot("sampled", batch, torch.int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), int32),
@@ -230,6 +231,8 @@ class DecodeStep(Step):
         trash, rolling = self._setting.trash_state_row, self._setting.rolling
         state_rows = [trash if each.state_row is None else each.state_row for each in rows]
         staged["state_rows"][:count] = state_rows
+        if self._model.adapters is not None:
+            staged["adapters"][:count] = [inputs.adapter for inputs in rows]
         if rolling is not None:
             table = self.buffers.staging(_ROLLING)["rolling_table"]
             for row, state_row in enumerate(state_rows):

@@ -180,6 +180,7 @@ class RowInputs:
     may_draft: bool = True  # not where the host says after each token what may follow
     guide: Guide | None = None  # the automaton of the structured output, if the device can follow it
     state_row: int | None = None  # of its recurrent states and rolling pages; None: nobody's
+    adapter: int = -1  # the slot of its adapter; -1: none
 
 
 class StepLogprobs(NamedTuple):
