@@ -131,8 +131,8 @@ class Engine:
             constrained=mask,
         )
         ends, turn = (max_length, stop_ids, rules.eos_token_ids), (request.priority, request.turn, request_id)
-        told = (RequestMetrics(time.perf_counter()), turn, constraint, adapter)
-        sequence = Sequence(request_id, tokens, params, len(tokens), *ends, sampling, *told)
+        told = (RequestMetrics(time.perf_counter()), turn, constraint)
+        sequence = Sequence(request_id, tokens, params, len(tokens), *ends, sampling, *told, adapter=adapter)
         self._sequences[request_id] = sequence
         # one that was given up before it began stays out
         self._inbox.append(lambda: None if sequence.finished else self.scheduler.add(sequence))

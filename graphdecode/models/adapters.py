@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., 2021) from PEFT's folders, checked against the model, and their slots in its products."""
+"""Low-rank adapters (Hu et al., 2021) from PEFT's folders, checked against the model, and their slots in it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "use_qalora": (None, False),
 }
+
+_Scaled = tuple[Tensor, Tensor, float]  # A, B, and what B is to be multiplied by
 
 
 class AdapterError(ArgumentError):
@@ -126,7 +128,7 @@ class AdapterSlots:
         folder = Path(folder)
         settings = _settings(folder)
         found = _matrices(folder)
-        by_place: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
+        by_place: dict[str, dict[int, _Scaled]] = {}
         where = {part.name: (place, at) for place, parts in self.parts.items() for at, part in enumerate(parts)}
         for module, (down, up) in found.items():
             place_and_part = where.get(f"{module}.weight")
@@ -142,9 +144,7 @@ class AdapterSlots:
                 raise AdapterError(f"{folder}: {place} has numbers that are not finite in {self.dtype}")
         return Adapter(rank, matrices)
 
-    def _joined(
-        self, place: str, of_parts: Mapping[int, tuple[Tensor, Tensor, float]], rank: int
-    ) -> tuple[Tensor, Tensor]:
+    def _joined(self, place: str, of_parts: Mapping[int, _Scaled], rank: int) -> tuple[Tensor, Tensor]:
         parts = self.parts[place]
         down = torch.zeros(len(parts), rank, parts[0].shape[1], dtype=self.dtype)
         up = torch.zeros(rank, sum(part.shape[0] for part in parts), dtype=self.dtype)

@@ -4,6 +4,7 @@ Adapters stand in slots of fixed tensors, and a batch row names a slot: one capt
 A product of several weights side by side, such as queries, keys and values, has a `down` for each part.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -139,5 +140,5 @@ def add_adapters(
         at = (slots == slot).nonzero().flatten()
         mid = torch.einsum("ti,pri->tpr", x[at].float(), down[slot, :, :rank].float())
         bounds = [0, *ends.tolist()]
-        for part, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for part, (begin, end) in enumerate(pairwise(bounds)):
             out[at, begin:end] = (out[at, begin:end] + mid[:, part] @ up[slot, :rank, begin:end].float()).to(out.dtype)
