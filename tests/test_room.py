@@ -45,9 +45,7 @@ def capacity(settings: EngineConfig) -> tuple[int, int, tuple[int, ...]]:
         ([0], 0, 1, (1, 1, (1,))),
     ],
 )
-def test_capacity_follows_from_the_prompts(
-    lengths: list[int], max_tokens: int | None, answers: int, expected: tuple[int, int, tuple[int, ...]]
-) -> None:
+def test_capacity_follows_from_the_prompts(lengths, max_tokens, answers, expected):
     settings = fitted(DEFAULT, lengths, max_tokens, answers=answers, trained_length=TRAINED)
     assert capacity(settings) == expected
 

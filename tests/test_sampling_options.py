@@ -46,9 +46,7 @@ def answers(folder: Path, *options: str) -> list[dict]:
         ({"do_sample": True, "top_k": None}, SamplingParams()),
     ],
 )
-def test_a_checkpoint_says_how_it_wants_to_be_sampled(
-    tmp_path: Path, generation: dict[str, object] | None, expected: SamplingParams
-) -> None:
+def test_a_checkpoint_says_how_it_wants_to_be_sampled(tmp_path, generation, expected):
     folder = model_in(tmp_path, generation)
     with LLM(folder, max_batch_size=1, max_sequence_length=32, backend="eager", device="cpu") as llm:
         assert llm.get_default_sampling_params() == expected
@@ -122,8 +120,7 @@ def test_help_of_a_setting_names_what_it_takes_and_what_stands_where_it_is_left_
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["chat", "generate", "serve", "batch", "inspect", "profile", "quantize", "models", "buckets show"],
+    "command", ["chat", "generate", "serve", "batch", "inspect", "profile", "quantize", "models", "buckets show"]
 )
 def test_what_comes_from_outside_is_loaded_by_every_command_that_reads_a_model(command: str) -> None:
     assert "--load-module" in run_command(*command.split(), "--help").stdout

@@ -1,10 +1,13 @@
 """The paged cache that an engine drives: pages by sequence, and the sharing of prefixes."""
 
+import timeit
+
 import numpy as np
 import pytest
 import torch
 
-from graphdecode.cache import CacheFullError, PagedKVCache, UnknownSequenceError, fill_page_row
+from graphdecode.cache import CacheFullError, PagedKVCache, PagePool, UnknownSequenceError, fill_page_row
+from graphdecode.cache.ledger import PageLedger
 
 
 def make(pages=8, page_size=4, prefix_caching=True, max_pages_per_row=16, num_layers=1):
@@ -213,3 +216,94 @@ def test_reset_forgets_pages_and_prefixes():
     cache.reset()
     assert (cache.pool.free, len(cache.ledger.pages)) == (8, 0)
     assert cache.add("a", list(range(9))) == 0
+
+
+PAGE = 4  # tokens
+
+
+@pytest.fixture
+def ledger() -> PageLedger:
+    """Three sequences of six pages, one of which is free: a has two, b two, c one."""
+    ledger = PageLedger(6, PAGE, prefix_caching=False)
+    for name, pages in (("a", 2), ("b", 2), ("c", 1)):
+        ledger.open(name)
+        ledger.grow(name, pages * PAGE)
+    return ledger
+
+
+def test_a_sequence_of_no_tokens_enters_without_pages(ledger: PageLedger) -> None:
+    ledger.exchange([], [("d", 0)])
+    assert ledger.pages["d"] == []
+
+
+def test_who_has_more_pages_than_its_length_takes_keeps_them(ledger: PageLedger) -> None:
+    before = {name: list(pages) for name, pages in ledger.pages.items()}
+    ledger.exchange([], [("a", 1), ("b", 2 * PAGE)])
+    assert ledger.pages == before
+    ledger.exchange([], [("a", 1), ("c", 2 * PAGE)])
+    assert (ledger.pages["a"], ledger.available) == (before["a"], 0)
+
+
+def test_what_some_have_too_many_is_no_room_for_others(ledger: PageLedger) -> None:
+    before = {name: list(pages) for name, pages in ledger.pages.items()}
+    with pytest.raises(CacheFullError, match="2 more pages are needed, 1 of 6 are available"):
+        ledger.exchange([], [("a", 1), ("c", 3 * PAGE)])
+    assert ledger.pages == before
+
+
+def test_pages_of_who_leaves_are_there_for_who_enters(ledger: PageLedger) -> None:
+    ledger.exchange(["a"], [("d", 3 * PAGE)])
+    assert {name: len(pages) for name, pages in ledger.pages.items()} == {"b": 2, "c": 1, "d": 3}
+    with pytest.raises(CacheFullError, match="4 more pages are needed, 3 of 6 are available"):
+        ledger.exchange(["d"], [("e", 4 * PAGE)])
+    assert len(ledger.pages["d"]) == 3
+
+
+def test_pages_come_in_ascending_runs_and_are_counted():
+    pool = PagePool(6)
+    assert pool.take(4) == [0, 1, 2, 3]
+    pool.share([1, 2])
+    assert (pool.free, pool.used, pool.shared, pool.count(1), pool.count(5)) == (2, 4, 2, 2, 0)
+    pool.give_back([0, 1, 2, 3])
+    assert (pool.free, pool.used, pool.shared) == (4, 2, 0)
+    assert pool.take(0) == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "argument"),
+    [
+        ("take", 4),
+        ("take", -1),
+        ("give_back", [0, 0]),
+        ("give_back", [0, 3]),
+        ("give_back", [9]),
+        ("share", [0, 3]),
+        ("share", [-1]),
+        ("evict", 1),
+    ],
+)
+def test_what_the_pool_cannot_do_is_an_error_that_changes_nothing(verb, argument):
+    pool = PagePool(4)
+    pool.take(1)
+    with pytest.raises(ValueError, match="page"):
+        getattr(pool, verb)(argument)
+    assert (pool.free, pool.used, pool.shared, [pool.count(p) for p in range(4)]) == (3, 1, 0, [1, 0, 0, 0])
+
+
+def test_giving_a_page_back_twice_is_an_error():
+    pool = PagePool(2)
+    pages = pool.take(1)
+    pool.give_back(pages)
+    with pytest.raises(ValueError, match="given back 1 times and has 0 owners"):
+        pool.give_back(pages)
+
+
+def test_taking_and_giving_back_do_not_depend_on_the_size_of_the_pool():
+    """A pool of a million pages answers as fast as one of a hundred: nothing is searched."""
+
+    def seconds(total):
+        pool = PagePool(total)
+        pool.take(total // 2)
+        return min(timeit.repeat(lambda: pool.give_back(pool.take(1)), number=2000, repeat=5))
+
+    assert seconds(1_000_000) < 20 * seconds(100)

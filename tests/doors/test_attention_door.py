@@ -16,7 +16,7 @@ TOY = {
         ("self.attention_soft_cap)\n", "self.attention_soft_cap, lift=self.lift)\n"),
     ],
     "graphdecode/models/families/llama.py": [
-        ('fields["windows"] =', 'fields["lift"] = settings.get("lift", 0.0)\n        fields["windows"] ='),
+        ('fields["windows"] =', 'fields["lift"] = settings.get("lift", 0.0)\n        fields["windows"] =')
     ],
     "kernels/attention/attention_records.py": [
         ("    sinks: Float32 | None = None\n", "    sinks: Float32 | None = None\n    lift: float = 0.0\n"),

@@ -94,13 +94,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @needs_kernels
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [
-        ("demo", "float32"),
-        ("llama", "bfloat16"),
-        ("qwen3", "float32"),
-        ("gemma2", "float16"),
-        ("gpt-oss", "float32"),
-    ],
+    [("demo", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("gemma2", "float16"), ("gpt-oss", "float32")],
 )
 def test_a_request_has_the_same_bits_alone_and_in_any_company(folder_of: Any, model: str, dtype: str) -> None:
     folder, given = folder_of(model), requests()

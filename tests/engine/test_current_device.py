@@ -121,9 +121,7 @@ def test_an_operator_launches_on_the_device_of_its_tensors(devices: Devices) -> 
     assert devices.current == 0
 
 
-def test_a_step_runs_on_the_device_of_its_slots_eagerly_and_when_it_is_captured(
-    devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_runs_on_the_device_of_its_slots_eagerly_and_when_it_is_captured(devices, monkeypatch):
     buffers = StepBuffers([Slot("x", ("batch",), torch.float32)], max_batch_size=2, device="cpu")
 
     def step(batch: Batch) -> None:

@@ -54,9 +54,7 @@ def group(folder: str, limit: str, used: int, kept: int, *, version: int = 2) ->
         ),
     ],
 )
-def test_what_can_be_had_is_what_the_kernel_says_within_every_limit(
-    files: dict[str, str], expected: tuple[int, int], tmp_path: Path
-) -> None:
+def test_what_can_be_had_is_what_the_kernel_says_within_every_limit(files, expected, tmp_path):
     found = host_memory(machine(tmp_path, files))
     assert [round(number / MIB, 3) for number in found] == list(expected)
 

@@ -139,9 +139,7 @@ def test_a_row_that_has_nothing_left_ends_with_the_reason_and_its_neighbour_goes
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_beyond_the_capacity_is_refused_with_the_key_that_raises_it(
-    llm: LLM, request_: Request, words: str
-) -> None:
+def test_what_is_beyond_the_capacity_is_refused_with_the_key_that_raises_it(llm, request_, words):
     with pytest.raises(RequestError, match=words):
         llm.engine.add(request_)
     assert not llm.engine.has_work

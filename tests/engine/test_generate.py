@@ -215,9 +215,7 @@ def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_
     assert "".join(llm.stream("12+30=", params)) == "42"
 
 
-def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(make_llm, monkeypatch):
     llm = make_llm(steps_per_launch=4, backend="eager")
     decode, calls = llm.model.decode, []
 

@@ -20,7 +20,7 @@ AXIS = {
     "engine/loop.py": {
         'part="logits" if in_halves else "whole")': (
             'part="logits" if in_halves else "whole", mirrored=len(self._staged) == 2)'
-        ),
+        )
     },
 }
 

@@ -60,9 +60,7 @@ def assert_agree(found: list[dict[int, tuple[float, int]]], tokens: list[int], e
 
 
 @pytest.mark.parametrize("length", [2, 17, 140, 250])
-def test_they_are_transformers_log_softmax_at_each_place(
-    llm: LLM, log_softmax: Callable[[list[int]], torch.Tensor], length: int
-) -> None:
+def test_they_are_transformers_log_softmax_at_each_place(llm, log_softmax, length):
     tokens = random_prompt(length, seed=length)
     (output,) = llm.generate([tokens], SCORED, use_tqdm=False)
     assert_agree(floats(output), tokens, log_softmax(tokens))

@@ -81,9 +81,7 @@ def answer_of(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize(("prompt_length", "max_tokens", "tokens"), [(3, 5, 5), (1, 1, 1), (15, 1, 1), (60, 9, 4)])
-def test_a_row_is_finished_on_the_device_by_the_last_token_that_it_may_have(
-    llm: LLM, prompt_length: int, max_tokens: int, tokens: int
-) -> None:
+def test_a_row_is_finished_on_the_device_by_the_last_token_that_it_may_have(llm, prompt_length, max_tokens, tokens):
     """The host would not notice: it ends the answer by its own count, and forgets what came after."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     assert len(answer_of(llm, [97] * prompt_length, params)) == tokens

@@ -167,9 +167,7 @@ def stopping() -> tuple[list[str], list[SamplingParams], list[Any]]:
     "settings", [{"steps_per_launch": 1}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=["one", "several"]
 )
 @pytest.mark.parametrize("num_tokens", [3, 7, "auto"])
-def test_law_9_texts_that_stop_an_answer_stop_it_at_the_same_character(
-    stopping: Any, num_tokens: Any, settings: dict[str, Any]
-) -> None:
+def test_law_9_texts_that_stop_an_answer_stop_it_at_the_same_character(stopping, num_tokens, settings):
     prompts, params, expected = stopping
     drafting = {"method": "ngram", "num_tokens": num_tokens, "ngram_min": 1}
     with LLM("demo", max_batch_size=4, speculation=drafting, **TEXTS, **settings) as llm:
@@ -243,9 +241,7 @@ def known(decoder: Any) -> tuple[list[Request], dict[int, list[int]]]:
 @pytest.mark.parametrize("steps_per_launch", [1, 3])
 @pytest.mark.parametrize("most", [1, 4, 7])
 @pytest.mark.parametrize("chance", [1.0, 0.0, 0.7])
-def test_what_is_accepted_is_counted_exactly(
-    decoder: Any, known: Any, chance: float, most: int, steps_per_launch: int
-) -> None:
+def test_what_is_accepted_is_counted_exactly(decoder, known, chance, most, steps_per_launch):
     given, texts = known
     rng = random.Random(f"{chance} {most}")
     table, right = planted(texts, lambda: rng.random() < chance)

@@ -67,9 +67,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the recorded backend")
 @pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
-def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_tokens_alone(
-    make_llm: MakeLLM, uploads: list[str]
-) -> None:
+def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_tokens_alone(make_llm, uploads):
     """The compiled step runs outside of torch, so every operator that is counted is the host's."""
     llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=1000)
     for _ in range(ROUNDS):
@@ -118,9 +116,7 @@ def test_when_pages_are_tight_a_steady_stretch_uploads_once_a_page(make_llm: Mak
 
 
 @pytest.mark.gpu
-def test_a_cuda_steady_step_copies_nothing_allocates_nothing_and_waits_for_its_ring_alone(
-    make_llm: MakeLLM, uploads: list[str]
-) -> None:
+def test_a_cuda_steady_step_copies_nothing_allocates_nothing_and_waits_for_its_ring_alone(make_llm, uploads):
     llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=1000)
     for _ in range(ROUNDS):
         with steady(llm):

@@ -250,14 +250,8 @@ bad(
     resizing=lambda batch: torch.empty(0).resize_(4, 8).copy_(batch.x),
     slot_reshaped_in_place=lambda batch: batch.x.unsqueeze_(0),
 )
-bad(
-    "unregistered-launch",
-    bare_triton_launch=lambda batch: unregistered_kernel[(1,)](batch.x, BLOCK=32),
-)
-bad(
-    "raw-pointer",
-    address=lambda batch: batch.x.data_ptr(),
-)
+bad("unregistered-launch", bare_triton_launch=lambda batch: unregistered_kernel[(1,)](batch.x, BLOCK=32))
+bad("raw-pointer", address=lambda batch: batch.x.data_ptr())
 
 
 # steps that do something else each time, of which a graph would repeat the first

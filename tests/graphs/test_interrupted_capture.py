@@ -92,9 +92,7 @@ def test_an_error_of_an_operator_names_operator_and_line(buffers: StepBuffers) -
     assert caught.value.line == wrong_shapes.__code__.co_firstlineno + 2
 
 
-def test_a_bar_is_shown_while_capturing_if_wanted_and_on_a_terminal_alone(
-    buffers: StepBuffers, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bar_is_shown_while_capturing_if_wanted_and_on_a_terminal_alone(buffers, capsys, monkeypatch):
     graphs = GraphManager(good_step, buffers, [1, 2, 4])
     graphs.capture(progress=True)
     assert capsys.readouterr() == ("", ""), "standard error is no terminal here"

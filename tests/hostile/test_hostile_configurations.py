@@ -75,9 +75,7 @@ def spoilt(tmp_path: Path, file: str, **changes: Any) -> Path:
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
-def test_a_value_that_no_model_has_is_refused_by_file_and_field(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_value_that_no_model_has_is_refused_by_file_and_field(tmp_path, changes, said):
     folder = spoilt(tmp_path, "config.json", **changes)
     for use in (describe_model, LLM):
         with pytest.raises(GraphdecodeError) as caught:
@@ -126,9 +124,7 @@ def test_a_file_that_no_parser_takes_is_named(tmp_path: Path, content: str) -> N
         ({"repetition_penalty": 1e400}, "repetition_penalty must be a number in"),
     ],
 )
-def test_a_generation_config_that_cannot_be_is_refused_by_file_and_field(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_generation_config_that_cannot_be_is_refused_by_file_and_field(tmp_path, changes, said):
     folder = spoilt(tmp_path, "generation_config.json", **changes)
     with pytest.raises(GraphdecodeError) as caught:
         LLM(folder, max_batch_size=1).get_default_sampling_params()

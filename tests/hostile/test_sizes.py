@@ -32,9 +32,7 @@ GIB = 2**30
         ({"max_prefill_tokens": 2**31 - 1}, r"max_prefill_tokens=2147483647 takes \d+ bytes for tokens of prompts"),
     ],
 )
-def test_what_no_memory_holds_is_refused_by_key_and_bytes(
-    settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_memory_holds_is_refused_by_key_and_bytes(settings, said, monkeypatch):
     monkeypatch.setattr(capacity, "total_bytes", lambda device: 16 * GIB)
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded first"))
     tracemalloc.start()

@@ -10,9 +10,7 @@ from graphdecode.kernels.attention.attention_torch import flash_attention, plain
 @pytest.mark.parametrize(
     ("queries", "keys", "options"), [(1, 37, {}), (9, 9, {"is_causal": True}), (5, 23, {"mask": 1})]
 )
-def test_the_plain_version_returns_what_the_fused_one_does(
-    dtype: torch.dtype, queries: int, keys: int, options: dict
-) -> None:
+def test_the_plain_version_returns_what_the_fused_one_does(dtype, queries, keys, options):
     torch.manual_seed(0)
     q = torch.randn(2, 3, queries, 32).to(dtype)
     k, v = torch.randn(2, 2, 3, keys, 32).to(dtype)

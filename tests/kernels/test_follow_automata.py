@@ -10,13 +10,7 @@ from sampling_rows import logprob_outputs, neutral_slots, random_automata
 from graphdecode.kernels.model.advance import AdvanceState
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.sampling.follow_automata import (
-    ACCEPTS,
-    COMPLETES,
-    NO_AUTOMATON,
-    Guides,
-    follow_automata,
-)
+from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, NO_AUTOMATON, Guides, follow_automata
 from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
 

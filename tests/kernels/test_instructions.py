@@ -31,10 +31,7 @@ PROCESSORS = {
     "Sandy Bridge": ({"avx"}, ["portable"]),
     "Haswell": (HASWELL, ["portable", "avx2"]),
     "Skylake": (SKYLAKE, ["portable", "avx2", "avx512"]),
-    "Cascade Lake, whose VNNI is not used without VBMI": (
-        SKYLAKE | {"avx512_vnni"},
-        ["portable", "avx2", "avx512"],
-    ),
+    "Cascade Lake, whose VNNI is not used without VBMI": (SKYLAKE | {"avx512_vnni"}, ["portable", "avx2", "avx512"]),
     "Cooper Lake": (SKYLAKE | {"avx512_vnni", "avx512_bf16"}, ["portable", "avx2", "avx512", "avx512_bf16"]),
     "Ice Lake": (SKYLAKE | {"avx512_vnni", "avx512vbmi"}, ["portable", "avx2", "avx512", "avx512_vnni"]),
     "Zen 4": (

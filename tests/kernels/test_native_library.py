@@ -69,10 +69,7 @@ def script(path: Path, text: str) -> str:
     ("environment", "reason"),
     [
         ({"GRAPHDECODE_NATIVE": "0"}, "GRAPHDECODE_NATIVE is 0"),
-        (
-            {"CC": "no-such-compiler"},
-            "'no-such-compiler' cannot be run (No such file or directory): install it",
-        ),
+        ({"CC": "no-such-compiler"}, "'no-such-compiler' cannot be run (No such file or directory): install it"),
         ({"CC": "", "PATH": ""}, "no C compiler was found: install gcc or clang (`apt install gcc`)"),
         ({"CC": "false"}, "false"),
         ({"CC": '"'}, "CC is '\"', which is no command"),

@@ -6,12 +6,7 @@ from quantized_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
 
 from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, quantized_panels
-from graphdecode.kernels.moe.expert_linear import (
-    Routed,
-    interleaved_panels,
-    quantized_expert_linear,
-    stacked_panels,
-)
+from graphdecode.kernels.moe.expert_linear import Routed, interleaved_panels, quantized_expert_linear, stacked_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 

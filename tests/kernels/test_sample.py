@@ -7,9 +7,11 @@ import torch
 from sampling_rows import ended_step, kept_probabilities, make_hostile, neutral_slots, random_rows, set_row
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
+from graphdecode.kernels.model.cap_logits import cap_logits, cap_logits_triton
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.optional_triton import tl, triton
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.sampling.philox import uniform_bits
+from graphdecode.kernels.sampling.philox import philox_words, uniform_bits, uniform_bits_of
 from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -423,3 +425,76 @@ def test_the_operator_passes_opcheck():
     sampled = torch.zeros(3, dtype=torch.int64)
     arguments = (sampled, logits, positions, live, *slots, *books)
     torch.library.opcheck(torch.ops.graphdecode.sample.default, arguments)
+
+
+# Random123's known answers for philox4x32, 10 rounds: counter, key, output.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, 0xFFFFFFFF_FFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        0x299F31D0_A4093822,
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_words(counter, key, words):
+    assert philox_words(key, counter) == words
+
+
+@triton.jit
+def _draw_kernel(out, seeds, positions):
+    row = tl.program_id(0)
+    tl.store(out + row, uniform_bits_of(tl.load(seeds + row), tl.load(positions + row)))
+
+
+def test_the_kernel_draws_the_same_bits_as_the_host(device):
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 0x299F31D0A4093822]
+    positions = [0, 1, 77, 2**31 - 1, 5, 0x243F6A88]
+    out = torch.zeros(len(seeds), dtype=torch.int64, device=device)
+    _draw_kernel[(len(seeds),)](
+        out, torch.tensor(seeds, device=device), torch.tensor(positions, dtype=torch.int32, device=device)
+    )
+    assert out.tolist() == [uniform_bits(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    assert out[0] == 0x6627E8D5 >> 8
+
+
+def test_draws_fill_the_unit_interval_evenly():
+    draws = torch.tensor([uniform_bits(12345, position) for position in range(20_000)]).double() / 2**24
+    counts = torch.histc(draws, bins=50, min=0, max=1)
+    statistic = ((counts - 400) ** 2 / 400).sum()
+    assert torch.special.gammaincc(torch.tensor(24.5), statistic / 2) > 1e-4
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of the cap
+CAP = 30.0
+
+
+@pytest.mark.parametrize("version", ["torch", "triton", "native"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [1, 16, 2100])
+def test_it_is_the_formula(version, dtype, width, device):
+    if version == "native" and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    logits = torch.randn(3, width, generator=torch.Generator().manual_seed(1)) * 40
+    logits[0] = 1e-3
+    logits[1, 0], logits[2, -1] = 1e4, -1e4
+    logits = logits.to(dtype)
+    expected = CAP * torch.tanh(logits.double() / CAP)
+    run = {
+        "torch": versions("cap_logits").torch,
+        "triton": cap_logits_triton,
+        "native": lambda *given: versions("cap_logits").native(*given)(),
+    }[version]
+    given = logits.to(device if version == "triton" else "cpu")
+    run(given, CAP)
+    torch.testing.assert_close(given.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=CAP * TOLERANCE[dtype])
+
+
+def test_cap_logits_passes_opcheck(device):
+    torch.library.opcheck(torch.ops.graphdecode.cap_logits.default, (torch.randn(2, 16, device=device), CAP))
+    logits = torch.full((1, 4), 1e9, device=device)
+    cap_logits(logits, CAP)
+    assert (logits == CAP).all()

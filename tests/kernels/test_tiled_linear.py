@@ -227,19 +227,7 @@ def test_products_that_begin_early_one_after_another_are_the_products(name, stri
     partials = [torch.full((2, 2, 2 * 129), torch.nan) for _ in tiles]
     with early_starts(strict_launches):
         for given, (weight, _), out, partial in zip([x, *outs], tiles, outs, partials, strict=False):
-            tiled_linear_triton(
-                out,
-                given,
-                weight,
-                None,
-                None,
-                partial,
-                counters,
-                EPS,
-                "store",
-                1.0,
-                chosen,
-            )
+            tiled_linear_triton(out, given, weight, None, None, partial, counters, EPS, "store", 1.0, chosen)
     expected = x.double() @ tiles[0][1].T @ tiles[1][1].T
     torch.testing.assert_close(outs[1].double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 

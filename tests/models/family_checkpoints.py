@@ -39,12 +39,7 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-GRANITE = {
-    "embedding_multiplier": 6.0,
-    "attention_multiplier": 0.1,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 3.0,
-}
+GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 GRANITE_4 = GRANITE | {
     "layer_types": ["full_attention"] * 3,
     "num_local_experts": 0,
@@ -141,10 +136,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", GRANITE | {"mlp_bias": True}),
     "granite-4": ("GraniteMoeHybrid", GRANITE_4 | {"position_embedding_type": "rope"}),
     "granite-4-nope": ("GraniteMoeHybrid", GRANITE_4),
-    "granite-4-mamba": (
-        "GraniteMoeHybrid",
-        GRANITE_4 | MAMBA | RECURRENT_AROUND,
-    ),
+    "granite-4-mamba": ("GraniteMoeHybrid", GRANITE_4 | MAMBA | RECURRENT_AROUND),
     "granite-4-experts": (
         "GraniteMoeHybrid",
         GRANITE_4

@@ -1,8 +1,6 @@
 """What to expect of bfloat16 beside another engine, or another step: greedy texts part, and it is at near-ties."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,9 +34,7 @@ def logits_along(model: torch.nn.Module, prompt: list[int], answer: list[int]) -
 
 
 @pytest.mark.parametrize("name", ["llama-3.2", "qwen3"])
-def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(
-    checkpoint: Callable[[str], Path], name: str
-) -> None:
+def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(checkpoint, name):
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.bfloat16).eval()
     exact = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -63,9 +59,7 @@ def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(
 
 
 @pytest.mark.parametrize("settings", [{"num_tokens": 7}, {"num_tokens": "auto", "steps_per_launch": 3}], ids=str)
-def test_where_texts_part_from_those_without_speculation_the_two_tokens_are_near_ties(
-    checkpoint: Callable[[str], Path], settings: dict[str, Any]
-) -> None:
+def test_where_texts_part_from_those_without_speculation_the_two_tokens_are_near_ties(checkpoint, settings):
     """A product of the rows' eight queries may round otherwise than one of a query each."""
     rng = random.Random(9)
     repeating = [[rng.randrange(256) for _ in range(rng.randrange(2, 6))] * rng.randrange(2, 6) for _ in range(8)]

@@ -104,9 +104,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_left(tmp_path: Path)
         converted_copy(file, tmp_path / "folder")
 
 
-def test_a_tokenizer_that_cannot_be_read_is_said_before_weights_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_said_before_weights_are_written(tmp_path, monkeypatch):
     def with_another(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("unheard-of")

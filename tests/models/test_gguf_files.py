@@ -128,9 +128,7 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
         ("owner/many", "holds 2 models, m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf: name one by its quantization"),
     ],
 )
-def test_of_a_repository_one_model_is_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fetched: list[str] | str
-) -> None:
+def test_of_a_repository_one_model_is_fetched(monkeypatch, tmp_path, name, fetched):
     many = ["m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj.gguf"]
     holds = {"owner/one": ["a.gguf"], "owner/many": many}
     asked: list[str] = []
@@ -265,9 +263,7 @@ def test_a_pattern_of_no_layers_is_named(tmp_path: Path) -> None:
         ("blk.0.ffn_up_exps.weight", (4, 64, 96), r"has the shape \[4, 64, 96\], and its gate \[4, 96, 64\]"),
     ],
 )
-def test_experts_that_cannot_be_taken_apart_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...], said: str
-) -> None:
+def test_experts_that_cannot_be_taken_apart_are_named(tmp_path, monkeypatch, name, shape, said):
     add = gguf.GGUFWriter.add_tensor
     monkeypatch.setattr(
         gguf.GGUFWriter,

@@ -32,9 +32,7 @@ def test_shards_are_read_like_a_single_file(checkpoint: Callable[[str], Path], t
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
-def test_experts_may_be_stored_one_by_one_or_all_in_one_tensor(
-    checkpoint: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
+def test_experts_may_be_stored_one_by_one_or_all_in_one_tensor(checkpoint, tmp_path, name):
     save_checkpoint(name, tmp_path, save_original_format=False)
     single, stacked = (load_file(folder / "model.safetensors") for folder in (checkpoint(name), tmp_path))
     assert len(stacked) < len(single)
@@ -42,9 +40,7 @@ def test_experts_may_be_stored_one_by_one_or_all_in_one_tensor(
     assert all(map(torch.equal, given, expected))
 
 
-def test_names_may_lack_what_those_of_a_decoder_with_a_head_begin_with(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_names_may_lack_what_those_of_a_decoder_with_a_head_begin_with(checkpoint, tmp_path):
     """As a model of embeddings has them, such as Qwen3-Embedding."""
     save_checkpoint("qwen3-tied", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -79,9 +75,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
-def test_what_a_recurrent_model_cannot_have_is_refused_by_name(
-    tmp_path: Path, name: str, changes: dict, message: str
-) -> None:
+def test_what_a_recurrent_model_cannot_have_is_refused_by_name(tmp_path, name, changes, message):
     save_checkpoint(name, tmp_path)
     edit_config(tmp_path, lambda settings: settings.update(changes))
     with pytest.raises(UnsupportedModelError, match=re.escape(message)):
@@ -161,9 +155,7 @@ def test_layers_with_the_same_fault_are_named_together_and_none_is_left_out(tmp_
 
 
 @pytest.mark.parametrize("extra", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
-def test_a_tensor_that_is_not_needed_may_be_there(
-    checkpoint: Callable[[str], Path], tmp_path: Path, extra: str
-) -> None:
+def test_a_tensor_that_is_not_needed_may_be_there(checkpoint, tmp_path, extra):
     save_checkpoint("llama-3.2", tmp_path)  # its output layer is its embedding
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {extra: torch.zeros(3)}, tmp_path / "model.safetensors")

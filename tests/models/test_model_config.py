@@ -160,9 +160,7 @@ def test_gemma_scales_and_caps_what_transformers_does(architecture: str, changes
         {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 7e5}}},
     ],
 )
-def test_two_kinds_of_layers_have_the_ropes_that_transformers_gives_them(
-    architecture: str, changes: dict[str, Any]
-) -> None:
+def test_two_kinds_of_layers_have_the_ropes_that_transformers_gives_them(architecture, changes):
     kinds = ["sliding_attention", "full_attention"] * 2
     ours = config_of({"architectures": [architecture], **NEEDED, **copy.deepcopy(changes), "layer_types": kinds})
     theirs = CLASSES[architecture][0].from_dict({**NEEDED, **copy.deepcopy(changes), "layer_types": kinds})

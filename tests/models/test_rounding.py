@@ -4,13 +4,12 @@ What is rounded are activations that products take, keys, values and queries; ne
 are, nor what compiled products give. With all of these rounded the error is some 1.4 times as large.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from test_logits import STEPS, decoded_logits, texts
+from test_against_transformers import STEPS, decoded_logits, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -36,9 +35,7 @@ def exact_logits(folder: Path, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("name", "dtype"), BOUNDS)
-def test_16_bits_lose_no_more_than_their_products_inputs_do(
-    checkpoint: Callable[[str], Path], name: str, dtype: str, compiled: bool
-) -> None:
+def test_16_bits_lose_no_more_than_their_products_inputs_do(checkpoint, name, dtype, compiled):
     if compiled and native.library() is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     expected = exact_logits(checkpoint(name), getattr(torch, dtype))

@@ -1,5 +1,6 @@
 """A rank has its part of a model and no more, reads no more, and gets the logits of all."""
 
+import itertools
 import math
 import os
 import threading
@@ -22,14 +23,16 @@ from graphdecode.distributed.started import new_board
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.across_ranks import Summed
+from graphdecode.linear.forms import load_linear
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.weight_form import Shard
+from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, WeightForm
 from graphdecode.models import Model, load_model
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import BlocksStem, family_of
 from graphdecode.models.shapes import RandomWeights, shape_config
 from graphdecode.models.split import SplitSource, split_config
-from graphdecode.models.weight_map import parts
+from graphdecode.models.weight_map import Part, parts
 
 T = TypeVar("T")
 compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
@@ -184,9 +187,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_siz
 
 @compiled
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(ARCHITECTURES, "wide", ("llama", "Llama", WIDE))
     path = quantized_file(tmp_path / "wide.gguf", "wide", {"weight": kind})
 
@@ -222,9 +223,7 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
 
 @compiled
 @pytest.mark.parametrize("quantize", ["int8", "q8_0"])
-def test_ranks_share_experts_that_are_rounded_while_they_are_read(
-    checkpoint: Callable[[str], Path], quantize: str
-) -> None:
+def test_ranks_share_experts_that_are_rounded_while_they_are_read(checkpoint, quantize):
     path = checkpoint("gpt-oss")
     found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize=quantize))
     assert same_bits(found)
@@ -236,3 +235,62 @@ def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None
     packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
     with pytest.raises(ArgumentError, match=r"o_proj.weight, \[64, 64\], has columns of all groups.*desc_act"):
         split(Checkpoint(packed), 0, 2).read_quantized("model.layers.0.self_attn.o_proj.weight")
+
+
+OPTIONS = FormOptions(torch.device("cpu"), torch.float32, LinearTuner())
+RANKS = 2
+
+
+def product(form: WeightForm, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape[0], form.out_features)
+    form.apply(out, x)
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama-3", "llama-biases", "qwen2", "qwen3-tied"])
+def test_the_shards_of_every_product_are_the_product(checkpoint: Callable[[str], Path], name: str) -> None:
+    source = Watched(checkpoint(name))
+    config = source.config()
+    places = family_of(config.architecture).weights(config)
+    products = {place: parts for place, parts in places.items() if len(parts[0].shape) == 2 and place != "embedding"}
+    assert len(products) == 4 * config.num_hidden_layers + (not config.tie_word_embeddings)
+
+    def names(parts: tuple[Part, ...]) -> tuple[str, ...]:
+        return tuple(part.name for part in parts)
+
+    for place, own in products.items():
+        linear = LinearNames(names(own), names(places.get(f"{place}.bias", ())))
+        whole = load_linear(source, linear, None, OPTIONS)
+        x = torch.randn(3, whole.in_features, generator=torch.Generator().manual_seed(1))
+        axis = own[0].split
+        assert axis in (0, 1)
+        shards = [load_linear(source, linear, Shard(rank, RANKS, axis), OPTIONS) for rank in range(RANKS)]
+        assert sum(shard.shape[axis] for shard in shards) == whole.shape[axis]
+        assert max(shard.shape[axis] for shard in shards) <= -(-whole.shape[axis] // RANKS)
+        expected = product(whole, x)
+        if axis == 1:
+            columns = x.chunk(RANKS, dim=1)
+            given = sum(product(shard, part.contiguous()) for shard, part in zip(shards, columns, strict=True))
+        else:  # each fused part is dealt out by itself: a shard of QKV is whole heads of queries, keys and values
+            sizes = [[part.shape[0] * end // RANKS for part in own] for end in range(RANKS + 1)]
+            dealt = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(sizes)]
+            pieces = [product(shard, x).split(size, dim=1) for shard, size in zip(shards, dealt, strict=True)]
+            given = torch.cat([torch.cat(piece, dim=1) for piece in zip(*pieces, strict=True)], dim=1)
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_more_than_the_shard_is_read(checkpoint: Callable[[str], Path]) -> None:
+    source = Watched(checkpoint("llama-3"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    shape = source.tensors[name].shape
+    load_linear(source, LinearNames((name,)), Shard(1, 4, 1), OPTIONS)
+    assert source.elements == shape[0] * shape[1] // 4
+
+
+def test_random_shards_are_parts_of_one_weight() -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    whole = torch.empty(RandomWeights("shape:llama-100m").tensors[name].shape)
+    RandomWeights("shape:llama-100m").read(name, whole)
+    part = torch.empty(whole.shape[0], whole.shape[1] // 2)
+    RandomWeights("shape:llama-100m").read(name, part, Shard(1, 2, 1))
+    assert torch.equal(part, whole[:, whole.shape[1] // 2 :])

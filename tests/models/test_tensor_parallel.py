@@ -86,9 +86,7 @@ def test_two_ranks_give_the_tokens_of_one(checkpoint: Callable[[str], Path], ran
 
 
 @pytest.mark.parametrize(("name", "gate_up", "down"), [("mixtral", "Q4_0", "Q8_0"), ("gpt-oss", "MXFP4", "MXFP4")])
-def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Leader, name: str, gate_up: str, down: str
-) -> None:
+def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(tmp_path, monkeypatch, ranks, name, gate_up, down):
     architecture, kind, changes = ARCHITECTURES[name]
     monkeypatch.setitem(ARCHITECTURES, name, (architecture, kind, changes | {"intermediate_size": 128}))
     types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
@@ -107,9 +105,7 @@ def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(
             assert 2 * sizes[0] == sizes[1]
 
 
-def test_preemption_shared_prefixes_and_launches_ahead_change_no_token(
-    checkpoint: Callable[[str], Path], ranks: Leader
-) -> None:
+def test_preemption_shared_prefixes_and_launches_ahead_change_no_token(checkpoint, ranks):
     def look_ahead(engine: Engine) -> None:
         engine.loop.lookahead = 1
 

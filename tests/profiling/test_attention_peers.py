@@ -41,9 +41,7 @@ def problem(monkeypatch: pytest.MonkeyPatch, device: str) -> AttentionProblem:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_outputs_are_compared_before_times_and_wrong_ones_have_none(
-    problem: AttentionProblem, dtype: torch.dtype
-) -> None:
+def test_outputs_are_compared_before_times_and_wrong_ones_have_none(problem, dtype):
     problem.shape = replace(SMALL, dtype=dtype, kv_dtype=dtype)
     problem.q, problem.out = problem.q.to(dtype), problem.out.to(dtype)
     problem.caches = [(k.to(dtype), v.to(dtype)) for k, v in problem.caches]

@@ -147,9 +147,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, delays_us: dict[int, float]) -> di
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_ten_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ten_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(monkeypatch, tmp_path):
     # what memory can do is not compared, and takes longer to measure than the steps
     monkeypatch.setattr("graphdecode.profiling.latency.read_bandwidth", lambda *_, **__: 1e10)
     profiles = [measured(monkeypatch, {}) for _ in range(11)]

@@ -64,9 +64,7 @@ def test_a_step_that_is_not_held_takes_as_long_as_the_slower_of_host_and_device(
     assert back_to_back_ms(machine.launch, 4, is_held=False)[1:] == pytest.approx([STEP_MS] * 3)
 
 
-def test_without_a_way_to_hold_the_device_the_first_step_alone_has_its_launch(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_way_to_hold_the_device_the_first_step_alone_has_its_launch(machine, monkeypatch):
     monkeypatch.delattr(torch.cuda, "_sleep")
     first, *others = back_to_back_ms(machine.launch, 4)
     assert first == pytest.approx(STEP_MS + LAUNCH_MS)

@@ -193,9 +193,7 @@ def test_the_staircase_says_where_there_is_no_padding(profile: dict) -> None:
         assert ("no padding" in axes.get_title()) != shown
 
 
-def test_without_matplotlib_there_is_a_report_and_a_reason(
-    profile: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_there_is_a_report_and_a_reason(profile, tmp_path, monkeypatch):
     assert [path.name for path in write_report(profile, tmp_path, draw=False)] == ["report.html"]
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'graphdecode\[plot\]'"):
@@ -223,9 +221,7 @@ def test_the_command_writes_everything_that_it_names(tmp_path: Path) -> None:
     assert [row["bucket"] for row in written["rows"]] == [1, 2]
 
 
-def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for_its_contexts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for_its_contexts(monkeypatch, tmp_path):
     seen = []
 
     def record(model: str, settings: EngineConfig, **_: object) -> None:

@@ -99,10 +99,7 @@ def test_unknown_peers_are_refused_with_those_that_there_are() -> None:
 
 @pytest.mark.alone  # what the tests behind it look at is measured here
 def test_absent_and_broken_peers_are_left_out_with_their_reason(record: dict) -> None:
-    assert record["left_out"] == {
-        "absent": "not installed: no-such-package",
-        "broken": "OSError: out of luck",
-    }
+    assert record["left_out"] == {"absent": "not installed: no-such-package", "broken": "OSError: out of luck"}
 
 
 def test_peers_with_other_tokens_are_told_apart_and_have_no_time(record: dict) -> None:
@@ -195,9 +192,7 @@ def test_every_peer_says_why_it_is_not_there(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compiler(tmp_path, monkeypatch):
     one_row = replace(SMALL, batch_sizes=(1,))
     monkeypatch.setattr(contest_module, "read_bandwidth", lambda device, repeats: 1e10)
     compiled = compare_engines(parse_peers("transformers-compiled"), DEMO, one_row, repeats=1)

@@ -117,9 +117,7 @@ def test_an_answer_that_is_cut_says_so(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_tools_that_must_be_called_are_called_with_arguments_that_are_valid(
-    client: openai.OpenAI, streams: bool
-) -> None:
+def test_tools_that_must_be_called_are_called_with_arguments_that_are_valid(client, streams):
     for seed, choice in enumerate(["required", {"type": "function", "function": {"name": "cold"}}]):
         options: dict[str, Any] = {"tools": [tool("warm"), tool("cold")], "tool_choice": choice, "seed": seed}
         if streams:
@@ -247,11 +245,7 @@ def test_what_cannot_be_kept_is_400_with_the_field_and_touches_nobody_else(serve
 
 def test_a_schema_that_takes_long_to_read_holds_nobody_up(served: Served) -> None:
     large = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(1500)}}
-    slow = {
-        "prompt": "x",
-        "max_tokens": 2,
-        "structured_outputs": {"json": large | {"required": ["p0"]}},
-    }
+    slow = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": large | {"required": ["p0"]}}}
     with served.client() as client:
         took: list[float] = []
 

@@ -70,9 +70,7 @@ def test_too_many_words_are_refused_before_one_of_them_is_spelled(preprocessor: 
     assert (refused.value.status, refused.value.param, preprocessor.tokenizer.texts) == (400, "bad_words", before)
 
 
-def test_parameters_are_checked_once_for_all_prompts_and_answers(
-    preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_checked_once_for_all_prompts_and_answers(preprocessor, monkeypatch):
     checked = []
     check = SamplingParams.__post_init__
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (checked.append(1), check(self))[1])
@@ -91,9 +89,7 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(
 
 
 @pytest.mark.parametrize(("prompts", "answers"), [(301, 1), (100, 4), (3, 101)])
-def test_more_answers_than_can_ever_be_open_are_refused_for_good(
-    preprocessor: Preprocessor, prompts: int, answers: int
-) -> None:
+def test_more_answers_than_can_ever_be_open_are_refused_for_good(preprocessor, prompts, answers):
     with pytest.raises(HttpError, match="300 answers at most run and wait at a time") as refused:
         prepared(preprocessor, prompt=["a"] * prompts, n=answers)
     assert (refused.value.status, refused.value.headers) == (400, {})

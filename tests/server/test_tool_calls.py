@@ -72,9 +72,7 @@ def splits(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS, ids=lambda value: getattr(value, "name", ""))
-def test_a_call_is_found_however_the_text_is_split(
-    form: ToolFormat, text: str, content: str, calls: list[ToolCall]
-) -> None:
+def test_a_call_is_found_however_the_text_is_split(form, text, content, calls):
     for pieces in splits(text):
         found, called = read(form, pieces)
         assert (found, [call.name for call in called]) == (content, [call.name for call in calls]), pieces

@@ -136,9 +136,7 @@ def test_rounds_that_another_thread_does_bring_news_too() -> None:
     asyncio.run(main())
 
 
-def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(monkeypatch):
     async def main() -> None:
         async with AsyncLLM("demo", config=CONFIG) as llm:
             grammars, seen = llm.llm.input_processor.grammars, []

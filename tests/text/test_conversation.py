@@ -36,9 +36,7 @@ def test_the_next_turn_finds_the_turns_before_it_in_the_cache(conversation: Conv
     assert before > 3 * page
 
 
-def test_what_outgrows_the_room_loses_its_oldest_turns_and_never_the_systems_message(
-    conversation: Conversation,
-) -> None:
+def test_what_outgrows_the_room_loses_its_oldest_turns_and_never_the_systems_message(conversation):
     conversation.system = "SYSTEM"
     for number in range(20):
         list(conversation.say(f"turn {number:02} {'x' * 20}"))

@@ -60,9 +60,7 @@ def test_bytes_that_never_become_a_character_show_up_at_the_end(byte_tokenizer: 
         ("stop", ("stop",), "", "stop"),
     ],
 )
-def test_text_is_cut_before_a_stop_string_across_token_borders(
-    byte_tokenizer: Tokenizer, text: str, stops: tuple[str, ...], shown: str, hit: str | None
-) -> None:
+def test_text_is_cut_before_a_stop_string_across_token_borders(byte_tokenizer, text, stops, shown, hit):
     pieces, found = stream(byte_tokenizer, text, stops)
     assert ("".join(pieces), found) == (shown, hit)
 
@@ -78,9 +76,7 @@ def test_text_is_cut_before_a_stop_string_across_token_borders(
         (("cd",), 11, "abcdxxyabcd", None),
     ],
 )
-def test_a_stop_string_that_is_complete_too_early_never_counts(
-    byte_tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, shown: str, hit: str | None
-) -> None:
+def test_a_stop_string_that_is_complete_too_early_never_counts(byte_tokenizer, stops, min_tokens, shown, hit):
     detokenizer, found = Detokenizer(byte_tokenizer, stops, min_tokens=min_tokens), None
     for token in byte_tokenizer.encode("abcdxxyabcd").ids:
         found = detokenizer.push(token)
