@@ -128,17 +128,17 @@ def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: 
     from graphdecode.text import Stream
     from graphdecode.text.router import DeferredInterrupt
 
-    orders = [llm.input_processor.order(text, params) for text in texts]
-    llm.router.submit(orders)
-    waiting = deque(orders)
+    parents = [llm.input_processor.process(text, params) for text in texts]
+    llm.router.submit(parents)
+    waiting = deque(parents)
     hidden = not as_json and (len(texts) == 1 or sys.stdout.isatty())
     try:
         with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
-            for text, order in zip(texts, orders, strict=True):
-                for number, answer in enumerate(order.answers or [None], 1):
+            for text, parent in zip(texts, parents, strict=True):
+                for number, state in enumerate(parent.states or [None], 1):
                     if not as_json and (len(texts) > 1 or params.n > 1):
                         print(f">>> {text}" + (f" ({number} of {params.n})" if params.n > 1 else ""))
-                    for piece in Stream(order.output, answer, llm.router):
+                    for piece in Stream(parent.output, state, llm.router):
                         if not as_json:
                             print(piece, end="", flush=True)
                     if not as_json:
@@ -146,16 +146,16 @@ def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: 
                 with DeferredInterrupt():  # a line is printed whole, and once
                     waiting.popleft()
                     if as_json:
-                        _print_record(order.output)
+                        _print_record(parent.output)
                 bar.update()
     finally:
         with DeferredInterrupt():
-            llm.router.give_up([answer for order in waiting for answer in order.answers])
-            for order in waiting if as_json else ():
-                if any(output.finish_reason == "abort" for output in order.output.outputs):
-                    order.output.error = "interrupted before the answer was complete"
-                _print_record(order.output)
-    return [order.output for order in orders]
+            llm.router.abort([state for parent in waiting for state in parent.states])
+            for parent in waiting if as_json else ():
+                if any(output.finish_reason == "abort" for output in parent.output.outputs):
+                    parent.output.error = "interrupted before the answer was complete"
+                _print_record(parent.output)
+    return [parent.output for parent in parents]
 
 
 def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:

@@ -128,7 +128,7 @@ class EngineProcess:
     def _constraint(self, compiled: Future[Any]) -> Constraint:
         assert self._grammars is not None
         try:
-            return self._grammars.held(compiled.result())
+            return self._grammars.new_constraint(compiled.result())
         except GraphdecodeError:
             raise
         except BaseException as error:  # a library's, Rust's panics too: only this request fails

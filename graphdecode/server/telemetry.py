@@ -17,7 +17,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.messages import EngineStatus
 from graphdecode.server.protocol import Generation
-from graphdecode.text.input_processor import Order
+from graphdecode.text.input_processor import ParentRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -109,9 +109,9 @@ class Metrics(Collector):
             self._histograms["graphdecode:launch_seconds"].observe(seconds)
 
     @contextlib.contextmanager
-    def tracked(self, orders: list[Order]) -> Iterator[Callable[[], None]]:
+    def tracked(self, parents: list[ParentRequest]) -> Iterator[Callable[[], None]]:
         """Yield a function that counts new tokens of some prompts; the prompts are counted when the context ends."""
-        outputs = [answer.output for order in orders for answer in order.answers]
+        outputs = [state.output for parent in parents for state in parent.states]
         seen = [(0, 0.0)] * len(outputs)  # tokens, and when the last of them came
 
         def count_tokens() -> None:
@@ -129,11 +129,11 @@ class Metrics(Collector):
         try:
             yield count_tokens
         finally:
-            for order in orders:
-                self._count(order)
+            for parent in parents:
+                self._count(parent)
 
-    def _count(self, order: Order) -> None:
-        output, metrics, histograms = order.output, order.output.metrics, self._histograms
+    def _count(self, parent: ParentRequest) -> None:
+        output, metrics, histograms = parent.output, parent.output.metrics, self._histograms
         prompt = len(output.prompt_token_ids)
         self._counters["prefix_cache_queries"].inc(prompt)
         self._counters["prefix_cache_hits"].inc(metrics.num_cached_tokens)
@@ -209,11 +209,11 @@ class Tracer:
         self._tracer = self._provider.get_tracer("graphdecode.server")
         self._contexts = TraceContextTextMapPropagator()
 
-    def trace(self, request_id: str, order: Order, body: Generation, headers: Mapping[str, str]) -> None:
+    def trace(self, request_id: str, parent: ParentRequest, body: Generation, headers: Mapping[str, str]) -> None:
         """Write the span of a prompt that finished or was aborted, in the trace of a `traceparent` in its headers."""
         from opentelemetry.trace import SpanKind
 
-        output, metrics = order.output, order.output.metrics
+        output, metrics = parent.output, parent.output.metrics
         now, wall = time.perf_counter(), time.time()
         asked = {name: getattr(body, name) for name in ("temperature", "top_p", "max_tokens", "n")}
         attributes: dict[str, Any] = {

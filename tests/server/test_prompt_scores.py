@@ -7,8 +7,8 @@ from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogpr
 from graphdecode.models import resolve_model_path
 from graphdecode.server.messages import in_parts
 from graphdecode.server.reply import in_pieces
-from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
+from graphdecode.text.request_state import RequestState
 from graphdecode.text.tokenizer import load_tokenizer
 
 PROMPT = [number % 200 for number in range(1000)]
@@ -23,7 +23,7 @@ def event() -> Event:
 def answered(events: list[Event]) -> RequestOutput:
     output = RequestOutput(0, None, PROMPT, [CompletionOutput(0)], RequestMetrics(0.0))
     tokenizer = load_tokenizer(resolve_model_path("demo")).backend_tokenizer
-    answer = Answer(output.outputs[0], output, SamplingParams(prompt_logprobs=20), tokenizer)
+    answer = RequestState(output.outputs[0], output, SamplingParams(prompt_logprobs=20), tokenizer)
     for each in events:
         answer.take(each)
     return output

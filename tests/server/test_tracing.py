@@ -11,15 +11,15 @@ from graphdecode.config import ConfigError, ServerConfig
 from graphdecode.engine import RequestMetrics
 from graphdecode.server.protocol import Completion
 from graphdecode.server.telemetry import Tracer, otlp_tracer
-from graphdecode.text.input_processor import Order
+from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def order(metrics: RequestMetrics, finish_reason: str | None) -> Order:
+def order(metrics: RequestMetrics, finish_reason: str | None) -> ParentRequest:
     answers = [CompletionOutput(index, token_ids=[7, 8], finish_reason=finish_reason) for index in range(2)]
-    return Order(RequestOutput(0, "a secret", [1, 2, 3], answers, metrics), [])
+    return ParentRequest(RequestOutput(0, "a secret", [1, 2, 3], answers, metrics), [])
 
 
 def test_a_span_has_vllms_attributes_the_callers_trace_and_nothing_of_the_text() -> None:

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
 from graphdecode.models import resolve_model_path
-from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
+from graphdecode.text.request_state import RequestState
 from graphdecode.text.tokenizer import load_tokenizer
 
 
-def fresh(params: SamplingParams) -> Answer:
+def fresh(params: SamplingParams) -> RequestState:
     tokenizer = load_tokenizer(resolve_model_path("demo"))
     request = RequestOutput(0, "", [1], [CompletionOutput(0)], RequestMetrics(0.0))
-    return Answer(request.outputs[0], request, params, getattr(tokenizer, "backend_tokenizer", tokenizer))
+    return RequestState(request.outputs[0], request, params, getattr(tokenizer, "backend_tokenizer", tokenizer))
 
 
 def event(token: int, *, ends: bool = False, scored: bool = True) -> Event:
