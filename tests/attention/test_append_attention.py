@@ -9,7 +9,7 @@ import torch
 from attention_oracle import Options, attend
 from covering import pairwise
 from key_mixing import mixing
-from paged_rows import int8_codes, tolerance
+from paged_rows import DTYPES, int8_codes, tolerance
 
 from graphdecode.attention import PagedDecodeAttention, QKNormRope
 from graphdecode.cache import CacheScales
@@ -29,17 +29,6 @@ append_attention_torch = versions("append_attention").torch
 append_attention_native = versions("append_attention").native
 
 WAVE_ITEMS, EPS, POSITIONS = 6, 1e-5, 512
-DTYPES = {
-    "fp32": (torch.float32, torch.float32),
-    "fp16": (torch.float16, torch.float16),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
-    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
-    "fp16-int8": (torch.float16, torch.int8),
-    "bf16-int8": (torch.bfloat16, torch.int8),
-    "fp32-int8": (torch.float32, torch.int8),
-    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
-}
 UNITS = {torch.float8_e4m3fn: (0.03, 0.25)}  # what divides keys and values
 CHOICES = {
     "dtype": tuple(DTYPES),

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.kernels.native import library as native
@@ -24,6 +15,15 @@ from graphdecode.models import resolve_model_path
 needs_kernels = pytest.mark.skipif(
     not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
 )
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"initializer_range": 0.3}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 20}),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20, "initializer_range": 0.3},
+    ),
+}
 Answer = tuple[list[int], list[dict[int, float]]]
 
 
@@ -75,15 +75,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         torch.manual_seed(3)
         sizes = {"vocab_size": 300, "hidden_size": 192, "intermediate_size": 416, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
-        if name == "qwen3":
-            Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(folder)
-        elif name == "gemma2":
-            Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, sliding_window=20)).save_pretrained(folder)
-        elif name == "gpt-oss":
-            small = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20, "initializer_range": 0.3}
-            GptOssForCausalLM(GptOssConfig(**sizes, **heads, **small)).save_pretrained(folder)
-        else:
-            LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3)).save_pretrained(folder)
+        model_name, changes = FAMILIES[name]
+        model_class = getattr(transformers, f"{model_name}ForCausalLM")
+        model_class(model_class.config_class(**sizes, **heads, **changes)).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_bytes((demo / file).read_bytes())
         return folder
@@ -133,15 +127,12 @@ def test_weights_of_few_bits_give_the_same_bits_in_any_company(folder_of: Any, m
 
 @needs_kernels
 def test_the_number_of_threads_changes_no_bit(folder_of: Any) -> None:
-    folder, given, threads = folder_of("llama"), requests(), torch.get_num_threads()
+    folder, given = folder_of("llama"), requests()
     found = []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            with make(folder, "float32", max_batch_size=6) as llm:
-                found.append(answers(llm, given))
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        with make(folder, "float32", max_batch_size=6) as llm:
+            found.append(answers(llm, given))
     assert found[0] == found[1]
 
 

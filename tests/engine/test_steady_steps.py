@@ -1,16 +1,13 @@
 """Law 8, counted: all that a thousand steady steps ask of torch and of the driver is a launch, and to read tokens."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import run_python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, SamplingParams
@@ -146,14 +143,7 @@ print([output.outputs[0].token_ids for output in llm.generate(["rev abc="] * 3, 
 
 def test_seeds_reproduce_across_restarts_and_buckets() -> None:
     def run(rows: int) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", SAMPLED.replace("ROWS", str(rows))],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        ).stdout
+        return run_python(SAMPLED.replace("ROWS", str(rows)))
 
     first = run(4)
     assert first.count("[") == 4

@@ -3,14 +3,13 @@
 import gc
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import run_python
 
 from graphdecode import BucketLadder, CaptureError, FrozenError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
@@ -400,15 +399,8 @@ graphs.capture(progress=False)
 
 
 def test_graphs_that_were_left_open_end_before_the_process_group(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN.replace("STORE", str(tmp_path / "store"))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert done.stdout.split("\n") == ["graph closed", "graph closed", "group destroyed", ""], done.stderr
+    printed = run_python(LEFT_OPEN.replace("STORE", str(tmp_path / "store")))
+    assert printed.split("\n") == ["graph closed", "graph closed", "group destroyed", ""]
 
 
 def test_two_managers_replay_in_turn_and_one_outlives_the_other():

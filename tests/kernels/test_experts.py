@@ -159,19 +159,15 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(dtype, depth):
     experts, slots, rows, width = 4, 2, 90, 100
     weight = packed("native", random(experts, 2 * width, depth, seed=2, dtype=dtype), "silu")
     x, logits = random(rows, depth, seed=4, dtype=dtype), random(rows, experts, seed=5)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count, share in ((rows, 1), (rows, 3), (1, 1), (9, 3)):
-            torch.set_num_threads(share)
-            _, _, order, offsets = routed("native", logits[:count], slots, count)
-            out = torch.empty(count * slots, width, dtype=dtype)
-            given = x[:count].clone()
-            given[1:] = given[1:] if count == rows else torch.nan
-            expert_linear(out, given, weight, None, Routed(order, offsets, slots, "silu"))
-            results.append(out[:slots])
-    finally:
-        torch.set_num_threads(threads)
+    for count, share in ((rows, 1), (rows, 3), (1, 1), (9, 3)):
+        torch.set_num_threads(share)
+        _, _, order, offsets = routed("native", logits[:count], slots, count)
+        out = torch.empty(count * slots, width, dtype=dtype)
+        given = x[:count].clone()
+        given[1:] = given[1:] if count == rows else torch.nan
+        expert_linear(out, given, weight, None, Routed(order, offsets, slots, "silu"))
+        results.append(out[:slots])
     assert all(torch.equal(results[0], result) for result in results[1:])
 
 

@@ -1,13 +1,12 @@
 """The threads of the compiled kernels: any number for any job, in any of Python's threads, and after a fork."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import run_python
 
 from graphdecode.kernels.linear.linear import to_panels
 from graphdecode.kernels.native import library as native
@@ -54,11 +53,7 @@ print(set(codes))
 
 
 def test_a_child_that_was_forked_while_a_kernel_ran_computes_the_same():
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.stdout.split() == ["{0}"]
+    assert run_python(FORKING).split() == ["{0}"]
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5, 64])

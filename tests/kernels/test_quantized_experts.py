@@ -130,17 +130,14 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(kind, dtype):
     """Law 9, on a CPU."""
     held, _ = experts_of(kind, is_gated=True)
     x, logits = random(700, DEPTH, seed=4, dtype=dtype), random(700, EXPERTS, seed=5)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count, share in ((700, 1), (700, 3), (1, 1), (30, 3), (150, 2)):
-            torch.set_num_threads(share)
-            _, _, order, offsets = routed("native", logits[:count], SLOTS, count)
-            out = torch.empty(count * SLOTS, WIDTH, dtype=dtype)
-            pairs = Routed(order, offsets, SLOTS, "silu")
-            quantized_expert_linear(out, x[:count], held, None, None, pairs, batch_invariant=True)
-            results.append(out)
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count, share in ((700, 1), (700, 3), (1, 1), (30, 3), (150, 2)):
+        torch.set_num_threads(share)
+        _, _, order, offsets = routed("native", logits[:count], SLOTS, count)
+        out = torch.empty(count * SLOTS, WIDTH, dtype=dtype)
+        pairs = Routed(order, offsets, SLOTS, "silu")
+        quantized_expert_linear(out, x[:count], held, None, None, pairs, batch_invariant=True)
+        results.append(out)
     for result in results[1:]:
         assert torch.equal(results[0][: len(result)], result)
 

@@ -83,6 +83,14 @@ _NUMBERS = {  # transformers' name -> how the writer calls it
 }
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write all that the writer was given, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def random_model(name: str) -> Any:
     """Return an architecture's random model of transformers, in float32."""
     _, kind, changes = ARCHITECTURES[name]
@@ -110,10 +118,7 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
     edit(writer)
     for tensor_name, tensor in _tensors(model, *ARCHITECTURES[name][:2]):
         writer.add_tensor(tensor_name, np.ascontiguousarray(tensor.numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -134,10 +139,7 @@ def quantized_file(path: Path, name: str, types: dict[str, str]) -> Path:
         else:
             kind = gguf.GGMLQuantizationType[block_type]
             writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import family_checkpoints
 import pytest
 import torch
 from family_checkpoints import edit_config
@@ -17,14 +18,7 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.models.rope import RopeConfig, UnsupportedRopeError, cos_sin_table, inverse_frequencies
 
 MAX_POSITIONS = 131072
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = family_checkpoints.LLAMA3 | {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},

@@ -1,9 +1,7 @@
 """One span for each prompt, with vLLM's attributes."""
 
-import subprocess
-import sys
-
 import pytest
+from command_line import run_python
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
@@ -73,4 +71,4 @@ def test_an_endpoint_makes_a_tracer_and_a_wrong_one_is_refused() -> None:
 
 def test_opentelemetry_is_imported_by_who_asks_for_traces_alone() -> None:
     code = "import sys, graphdecode.server.service; print('opentelemetry' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    assert run_python(code).strip() == "False"

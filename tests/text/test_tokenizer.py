@@ -3,12 +3,11 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_python
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
@@ -48,8 +47,7 @@ def test_it_costs_no_import_of_models() -> None:
         "from graphdecode.text.tokenizer import load_tokenizer\n"
         "load_tokenizer(resolve_model_path('demo'))\nprint('transformers.activations' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout == "False\n"
+    assert run_python(script) == "False\n"
 
 
 def changed(folder: Path, **changes: object) -> Path:
