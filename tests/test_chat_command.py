@@ -18,7 +18,7 @@ from rich.cells import cell_len
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.cli.answer_terminal import WrappedText, repeats_at_the_end
-from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, tell_figures
+from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, print_figures
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
 
@@ -210,7 +210,7 @@ def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureF
     params = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=loop)
     conversation = Conversation(llm, sampling_params=params, chat_template=LAST)
     answer(conversation, "1+1=")
-    tell_figures(conversation)
+    print_figures(conversation)
     assert "it says the same 30 times in a row" in capsys.readouterr().err
 
 

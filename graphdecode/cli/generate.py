@@ -15,17 +15,17 @@ import typer
 
 from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
-    ALL,
-    OF_A_MODEL,
+    MODEL_OPTIONS,
+    SAMPLING_OPTIONS,
     ConfigOption,
     ModelOption,
     TokenizerOption,
-    overriding,
     print_error,
+    print_message,
     sampling,
     settings_of,
     stdin_text,
-    tell,
+    with_settings,
 )
 from graphdecode.errors import ArgumentError, cause
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from graphdecode.config import EngineConfig
 
 
-@sampling(*ALL)
-@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL, "batch_invariant", "prefix_cache")
+@sampling(*SAMPLING_OPTIONS)
+@with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS, "batch_invariant", "prefix_cache")
 def generate(
     sampling: dict[str, Any],
     overrides: dict[str, Any],
@@ -66,11 +66,11 @@ def generate(
     from graphdecode.text import RunSummary
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-    asked = SamplingParams(**given)  # fails before the model is loaded
+    requested = SamplingParams(**given)  # fails before the model is loaded
     if record_batches is not None:
         check_record(record_batches)
     checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
-    settings = _sized(settings, checkpoint, texts, asked)
+    settings = _sized(settings, checkpoint, texts, requested)
     with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
@@ -79,7 +79,7 @@ def generate(
         finally:
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
-        tell(summary.line(outputs))
+        print_message(summary.line(outputs))
         _hint_at_chat_template(llm, outputs)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
@@ -91,7 +91,6 @@ def generate(
 def _sized(
     settings: EngineConfig, checkpoint: FoundCheckpoint, texts: list[str], params: SamplingParams
 ) -> EngineConfig:
-    """Return the settings with the capacity that these prompts need."""
     most = params.truncate_prompt_tokens
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
@@ -162,7 +161,7 @@ def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
     """Suggest the chat template if a chat model gives an empty output."""
     silent = any(answer.finish_reason == "stop" and not answer.text.strip() for o in outputs for answer in o.outputs)
     if silent and llm.tokenizer.chat_template:
-        tell(
+        print_message(
             "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
             "graphdecode chat, and LLM.chat, make turns of a chat of them"
         )

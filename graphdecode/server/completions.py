@@ -212,7 +212,6 @@ class ChatReply(Reply):
         return choice
 
     def _message(self, cursor: Cursor, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
-        """Return the content and calls in some text, and the finish reason."""
         reader = self._readers[cursor.index]
         if reader is None:
             return ({"content": text} if text else {}), finish_reason
@@ -229,7 +228,6 @@ class ChatReply(Reply):
 
 
 def _logprobs(logprobs: list[dict[int, Logprob]], token_ids: list[int]) -> dict[str, Any]:
-    """Return log-probabilities in the format of chat completions."""
     content = [
         _token(entries[token]) | {"top_logprobs": [_token(entry) for entry in entries.values()]}
         for entries, token in zip(logprobs, token_ids, strict=True)
@@ -264,16 +262,18 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
 
 
 def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
-    asked = structured_output_of(body)
+    requested = structured_output_of(body)
     if tools is None:
         if body.tool_choice not in (None, "none", "auto"):
             raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
-        return asked
+        return requested
     opening_id = preprocessor.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
     calls = structured_output_of_calls(body, tools, opening_id)
-    if calls is not None and asked is not None:
-        raise HttpError(400, f"{asked.field} and calls of tools that have a form: ask for one", param=asked.field)
-    return asked or calls
+    if calls is not None and requested is not None:
+        raise HttpError(
+            400, f"{requested.field} and calls of tools that have a form: ask for one", param=requested.field
+        )
+    return requested or calls
 
 
 def rendered_chat(

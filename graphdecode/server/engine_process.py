@@ -104,7 +104,6 @@ class EngineProcess:
             self._engine.abort(self._forget(message.request_id))
 
     def _add_compiled(self) -> None:
-        """Add the requests whose grammars are compiled by now."""
         if not self._engine.has_work:
             wait([future for future, _ in self._waiting.values()], _POLL_SECONDS, FIRST_COMPLETED)
         for request_id, (future, message) in list(self._waiting.items()):

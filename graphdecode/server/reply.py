@@ -108,7 +108,6 @@ class Reply(Response, ABC):
         self.background = None
         self._release: Callable[[], None] = lambda: None
         self.status_code = 200
-        self._options = body.stream_options or StreamOptions()
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": self.chunk_kind if body.stream else self.kind,
@@ -146,8 +145,8 @@ class Reply(Response, ABC):
         if self.service.limits.log_requests:
             for cursor in self.cursors:
                 prompt, output = cursor.parent.output, cursor.state.output
-                asked = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
-                line = (self._head["id"], cursor.index, asked, output.text, output.finish_reason)
+                requested = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
+                line = (self._head["id"], cursor.index, requested, output.text, output.finish_reason)
                 log.info("%s %d: %r -> %r (%s)", *line)
         if self.service.tracer is not None:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -203,19 +202,21 @@ class Reply(Response, ABC):
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
+        options = self.body_fields.stream_options or StreamOptions()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
+                    now = {"usage": self.usage() if options.continuous_usage_stats else None}
                     chunks = [
-                        self._head | {"choices": [choice]} | self._usage_of_chunk()
+                        self._head | {"choices": [choice]} | (now if options.include_usage else {})
                         for cursor in self.cursors
                         if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
                     ]
                     if chunks:
                         await _send_more(send, b"".join(map(sse_event, chunks)))
             end = self._head | {"choices": [], "usage": self.usage()}
-            await _send_more(send, (sse_event(end) if self._options.include_usage else b"") + SSE_DONE)
+            await _send_more(send, (sse_event(end) if options.include_usage else b"") + SSE_DONE)
         except (GraphdecodeError, TimeoutError) as error:
             await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
         except asyncio.CancelledError:
@@ -223,10 +224,6 @@ class Reply(Response, ABC):
                 await _send_more(send, sse_event(self._cut_off().body) + SSE_DONE)
             raise
         await send({"type": "http.response.body", "body": b""})
-
-    def _usage_of_chunk(self) -> dict[str, Any]:
-        options = self._options
-        return {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
 
     def _cut_off(self) -> HttpError:
         log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])

@@ -63,7 +63,6 @@ _PHASES = {  # vLLM's name in a span -> in a histogram
 
 
 def _phases(metrics: RequestMetrics, now: float) -> dict[str, float]:
-    """Return the seconds of each phase that a request reached."""
     arrived, scheduled, first = metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time
     end = metrics.finished_time or now
     spans = (arrived, scheduled), (arrived, first), (scheduled, first), (first, end), (scheduled, end), (arrived, end)
@@ -173,20 +172,15 @@ class Metrics(Collector):
                 family = kind(name, text, labels=["model_name"])
                 family.add_metric([self._label], value)
                 yield family
-        buckets = CounterMetricFamily(
-            "graphdecode:bucket_replays", "Steps of a bucket.", None, ["model_name", "bucket"]
-        )
-        for bucket, steps in sorted(stats.bucket_steps.items()):
-            buckets.add_metric([self._label, str(bucket)], steps)
-        yield buckets
-        name, text = (
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were accepted, by their place in a run.",
-        )
-        places = CounterMetricFamily(name, text, None, ["model_name", "position"])
-        for place, count in enumerate(stats.spec_decode_num_accepted_tokens_per_pos):
-            places.add_metric([self._label, str(place)], count)
-        yield places
+        steps, accepted = sorted(stats.bucket_steps.items()), enumerate(stats.spec_decode_num_accepted_tokens_per_pos)
+        for name, text, label, values in (
+            ("graphdecode:bucket_replays", "Steps of a bucket.", "bucket", steps),
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position", accepted),
+        ):
+            by_label = CounterMetricFamily(name, text, None, ["model_name", label])
+            for which, count in values:
+                by_label.add_metric([self._label, str(which)], count)
+            yield by_label
 
     def text(self) -> bytes:
         """Return all of it in Prometheus' text format."""
@@ -215,7 +209,7 @@ class Tracer:
 
         output, metrics = parent.output, parent.output.metrics
         now, wall = time.perf_counter(), time.time()
-        asked = {name: getattr(body, name) for name in ("temperature", "top_p", "max_tokens", "n")}
+        requested = {name: getattr(body, name) for name in ("temperature", "top_p", "max_tokens", "n")}
         attributes: dict[str, Any] = {
             "gen_ai.response.model": self._model_name,
             "gen_ai.request.id": request_id,
@@ -223,7 +217,7 @@ class Tracer:
             "gen_ai.usage.completion_tokens": sum(len(answer.token_ids) for answer in output.outputs),
             "gen_ai.usage.num_sequences": len(output.outputs),
             "gen_ai.response.finish_reasons": [answer.finish_reason or "abort" for answer in output.outputs],
-            **{f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None},
+            **{f"gen_ai.request.{name}": value for name, value in requested.items() if value is not None},
             **{f"gen_ai.latency.{name}": seconds for name, seconds in _phases(metrics, now).items()},
         }
         span = self._tracer.start_span(

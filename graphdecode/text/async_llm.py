@@ -212,7 +212,6 @@ class AsyncLLM:
             self._work.notify()
 
     def _run(self) -> None:
-        """Step while there is work, in the thread."""
         engine, router = self.llm.engine, self.llm.router
         while True:
             while not (engine.has_work or self._closing) and engine.capture_waiting():

@@ -153,12 +153,7 @@ class InputProcessor:
         return ids
 
     def process(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        token_ids: list[int] | None = None,
-        priority: int = 0,
+        self, prompt: str | list[int], params: SamplingParams, *, token_ids: list[int] | None = None, priority: int = 0
     ) -> ParentRequest:
         """Tokenize a prompt to the requests of its outputs; unusable parameters refuse it, with `output.error` set.
 

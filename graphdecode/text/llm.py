@@ -242,7 +242,6 @@ class LLM:
         return self._generated([process(c.text, c.ending(p), token_ids=c.token_ids) for c, p in pairs], use_tqdm)
 
     def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Submit requests, and wait for their outputs."""
         states = [state for parent in parents for state in parent.states]
         unfinished = list(reversed(states))
 

@@ -131,7 +131,6 @@ class RequestState:
     def _end(
         self, reason: str, stop_reason: str | int | None, error: str | None, error_code: str | None = None
     ) -> None:
-        """Show all text, and finish."""
         if self._detokenizer is not None and not isinstance(stop_reason, str):
             late_stop = self._detokenizer.finish()
             if late_stop is not None:
