@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attention_oracle import Options, attend
+from compiled_kernels import NATIVE, compiled
 from covering import pairwise
 from key_mixing import mixing
 from paged_rows import DTYPES, int8_codes, tolerance
@@ -22,7 +23,6 @@ from graphdecode.kernels.attention.decode_attention import decode_attention_trit
 from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
 append_attention_torch = versions("append_attention").torch
@@ -262,7 +262,7 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     Problem(CASES[number], "cpu", number).check(append_attention_torch)
 
 
-@pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+@compiled
 @pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
 def test_compiled_version_agrees_with_float64_on_every_pair_of_options(number):
     def run(*given):
@@ -288,11 +288,9 @@ def test_one_launch_gives_what_append_and_attention_gave(window_left, device):
         torch.testing.assert_close(cache[:-1], wanted[:-1], atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("version", ["triton", "torch", "native"])
+@pytest.mark.parametrize("version", ["triton", "torch", NATIVE])
 def test_hostile_padding_changes_no_bit_of_a_live_row_or_page(version, device):
     """Law 4: rows past the live ones may hold anything, and come out as 0."""
-    if version == "native" and native.library() is None:
-        pytest.skip("there is no C compiler")
     run = {
         "triton": append_attention_triton,
         "torch": append_attention_torch,

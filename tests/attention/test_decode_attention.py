@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from attention_oracle import Options
+from compiled_kernels import compiled
 from covering import pairwise
 from paged_rows import DTYPES, PagedRows, tolerance
 
@@ -15,7 +16,6 @@ from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import Positions, widen
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.attention.work_item import SplitPlan
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
 paged_attention_plan_torch = versions("paged_attention_plan").torch
@@ -152,14 +152,7 @@ def check(version, case: dict, device: str, seed: int) -> None:
         torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=close, rtol=close)
 
 
-VERSIONS = [
-    decode_attention_triton,
-    decode_attention_torch,
-    pytest.param(
-        decode_attention_native,
-        marks=pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}"),
-    ),
-]
+VERSIONS = [decode_attention_triton, decode_attention_torch, pytest.param(decode_attention_native, marks=compiled)]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -206,7 +199,7 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     check(decode_attention_torch, KERNEL_CASES[number], "cpu", seed=number)
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
 def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number):
     case = NATIVE_CASES[number]

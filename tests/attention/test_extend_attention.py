@@ -6,6 +6,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from attention_oracle import Options, attend
+from compiled_kernels import compiled
 from covering import pairwise
 from paged_rows import DTYPES, PagedRows, tolerance
 
@@ -113,7 +114,7 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     check(extend_attention_torch, CASES[number], "cpu", number)
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
 @pytest.mark.parametrize("threads", [1, 3])
 def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number, threads):
@@ -148,7 +149,7 @@ def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, 
         assert torch.equal(found[-1][~lost], found[0][~lost])
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_a_prompts_logits_may_grow_from_key_to_key(window_left):
     """What was summed is scaled anew within blocks of keys and between them, for one query or many."""

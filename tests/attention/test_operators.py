@@ -13,6 +13,7 @@ from graphdecode import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention
 from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.kernels.attention.attention_plan import plan_size
+from graphdecode.kernels.attention.attention_torch import flash_attention, plain_attention
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.surfaces.merge_states import merge_state_in_place_triton, merge_states_triton
 
@@ -270,3 +271,19 @@ def test_merges_refuse_shapes_that_do_not_fit(device):
         merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     with pytest.raises(ValueError, match="mask"):
         merge_state_in_place(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1], s[:, 1], torch.ones(2, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("queries", "keys", "options"), [(1, 37, {}), (9, 9, {"is_causal": True}), (5, 23, {"mask": 1})]
+)
+def test_the_plain_version_returns_what_the_fused_one_does(dtype, queries, keys, options):
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, queries, 32).to(dtype)
+    k, v = torch.randn(2, 2, 3, keys, 32).to(dtype)
+    if "mask" in options:
+        options = {"attn_mask": torch.randn(queries, keys).to(dtype)}
+    fused, plain = (attend(q, k, v, scale=0.2, **options) for attend in (flash_attention, plain_attention))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip(plain, fused, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
 from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, ArgumentError, Request, SamplingParams
 from graphdecode.engine import RequestError
-from graphdecode.kernels.native import library as native
 from graphdecode.models import resolve_model_path
 
 MakeLLM = Callable[..., LLM]
@@ -201,9 +201,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
+@compiled_or_gpu
 def test_law_9_what_a_request_asks_for_gives_the_same_bits_alone_and_in_any_company() -> None:
     def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]], priority: list[int] | None = None) -> list:
         prompts, params = [prompt for prompt, _ in given], [params for _, params in given]

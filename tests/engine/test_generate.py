@@ -104,13 +104,6 @@ def test_requests_without_a_seed_follow_the_engines(make_llm: MakeLLM) -> None:
     assert first.token_ids == again.token_ids != other.token_ids
 
 
-def test_n_answers_differ_and_are_numbered(llm: LLM) -> None:
-    params = SamplingParams(n=4, temperature=8.0, seed=3, max_tokens=12, ignore_eos=True)
-    outputs = llm.generate("rev abcdef=", params)[0].outputs
-    assert [output.index for output in outputs] == [0, 1, 2, 3]
-    assert len({tuple(output.token_ids) for output in outputs}) > 1
-
-
 def test_capture_at_first_use_changes_no_answer(make_llm: MakeLLM, llm: LLM) -> None:
     lazy = make_llm(capture_when="first-use")
     prompts = task_prompts(9, seed=4)
@@ -190,14 +183,6 @@ def test_a_prompt_that_never_fits_is_refused_while_the_others_go_on(llm: LLM) ->
     assert outputs[1].outputs[0].text == "42"
     with pytest.raises(ValueError, match="128 tokens"):
         llm.stream([97] * 128, GREEDY)
-
-
-@pytest.mark.parametrize("prompts", [3, [1.5], [["a"]]])
-def test_what_is_no_prompt_is_refused_before_anything_runs(llm: LLM, prompts: object) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
-    assert_nothing_held(llm)
-    assert not llm.stats.batch_sizes[0]
 
 
 def test_the_numbers_of_prompts_and_params_must_agree(llm: LLM) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
 from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, AsyncLLM, SamplingParams
-from graphdecode.kernels.native import library as native
 from graphdecode.models import resolve_model_path
 
 MakeLLM = Callable[..., LLM]
@@ -151,9 +151,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
+@compiled_or_gpu
 def test_law_9_scores_have_the_same_bits_in_any_company_chunk_and_after_preemption() -> None:
     def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]]) -> list[Any]:
         outputs = llm.generate([prompt for prompt, _ in given], [params for _, params in given], use_tqdm=False)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from command_line import run_python
+from compiled_kernels import compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.buffers import StepBuffers
-from graphdecode.kernels.native import library as native
 
 MakeLLM = Callable[..., LLM]
 ROUNDS, STEPS = 3, 400  # the demo model's contexts end at 512
@@ -63,7 +63,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the recorded backend")
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_tokens_alone(make_llm, uploads):
     """The compiled step runs outside of torch, so every operator that is counted is the host's."""
     llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=1000)
@@ -78,7 +78,7 @@ def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_token
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the recorded backend")
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("steps_per_launch", [8, 50])
 def test_a_recorded_steady_loop_copies_nothing_allocates_nothing_and_reads_tokens_alone(
     make_llm: MakeLLM, uploads: list[str], steps_per_launch: int

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,12 @@ def manager(step: Callable, buffers: StepBuffers, weight: torch.Tensor, **option
     return GraphManager(step, buffers, BucketLadder([1, 2, 4], CAPACITY), constants=[weight], **options)
 
 
+def captured(*arguments: Any, **options: object) -> GraphManager:
+    graphs = manager(*arguments, **options)
+    graphs.capture(progress=False)
+    return graphs
+
+
 def fill(buffers: StepBuffers, seed: int) -> None:
     buffers.x.copy_(torch.randn(CAPACITY, 16, generator=torch.Generator().manual_seed(seed)))
     buffers.count.copy_(torch.arange(CAPACITY))
@@ -62,8 +69,7 @@ def fill(buffers: StepBuffers, seed: int) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_law_3_every_batch_size_runs_in_its_bucket(step, buffers, weight, backend: str) -> None:
-    graphs = manager(step, buffers, weight, backend=backend)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight, backend=backend)
     assert graphs.buckets == (1, 2, 4, 8)
     for batch_size in range(1, CAPACITY + 1):
         assert graphs.replay(batch_size) == graphs.bucket_for(batch_size) >= batch_size
@@ -71,8 +77,7 @@ def test_law_3_every_batch_size_runs_in_its_bucket(step, buffers, weight, backen
 
 @pytest.mark.parametrize("batch_size", range(1, CAPACITY + 1))
 def test_law_5_replay_is_eager_bit_for_bit(step, buffers, weight, batch_size: int) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     results = []
     for run in (graphs.run_eager, graphs.replay):
         fill(buffers, seed=batch_size)
@@ -84,8 +89,7 @@ def test_law_5_replay_is_eager_bit_for_bit(step, buffers, weight, batch_size: in
 
 
 def test_law_4_hostile_padding_changes_no_live_bit(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     for batch_size in range(1, CAPACITY):
         fill(buffers, seed=1)
         graphs.replay(batch_size)
@@ -97,8 +101,7 @@ def test_law_4_hostile_padding_changes_no_live_bit(step, buffers, weight) -> Non
 
 
 def test_law_1_a_replay_uses_the_memory_of_the_capture(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     before = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
     for batch_size in (3, 8, 1):
         graphs.replay(batch_size)
@@ -107,8 +110,7 @@ def test_law_1_a_replay_uses_the_memory_of_the_capture(step, buffers, weight) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks into recorded graphs")
 def test_what_intermediates_hold_between_replays_does_not_matter(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     fill(buffers, seed=2)
     graphs.replay(5)
     expected = buffers.y.clone()
@@ -130,8 +132,7 @@ def test_a_capture_leaves_the_slots_as_they_were(step, buffers, weight) -> None:
 
 @pytest.mark.parametrize("batch_size", [0, CAPACITY + 1])
 def test_law_7_a_batch_outside_the_capacity_changes_nothing(step, buffers, weight, batch_size: int) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     fill(buffers, seed=4)
     graphs.replay(3)
     before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
@@ -222,8 +223,7 @@ def test_frozen_graphs_refuse_every_way_to_change_what_they_point_at(buffers) ->
 
 
 def test_a_frozen_slot_that_is_reallocated_is_named(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     graphs.freeze()
     graphs.replay(2)
     buffers.tensors["x"].set_(torch.zeros_like(buffers.x))
@@ -232,8 +232,7 @@ def test_a_frozen_slot_that_is_reallocated_is_named(step, buffers, weight) -> No
 
 
 def test_frozen_graphs_refuse_to_capture_until_thawed(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     graphs.freeze()
     with pytest.raises(FrozenError, match="frozen"):
         graphs.capture(progress=False)
@@ -253,13 +252,11 @@ def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> No
         return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
     for _ in range(3):
-        graphs = manager(step, buffers, weight)
-        graphs.capture(progress=False)
+        graphs = captured(step, buffers, weight)
         graphs.close()
     before = tensors_alive()
     for _ in range(100):
-        graphs = manager(step, buffers, weight)
-        graphs.capture(progress=False)
+        graphs = captured(step, buffers, weight)
         graphs.close()
     assert tensors_alive() <= before
 
@@ -268,8 +265,7 @@ def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> No
 def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> None:
     def resident_bytes_after(captures: int) -> int:
         for _ in range(captures):
-            graphs = manager(step, buffers, weight)
-            graphs.capture(progress=False)
+            graphs = captured(step, buffers, weight)
             graphs.replay(3)
             graphs.close()
         gc.collect()
@@ -282,8 +278,7 @@ def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> Non
 
 @pytest.mark.parametrize("batch_size", [3, 8])
 def test_a_bucket_is_captured_at_its_first_use(step, buffers, weight, batch_size: int) -> None:
-    graphs = manager(step, buffers, weight, capture_when="first-use")
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight, capture_when="first-use")
     eager = manager(step, buffers, weight, backend="eager")
     eager.capture(progress=False)
     results = []

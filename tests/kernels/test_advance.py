@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from compiled_kernels import NATIVE
 from sampling_rows import CAPACITY, logprob_outputs, make_hostile, neutral_slots, set_row
 
 from graphdecode.kernels.model.advance import AdvanceState, skip_steps, skip_steps_triton
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance, sample_and_advance_triton
 from graphdecode.kernels.sampling.sampling_slots import (
@@ -67,11 +67,9 @@ def ended(state: AdvanceState, sampled, live_rows, slots, outputs: LogprobOutput
             mine.copy_(theirs)
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=["torch", NATIVE, "triton"])
 def step(request, device):
     """Advance by one of the versions, in place."""
-    if request.param == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(state, sampled, slots, live=None, logprobs=NO_LOGPROBS):
         live_rows = torch.tensor([len(sampled) if live is None else live], dtype=torch.int32)

@@ -4,16 +4,15 @@ import math
 
 import pytest
 import torch
+from compiled_kernels import NATIVE, compiled
 
 from graphdecode.kernels.moe.expert_linear import GATES, Routed, expert_linear, expert_panels
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ALPHA, LIMIT = 1.702, 2.0
-needs_compiler = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
-VERSIONS = ["torch", "triton", pytest.param("native", marks=needs_compiler)]
+VERSIONS = ["torch", "triton", NATIVE]
 
 
 def run(version, name, *arguments):
@@ -150,7 +149,7 @@ def check_product(version, gate, dtype, with_bias, rows, depth, width):
         torch.testing.assert_close(out[pair].double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@needs_compiler
+@compiled
 @pytest.mark.parametrize(
     ("dtype", "depth"), [(torch.float32, 65), (torch.bfloat16, 65), (torch.bfloat16, 64), (torch.float16, 65)]
 )

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from sampling_rows import neutral_slots, random_rows, set_row
 
 from graphdecode.kernels.linear.linear import native_linear, quantize_int8, to_panels
 from graphdecode.kernels.model.act_mul import ACTIVATIONS
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sampling_slots import (
@@ -17,7 +17,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingSlots,
 )
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+pytestmark = compiled
 
 native_attention_plan = versions("attention_plan").native
 decode_attention_torch = versions("decode_attention").torch

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_python
+from compiled_kernels import compiled
 
 from graphdecode.kernels.linear.linear import to_panels
 from graphdecode.kernels.native import compiler as compiling
@@ -25,7 +26,7 @@ from graphdecode.kernels.native.library import ELEMENTS, include_flags, source_t
 from graphdecode.kernels.native.private_folder import PrivateFolder
 from graphdecode.kernels.native.registration import versions
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+pytestmark = compiled
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"

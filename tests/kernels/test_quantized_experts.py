@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiled_kernels import NATIVE, compiled
 from quantized_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
 
@@ -10,7 +11,6 @@ from graphdecode.kernels.moe.expert_linear import Routed, interleaved_panels, qu
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
-compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXPERTS, SLOTS, NOBODYS = 6, 2, 3
 WIDTH, DEPTH = 40, 512  # no whole panels, and blocks of several chunks
@@ -100,7 +100,7 @@ def test_torch_computes_the_same_without_a_compiler(gate):
         check("Q4_K", gate, torch.float32, (7,), with_bias=True)
 
 
-@pytest.mark.parametrize("version", ["torch", pytest.param("native", marks=compiled)])
+@pytest.mark.parametrize("version", ["torch", NATIVE])
 def test_columns_may_have_an_order_of_their_own_in_each_expert(version):
     held, weight = experts_of((4, True), is_gated=False)
     generator = torch.Generator().manual_seed(9)

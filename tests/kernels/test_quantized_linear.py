@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from quantized_weights import check, float8_weight, integer_weight, product, stored_weight
 
 from graphdecode.kernels.linear.quantized_linear import (
@@ -15,7 +16,6 @@ from graphdecode.kernels.linear.quantized_linear import (
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
-compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(70, 512), (1, 256), (257, 1280)]  # no whole panels, and in_features of one chunk of the kernel and of some
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from compiled_kernels import NATIVE
 from sampling_rows import ended_step, kept_probabilities, make_hostile, neutral_slots, random_rows, set_row
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from graphdecode.kernels.model.cap_logits import cap_logits, cap_logits_triton
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.optional_triton import tl, triton
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.philox import philox_words, uniform_bits, uniform_bits_of
@@ -29,11 +29,9 @@ sample_torch = versions("sample").torch
 BLOCK = 16
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=["torch", NATIVE, "triton"])
 def draw(request, device):
     """Sample with one of the versions; a vocabulary of more than 16 ids takes several of Triton's blocks."""
-    if request.param == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(logits, slots, positions=None, counts=None, recent=None, live=None):
         rows = logits.shape[0]
@@ -472,12 +470,10 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of the cap
 CAP = 30.0
 
 
-@pytest.mark.parametrize("version", ["torch", "triton", "native"])
+@pytest.mark.parametrize("version", ["torch", "triton", NATIVE])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [1, 16, 2100])
 def test_it_is_the_formula(version, dtype, width, device):
-    if version == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
     logits = torch.randn(3, width, generator=torch.Generator().manual_seed(1)) * 40
     logits[0] = 1e-3
     logits[1, 0], logits[2, -1] = 1e4, -1e4

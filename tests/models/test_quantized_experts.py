@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from compiled_kernels import compiled
 from driven_decoder import DrivenDecoder
 from gguf_checkpoints import quantized_file, random_model
 from quantized_checkpoints import FORMS, write_pair
@@ -15,13 +16,12 @@ from test_mxfp4 import folders  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.kernels.native import library as native
 from graphdecode.linear.experts import ExpertPanels, PlainExperts
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Experts, SparseMlp
 from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+pytestmark = compiled
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXTS = [[65, 66, 67], [68] * 37]
 BITS = {"Q4_0": 4.5, "Q5_0": 5.5, "Q8_0": 8.5, "MXFP4": 4.5}

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.native import library as native
 
-needs_kernels = pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
 # one of each kind of layer: Mamba2 beside attention and in its place, gated delta net, short convolution, nothing
 MODELS = ("falcon-h1-multipliers", "qwen3.5", "olmo-hybrid", "granite-4-experts", "nemotron-h", "lfm2", "mamba2")
 ENGINES: tuple[dict[str, Any], ...] = (  # chunks of 7, mixed steps, few pages, several steps a launch
@@ -112,7 +109,7 @@ def live(llm: LLM, alone: list[Answer], rng: random.Random) -> None:
         assert logprobs == wanted_logprobs[: len(logprobs)], f"request {index}"
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Callable[[str], Engines], name: str) -> None:
     engines = engines_of(name)
@@ -121,7 +118,7 @@ def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Calla
     assert engines[1].num_preemptions > 0
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
 def test_a_request_has_the_bits_of_a_run_alone_in_two_hundred_lives(engines_of, seed):
