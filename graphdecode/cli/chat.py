@@ -267,18 +267,14 @@ def chat(
         params = replace(llm.default_chat_params(), **given)
         conversation = Conversation(llm, system=system, sampling_params=params, chat_template=chat_template)
         if is_session:
-            _print_greeting(model, conversation)
+            print_message(
+                f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "
+                f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, "
+                "Ctrl-D leaves"
+            )
             ChatSession(conversation, make_prompt_session()).run()
         else:
             _say(conversation, messages, RunSummary(llm, load_seconds=time.perf_counter() - began))
-
-
-def _print_greeting(model: str, conversation: Conversation) -> None:
-    llm = conversation.llm
-    print_message(
-        f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "
-        f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, Ctrl-D leaves"
-    )
 
 
 def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -> None:
