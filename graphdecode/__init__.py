@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.text import AsyncLLM as AsyncLLM
     from graphdecode.text import CompletionOutput as CompletionOutput
     from graphdecode.text import Logprob as Logprob
+    from graphdecode.text import LoRARequest as LoRARequest
     from graphdecode.text import RequestOutput as RequestOutput
 
     __version__: str
@@ -83,6 +84,7 @@ _MODULES = {
     "InferenceParams": "graphdecode.surfaces.transformer_engine",
     "KVCacheManager": "graphdecode.surfaces.transformer_engine",
     "LLM": "graphdecode.text",
+    "LoRARequest": "graphdecode.text",
     "Logprob": "graphdecode.text",
     "MultiheadAttention": "graphdecode.surfaces.transformer_engine",
     "NonPagedKVCacheManager": "graphdecode.surfaces.transformer_engine",
