@@ -159,7 +159,7 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
     ]
     many = input_processor.tokenized_params(
         SamplingParams(allowed_token_ids=[50, 49] * 5000, stop_token_ids=[49] * 5000)
-    ).of_answer
+    ).per_output
     assert (many.allowed_token_ids, many.stop_token_ids) == ((50, 49), (49,))  # what each answer takes along
 
 
