@@ -32,6 +32,16 @@ def spawn_command(
     )
 
 
+def run_python(code: str, *arguments: str, **environment: str) -> str:
+    """Run a script in a process of its own, which has to succeed; return its standard output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def run_command(
     *arguments: str, stdin: str = "", folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:

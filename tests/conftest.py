@@ -80,6 +80,14 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """Let a test set torch's threads for itself alone."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tl.dot` of the interpreter widen bfloat16, which it keeps as 16-bit integers."""
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -97,10 +97,7 @@ def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStream
         "memory_snapshot": list,
         "current_device": lambda: 0,
         "get_device_properties": lambda _device: SimpleNamespace(
-            multi_processor_count=2,
-            major=9,
-            total_memory=_FREE_BYTES,
-            shared_memory_per_multiprocessor=228 * 1024,
+            multi_processor_count=2, major=9, total_memory=_FREE_BYTES, shared_memory_per_multiprocessor=228 * 1024
         ),
     }
 

@@ -18,7 +18,7 @@ from rich.cells import cell_len
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.cli.answer_terminal import WrappedText, repeats_at_the_end
-from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, tell_figures
+from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, print_figures
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
 
@@ -134,9 +134,7 @@ def test_commands_change_the_conversation(llm: LLM, capsys: pytest.CaptureFixtur
     assert typed(llm, "/system x\r/system\r").system is None
 
 
-def test_a_conversation_is_saved_and_nothing_is_overwritten(
-    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_is_saved_and_nothing_is_overwritten(llm, tmp_path, capsys):
     text, document = tmp_path / "chat.md", tmp_path / "chat.json"
     conversation = typed(llm, f"/system Grüße\r12+30=\r/save {text}\r/save {document}\r/save {text}\r/save\r")
     assert json.loads(document.read_text("utf-8")) == conversation.all_messages()
@@ -145,9 +143,7 @@ def test_a_conversation_is_saved_and_nothing_is_overwritten(
     assert "/save needs the name of a file" in told
 
 
-def test_a_message_that_cannot_be_answered_does_not_end_the_session(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_message_that_cannot_be_answered_does_not_end_the_session(llm, capsys):
     conversation = typed(llm, "x" * 300 + "\r12+30=\r")
     assert "the message takes 300 tokens, and there is room for 256" in capsys.readouterr().err
     assert [message["content"] for message in conversation.messages] == ["12+30=", "42"]
@@ -172,9 +168,7 @@ def test_words_leave_the_session(llm: LLM, word: str) -> None:
     assert typed(llm, f"12+30=\r{word}\rrev abc=\r").messages[-1]["content"] == "42"
 
 
-def test_a_word_that_reaches_the_edge_moves_to_the_next_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_word_that_reaches_the_edge_moves_to_the_next_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "12")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     text = WrappedText()
@@ -184,9 +178,7 @@ def test_a_word_that_reaches_the_edge_moves_to_the_next_line(
     assert lines == ["one two", "three", "45678901234", "56789", "日本語日本", "語 \\x1b[2J", "a       b"]
 
 
-def test_spaces_and_joiners_of_all_scripts_are_shown_as_they_are(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spaces_and_joiners_of_all_scripts_are_shown_as_they_are(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     plain = "5\u202f€\xa0! 日本\u3000語 👩\u200d💻 \u0645\u06cc\u200c\u062e"
@@ -218,7 +210,7 @@ def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureF
     params = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=loop)
     conversation = Conversation(llm, sampling_params=params, chat_template=LAST)
     answer(conversation, "1+1=")
-    tell_figures(conversation)
+    print_figures(conversation)
     assert "it says the same 30 times in a row" in capsys.readouterr().err
 
 
@@ -229,9 +221,7 @@ def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureF
         (None, "the room of 256 tokens is used up (--max-sequence-length"),
     ],
 )
-def test_an_answer_that_was_cut_says_by_what(
-    llm: LLM, max_tokens: int | None, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_was_cut_says_by_what(llm, max_tokens, why, capsys):
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     answer(Conversation(llm, sampling_params=params, chat_template=LAST), "1+1=")
     assert why in capsys.readouterr().err

@@ -7,12 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, spawn_command
+from command_line import ROOT, run_command, spawn_command
 from command_line import run_command as run
 
+from graphdecode import LLM, ArgumentError, BucketConfig, EngineConfig, SamplingParams
+from graphdecode.cli.checkpoint import fitted
+from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import resolve_model_path
 
 COMMAND = [sys.executable, "-m", "graphdecode"]
@@ -185,3 +189,326 @@ def test_buckets_shows_ladder_padding_and_memory(tmp_path: Path) -> None:
     assert "5-9" in result.stdout
     assert "worst padding: batch size 2 wastes 50%" in result.stdout
     assert "key-value cache" in result.stdout
+
+
+SMALL = "[capacity]\nmax_batch_size = 1\nmax_sequence_length = 64\n"
+
+
+def said_of(folder: Path, **environment: str) -> list[str]:
+    """Answer one prompt in a process of its own, and return the lines of standard error."""
+    (folder / "small.toml").write_text(SMALL)
+    result = spawn_command(
+        "generate", "--prompt", "12+30=", "--config", "small.toml", "--device", "cpu", folder=folder, **environment
+    )
+    assert (result.returncode, result.stdout) == (0, "42\n"), result.stderr
+    return result.stderr.splitlines()
+
+
+def test_losing_the_compiled_kernels_is_said_once_with_the_remedy_and_named_in_the_figures(tmp_path: Path) -> None:
+    said = said_of(tmp_path, CC="no-such-compiler", GRAPHDECODE_CACHE_DIR=str(tmp_path / "new"))
+    (told,) = [line for line in said if "no compiled kernels" in line]
+    for line in (told, said[-1]):
+        assert "the C compiler 'no-such-compiler' cannot be run" in line
+        assert "install it, or name one in CC" in line
+    assert "backend on cpu; torch's operators (" in said[-1]
+
+
+def test_what_was_asked_for_is_named_and_not_warned_of(tmp_path: Path) -> None:
+    said = said_of(tmp_path, GRAPHDECODE_NATIVE="0")
+    assert not [line for line in said if "no compiled kernels" in line]
+    assert said[-1].endswith("backend on cpu; torch's operators (GRAPHDECODE_NATIVE is 0)")
+
+
+def test_a_cache_folder_that_is_a_file_costs_a_line_and_not_the_kernels(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n')  # in a second
+    compiler.chmod(0o755)
+    said = said_of(tmp_path, GRAPHDECODE_CACHE_DIR=str(tmp_path / "file"), CC=str(compiler))
+    (told,) = [line for line in said if "compiled kernels are kept in" in line]
+    assert "GRAPHDECODE_CACHE_DIR names a better folder" in told
+    assert said[-1].endswith(f"backend on cpu; compiled kernels ({instructions().name})")
+
+
+def test_a_log_file_gets_lines_and_no_bars(tmp_path: Path) -> None:
+    said = said_of(tmp_path)
+    assert len(said) == 1
+    assert said[0].endswith(f"compiled kernels ({instructions().name})")
+    assert "\r" not in said[0]
+
+
+SMALL_TOML = "[capacity]\nmax_batch_size = 4\nmax_sequence_length = 64\n"
+PROMPT = "rev oceanic="
+
+
+def model_in(folder: Path, generation: dict[str, object] | None) -> Path:
+    """The demo with another generation_config.json, or with none."""
+    copy = folder / "model"
+    shutil.copytree(resolve_model_path("demo"), copy)
+    (copy / "generation_config.json").unlink()
+    if generation is not None:
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 257, **generation}))
+    (folder / "small.toml").write_text(SMALL_TOML)
+    return copy
+
+
+def answers(folder: Path, *options: str) -> list[dict]:
+    arguments = ["--model", "model", "--config", "small.toml", "--device", "cpu", "--dtype", "float32", "--json"]
+    result = run_command("generate", "-p", PROMPT, *arguments, *options, folder=folder)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)["outputs"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, SamplingParams()),
+        ({}, SamplingParams(temperature=0.0)),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, SamplingParams(temperature=0.0)),
+        ({"repetition_penalty": 1.1}, SamplingParams(temperature=0.0, repetition_penalty=1.1)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05},
+            SamplingParams(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05),
+        ),
+        ({"do_sample": True, "top_k": None}, SamplingParams()),
+    ],
+)
+def test_a_checkpoint_says_how_it_wants_to_be_sampled(tmp_path, generation, expected):
+    folder = model_in(tmp_path, generation)
+    with LLM(folder, max_batch_size=1, max_sequence_length=32, backend="eager", device="cpu") as llm:
+        assert llm.get_default_sampling_params() == expected
+
+
+def test_what_a_checkpoint_cannot_ask_for_is_named(tmp_path: Path) -> None:
+    folder = model_in(tmp_path, {"do_sample": True, "top_p": 7})
+    with (
+        LLM(folder, max_batch_size=1, max_sequence_length=32, backend="eager", device="cpu") as llm,
+        pytest.raises(ArgumentError, match="top_p must be a number"),
+    ):
+        llm.get_default_sampling_params()
+
+
+def test_the_shell_follows_the_checkpoint_until_an_option_says_otherwise(tmp_path: Path) -> None:
+    model_in(tmp_path, {"do_sample": True, "temperature": 50.0})
+    assert answers(tmp_path)[0]["text"] != "cinaeco"
+    assert answers(tmp_path, "--temperature", "0")[0]["text"] == "cinaeco"
+    assert answers(tmp_path, "--top-k", "1")[0]["text"] == "cinaeco"
+    assert answers(tmp_path, "--min-p", "1")[0]["text"] == "cinaeco"
+
+
+def test_every_sampling_option_reaches_the_answer(tmp_path: Path) -> None:
+    model_in(tmp_path, {})
+    forced = answers(tmp_path, "--logit-bias", "122=1000", "--logit-bias", "257=-1000", "--max-tokens", "5")[0]
+    assert forced["text"] == "zzzzz"
+    assert answers(tmp_path, "--logit-bias", "122=100", "--frequency-penalty", "2", "--presence-penalty", "2",
+                   "--repetition-penalty", "9", "--max-tokens", "5")[0]["text"] != "zzzzz"  # fmt: skip
+    longer = answers(tmp_path, "--min-tokens", "12", "--max-tokens", "12")[0]
+    assert len(longer["token_ids"]) == 12
+    assert answers(tmp_path, "--bad-word", "nae", "--bad-word", "x")[0]["text"] == "cinauco"
+    allowed = [option for token in b"cinaeo" for option in ("--allowed-token-id", str(token))]
+    assert answers(tmp_path, *allowed, "--max-tokens", "9")[0]["text"] == "cinaecooo"
+    assert answers(tmp_path, "--stop-token-id", "110", "--include-stop-str-in-output")[0]["text"] == "cin"
+    assert answers(tmp_path, "--ignore-eos", "--max-tokens", "9")[0]["finish_reason"] == "length"
+    several = answers(tmp_path, "-n", "3", "--temperature", "9", "--logprobs", "2")
+    assert [answer["index"] for answer in several] == [0, 1, 2]
+    assert len({tuple(answer["token_ids"]) for answer in several}) == 3
+    assert all(len(place) in (2, 3) for answer in several for place in answer["logprobs"])
+
+
+def test_a_prompt_is_cut_and_scored_and_nothing_generated(tmp_path: Path) -> None:
+    model_in(tmp_path, {})
+    arguments = ["--model", "model", "--config", "small.toml", "--json", "--max-tokens", "0", "--prompt-logprobs", "1"]
+    result = run_command("generate", "-p", PROMPT, *arguments, "--truncate-prompt-tokens", "5", folder=tmp_path)
+    record = json.loads(result.stdout)
+    assert record["prompt_token_ids"] == list(PROMPT.encode())[-5:]
+    first, *others = record["prompt_logprobs"]
+    assert first is None
+    assert all(str(token) in place for token, place in zip(PROMPT.encode()[-4:], others, strict=True))
+    assert record["outputs"][0]["token_ids"] == []
+
+
+def test_several_answers_stand_under_their_numbers(tmp_path: Path) -> None:
+    result = run_command("generate", "-p", "12+30=", "-n", "2", folder=tmp_path)
+    assert result.stdout == ">>> 12+30= (1 of 2)\n42\n>>> 12+30= (2 of 2)\n42\n"
+
+
+def test_help_says_whose_the_defaults_are() -> None:
+    shown = " ".join(run_command("generate", "--help").stdout.split())
+    assert "the checkpoint's generation_config.json" in shown
+    assert "Without that file it is the library's default" in shown
+
+
+def test_help_of_a_setting_names_what_it_takes_and_what_stands_where_it_is_left_out() -> None:
+    shown = " ".join(run_command("generate", "--help").stdout.replace("│", " ").split())
+    assert "auto|fp8|fp8_e4m3|int8" in shown
+    assert "none expands all. Left out: as the checkpoint has them" in shown
+    assert "at the same time. 1 to 65536. [default: (64)]" in shown
+    assert "2147483647" not in shown
+
+
+@pytest.mark.parametrize(
+    "command", ["chat", "generate", "serve", "batch", "inspect", "profile", "quantize", "models", "buckets show"]
+)
+def test_what_comes_from_outside_is_loaded_by_every_command_that_reads_a_model(command: str) -> None:
+    assert "--load-module" in run_command(*command.split(), "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logit-bias", "a=1"], "--logit-bias must be a token id and a number, such as 42=-5, got 'a=1'"),
+        (["--logit-bias", "7"], "--logit-bias must be a token id and a number"),
+        (["--logprobs", "3"], "--logprobs and --prompt-logprobs are printed with --json alone"),
+        (["--min-p", "2"], "--min-p must be a number in [0, 1], got 2.0"),
+        (["-n", "0"], "n must be an integer in 1..1024"),
+        (["--truncate-prompt-tokens", "0"], "--truncate-prompt-tokens must be None, -1 or an integer >= 1"),
+    ],
+)
+def test_what_cannot_be_is_said_before_a_model_is_loaded(options: list[str], message: str) -> None:
+    result = run_command("generate", "-p", "a", "--model", "no-such-model", *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_an_empty_answer_of_a_chat_model_to_a_raw_prompt_gets_a_hint(tmp_path: Path) -> None:
+    folder = model_in(tmp_path, {})
+    silent = ["--logit-bias", "257=1000"]  # the end of the sequence, at once
+    arguments = ["generate", "-p", PROMPT, "--model", "model", "--config", "small.toml"]
+    assert "chat template" not in run_command(*arguments, *silent, folder=tmp_path).stderr
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    hinted = run_command(*arguments, *silent, folder=tmp_path)
+    assert hinted.returncode == 0
+    assert "hint: an answer is empty. This model has a chat template" in hinted.stderr.splitlines()[-1]
+    assert "graphdecode chat" in hinted.stderr.splitlines()[-1]
+    assert "chat template" not in run_command(*arguments, folder=tmp_path).stderr
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'; did you mean 'temperature'\\?"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'; known: n, "):
+        SamplingParams(zzz=1)  # type: ignore[call-arg]
+
+
+DEFAULT = EngineConfig()
+TRAINED = 8192
+SCRIPT = r"""
+import re, runpy, sys, torch
+torch.set_num_threads(1)
+memory = lambda name: 1024 * int(re.search(name + r":\s+(\d+)", open("/proc/self/status").read())[1])
+before = memory("VmRSS")
+sys.argv = ["graphdecode", *sys.argv[1:]]
+try:
+    runpy.run_module("graphdecode", run_name="__main__")
+finally:
+    heavy = [name for name in ("triton", "torch._dynamo", "sympy") if name in sys.modules]
+    print(memory("VmHWM") - before, heavy, file=sys.stderr)
+"""
+
+
+def capacity(settings: EngineConfig) -> tuple[int, int, tuple[int, ...]]:
+    return settings.buckets.max_batch_size, settings.buckets.max_sequence_length, settings.buckets.ladder.sizes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "answers", "expected"),
+    [
+        ([5], 32, 1, (1, 37, (1,))),
+        ([5, 900, 7], 100, 3, (3, 1000, (1, 2, 3))),
+        ([5] * 100, 10, 100, (64, 15, BucketConfig().ladder.sizes)),
+        ([5000], 100, 1, (1, 4096, (1,))),
+        ([5], None, 2, (2, 4096, (1, 2))),
+        ([0], 0, 1, (1, 1, (1,))),
+    ],
+)
+def test_capacity_follows_from_the_prompts(lengths, max_tokens, answers, expected):
+    settings = fitted(DEFAULT, lengths, max_tokens, answers=answers, trained_length=TRAINED)
+    assert capacity(settings) == expected
+
+
+def test_capacity_is_never_above_what_the_model_was_trained_for() -> None:
+    settings = fitted(DEFAULT, [500], 128, answers=1, trained_length=512)
+    assert settings.buckets.max_sequence_length == 512
+
+
+@pytest.mark.parametrize(("answers", "sizes"), [(1, (4,)), (4, (4,)), (5, (4, 8)), (9, (4, 8, 16)), (99, (4, 8, 16))])
+def test_buckets_that_were_chosen_stay_those_that_run(answers: int, sizes: tuple[int, ...]) -> None:
+    chosen = EngineConfig(buckets=BucketConfig(max_batch_size=16, batch_sizes=[4, 8]))
+    settings = fitted(chosen, [5], 10, answers=answers, trained_length=TRAINED)
+    assert settings.buckets.ladder.sizes == sizes
+
+
+def test_the_options_set_rows_and_lengths_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[LLM] = []
+    made = LLM.__init__
+
+    def watched(self: LLM, *arguments: object, **keywords: object) -> None:
+        made(self, *arguments, **keywords)  # type: ignore[arg-type]
+        seen.append(self)
+
+    monkeypatch.setattr(LLM, "__init__", watched)
+    prompts = ["-p", "12+30=", "-p", "rev abc=", "-p", "1+1="]
+    result = run("generate", *prompts, "--max-tokens", "9", "--max-batch-size", "2", "--max-sequence-length", "64")
+    assert (result.returncode, result.stdout) == (0, ">>> 12+30=\n42\n>>> rev abc=\ncba\n>>> 1+1=\n2\n")
+    run("generate", *prompts[:2], "--max-tokens", "9", "--max-sequence-length", "12")
+    longest = max(len(seen[0].tokenizer(text).input_ids) for text in prompts[1::2])
+    assert [llm.config.max_batch_size for llm in seen] == [2, 1]
+    assert [llm.config.max_sequence_length for llm in seen] == [longest + 9, 12]
+    assert [llm.cache.total_num_pages for llm in seen] == [2 * -(-(longest + 9) // 16), 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--max-batch-size", "0", "--max-batch-size must be an integer in 1..65536, got 0"),
+        ("--max-sequence-length", "0", "--max-sequence-length must be an integer"),
+        ("--max-sequence-length", "513", "--max-sequence-length must be at most 512, for which the model was trained"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(option: str, value: str, message: str) -> None:
+    result = run("generate", "-p", "1+1=", option, value)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_the_figures_say_how_long_loading_took() -> None:
+    result = run("generate", "-p", "1+1=")
+    (seconds,) = re.findall(r"ready after (\d+\.\d\d) s; \d+ tokens in", result.stderr)
+    assert float(seconds) > 0
+
+
+def test_a_length_beyond_the_models_is_warned_about_and_the_config_says_what_holds() -> None:
+    with pytest.warns(UserWarning, match="max_sequence_length is 512, for which the model was trained, and not 600"):
+        llm = LLM("demo", config=BucketConfig(max_batch_size=1, max_sequence_length=600))
+    assert llm.config.max_sequence_length == llm.capacity.max_sequence_length == 512
+    llm.close()
+    with warnings.catch_warnings(), LLM("demo", config=BucketConfig(max_batch_size=1)) as by_default:
+        warnings.simplefilter("error")
+        assert by_default.config.max_sequence_length == 512
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_one_prompt_takes_the_memory_of_weights_and_cache_and_little_more(tmp_path: Path) -> None:
+    """Of a fresh process, over what it has after `import torch`: at its peak, and without packages of no use here."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "generate", "--json", "-p", "12+30="],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ran.stdout)["outputs"][0]["text"] == "42"
+    peak, heavy = ran.stderr.splitlines()[-1].split(" ", 1)
+    assert int(peak) < 150 * 2**20, f"{int(peak) / 2**20:.0f} MiB"
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        assert heavy == "[]"
+
+
+def test_prompts_that_fill_their_room_still_run_side_by_side(tmp_path: Path) -> None:
+    prompts = ["-p", "12+30=", "-p", "rev abc=", "-p", "sort cab="]
+    result = run("generate", *prompts, "--max-tokens", "2", "--record-batches", "b.json", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "b.json").read_text()) == {"batch_sizes": {"3": 2}}

@@ -9,18 +9,7 @@ from statistics import mean
 
 import pytest
 
-from cluster_model import (
-    Autoscaler,
-    Bounds,
-    Cluster,
-    Replica,
-    Request,
-    StepCosts,
-    arrivals,
-    day,
-    read_costs,
-    requests,
-)
+from cluster_model import Autoscaler, Bounds, Cluster, Replica, Request, StepCosts, arrivals, day, read_costs, requests
 
 SECOND = StepCosts([0.0, 0.1], 0.0)  # one row, ten tokens a second
 LENGTH = 10

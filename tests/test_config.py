@@ -159,10 +159,7 @@ def test_any_text_is_written_as_toml_reads_it(value: str | tuple[str, ...]) -> N
         ("[model]\nquantize = '8 bits'", r"quantize must be None or a weight form's name, got '8 bits'"),
         ("[model]\nkv_cache_type = 'fp8'", r":2: \[model\] kv_cache_type: unknown key; known: device, dtype, seed"),
         ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
-        (
-            "[drafts]\nmethod = 'ngram'",
-            r":1: unknown section or key 'drafts'; known: \[capacity\], .*\[model\]",
-        ),
+        ("[drafts]\nmethod = 'ngram'", r":1: unknown section or key 'drafts'; known: \[capacity\], .*\[model\]"),
         ("[speculation]\nmethod = 'luck'", r":2: \[speculation\] method must be one of .*'ngram'.*, got 'luck'"),
         ("[speculation]\nnum_tokens = 8", r"\[speculation\] num_tokens must be 'auto' or an integer in 1\.\.7, got 8"),
         ("[speculation]\nngram_min = 6", r":2: ngram_min must be at most ngram_max=5, got 6"),

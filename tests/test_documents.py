@@ -178,13 +178,7 @@ def run_in_bash(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     if shutil.which("graphdecode", path=environment()["PATH"]) is None:
         command = command.replace("graphdecode ", f"{sys.executable} -m graphdecode ", 1)
     return subprocess.run(
-        ["bash", "-c", command],
-        env=environment(),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        ["bash", "-c", command], env=environment(), cwd=folder, capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -84,9 +84,7 @@ def test_ctrl_c_is_130_and_says_nothing(monkeypatch: pytest.MonkeyPatch, capfd: 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_sigterm_is_143_and_leaves_as_ctrl_c_does(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sigterm_is_143_and_leaves_as_ctrl_c_does(monkeypatch, capfd):
     before = signal.getsignal(signal.SIGTERM)
     assert run_main(monkeypatch, None) == 143  # by an exception, so that what was begun is cleaned up
     assert capfd.readouterr().err.strip() == ""
@@ -94,9 +92,7 @@ def test_sigterm_is_143_and_leaves_as_ctrl_c_does(
 
 
 @pytest.mark.parametrize("error", [ValueError("no user's"), KeyError("row"), RuntimeError("torn")])
-def test_a_bug_shows_its_traceback_and_how_to_report_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception
-) -> None:
+def test_a_bug_shows_its_traceback_and_how_to_report_it(monkeypatch, capfd, error):
     assert run_main(monkeypatch, error) == 1
     shown = capfd.readouterr().err
     assert "Traceback" in shown
@@ -127,9 +123,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
     assert process.returncode == 1
 
 
-def test_version_and_debug_tell_what_a_report_needs(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_version_and_debug_tell_what_a_report_needs(monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["graphdecode", "--version", "--debug"])
     with pytest.raises(SystemExit):
         main()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from command_line import spawn_command
+from compiled_kernels import compiled
 
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import VARIABLE, available, instructions
 from graphdecode.models.source import installable
 
@@ -39,7 +39,7 @@ def answers(tmp_path: Path, *, is_whole: bool = True, **environment: str) -> str
     return ran.stdout
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in available()]
 )

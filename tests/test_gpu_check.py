@@ -190,9 +190,7 @@ def test_no_part_touches_clocks_and_each_call_keeps_to_its_time(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_headline_is_rehearsed_with_torch_triton_and_numpy_alone_and_goes_on_where_it_was_cut_off(
-    tmp_path: Path,
-) -> None:
+def test_the_headline_is_rehearsed_with_torch_triton_and_numpy_alone_and_goes_on_where_it_was_cut_off(tmp_path):
     """Nothing else can be imported. The second call measures what is not there, and nothing again."""
     environment = os.environ | {WITHOUT: "1"}
     command = [sys.executable, str(ROOT / "tools" / "gpu_check"), "A", str(tmp_path)]

@@ -67,7 +67,7 @@ class WrappedText:
 
 
 @contextmanager
-def typing_kept() -> Iterator[None]:
+def typing_hidden() -> Iterator[None]:
     """Turn echo off; typed text stays in the terminal's buffer for the next reader."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield
@@ -85,7 +85,7 @@ def typing_kept() -> Iterator[None]:
 
 
 @contextmanager
-def reading_shown(conversation: Conversation) -> Iterator[None]:
+def prompt_progress(conversation: Conversation) -> Iterator[None]:
     """Show the progress of a long prompt on standard error, where that is a terminal."""
     if not sys.stderr.isatty():
         yield
@@ -105,12 +105,12 @@ def reading_shown(conversation: Conversation) -> Iterator[None]:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    with beside("reading", show):
+    with run_beside("reading", show):
         yield
 
 
 @contextmanager
-def beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+def run_beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
     """Run `work` in a thread meanwhile; its event is set at the end, and the thread is joined."""
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import query_widths
-from graphdecode.cli.options import ConfigOption, overriding, print_table, settings_of, table_of, wide_console
+from graphdecode.cli.options import ConfigOption, print_table, settings_of, table_of, wide_console, with_settings
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FEW_STEPS = 1000
 
 
-@overriding("device", "dtype")
+@with_settings("device", "dtype")
 def tune(
     overrides: dict[str, Any],
     record: Annotated[Path, typer.Option(help="Batch sizes that `generate --record-batches` wrote.")],
@@ -190,7 +190,7 @@ buckets = typer.Typer(
 
 
 @buckets.command(epilog="Example: graphdecode buckets my-buckets.toml --model shape:llama-3.1-8b")
-@overriding("device", "dtype", "kv_cache_dtype", "quantize", "model_impl")
+@with_settings("device", "dtype", "kv_cache_dtype", "quantize", "model_impl")
 def show(
     overrides: dict[str, Any],
     file: Annotated[Path | None, typer.Argument(help="A configuration file (TOML); none: the defaults.")] = None,

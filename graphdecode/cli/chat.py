@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import WrappedText, beside, reading_shown, repeats_at_the_end, typing_kept
+from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, repeats_at_the_end, run_beside, typing_hidden
 from graphdecode.cli.checkpoint import find_checkpoint, fitted
 from graphdecode.cli.options import (
-    OF_A_CHAT,
-    OF_A_MODEL,
+    CHAT_OPTIONS,
+    MODEL_OPTIONS,
     ConfigOption,
     TokenizerOption,
-    overriding,
     print_error,
+    print_message,
     sampling,
     settings_of,
     stdin_text,
-    tell,
+    with_settings,
 )
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
@@ -48,7 +48,7 @@ _HELP = """\
 Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down go through what was typed before.
 Ctrl-C stops the answer. What is typed while one comes is kept for the next line."""
 _LEAVE = ("exit", "quit")
-_tell = partial(tell, style="dim")
+_print_message = partial(print_message, style="dim")
 
 
 def make_prompt_session(**options: Any) -> PromptSession[str]:
@@ -72,7 +72,7 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
         file.chmod(0o600)
         history = FileHistory(file)
     except OSError as error:
-        tell(f"no history is kept: {cause(error)}: {file}")
+        print_message(f"no history is kept: {cause(error)}: {file}")
         history = InMemoryHistory()
     return PromptSession(
         "> ", history=history, key_bindings=keys, prompt_continuation="  ", reserve_space_for_menu=0, **options
@@ -96,7 +96,7 @@ class ChatSession:
         """Read and answer until the user leaves."""
         while True:
             try:
-                with beside("capturing", self._capture):
+                with run_beside("capturing", self._capture):
                     line = self._prompt.prompt().strip()
                 if line.lower() in _LEAVE:
                     return
@@ -108,7 +108,6 @@ class ChatSession:
                 return
 
     def _capture(self, done: threading.Event) -> None:
-        """Capture graphs while the user types."""
         while not done.is_set() and self._conversation.llm.engine.capture_waiting():
             pass
 
@@ -125,32 +124,32 @@ class ChatSession:
             print_error(" ".join(str(error).split()))
 
     def _answer(self, line: str) -> None:
-        said_before = len(self._conversation.messages)
+        messages_before = len(self._conversation.messages)
         try:
-            with typing_kept():
+            with typing_hidden():
                 answer(self._conversation, line)
         except KeyboardInterrupt:
             print(flush=True)
-            if len(self._conversation.messages) == said_before:
-                _tell("stopped before anything came; what was said is forgotten")
+            if len(self._conversation.messages) == messages_before:
+                _print_message("stopped before anything came; what was said is forgotten")
             else:
-                _tell("stopped; what came of the answer stays in the conversation")
-                _tell_of_repeats(self._conversation)
+                _print_message("stopped; what came of the answer stays in the conversation")
+                _warn_of_repeats(self._conversation)
         else:
-            tell_figures(self._conversation)
+            print_figures(self._conversation)
 
     def _command(self, name: str, text: str) -> None:
         match name:
             case "help":
-                _tell(_HELP)
+                _print_message(_HELP)
             case "exit" | "quit":
                 raise EOFError
             case "reset":
                 self._conversation.reset()
-                _tell("what was said is forgotten")
+                _print_message("what was said is forgotten")
             case "system":
                 self._conversation.system = text or None
-                _tell("from now on: " + (text or "as the model's template has it"))
+                _print_message("from now on: " + (text or "as the model's template has it"))
             case "save":
                 self._save(text)
             case _:
@@ -166,7 +165,7 @@ class ChatSession:
                 json.dump(messages, opened, ensure_ascii=False, indent=1)
             else:
                 opened.write("\n".join(f"## {each['role']}\n\n{each['content'].strip()}\n" for each in messages))
-        _tell(f"{len(messages)} messages are in {file}")
+        _print_message(f"{len(messages)} messages are in {file}")
 
 
 def answer(conversation: Conversation, text: str) -> None:
@@ -174,7 +173,7 @@ def answer(conversation: Conversation, text: str) -> None:
     forgotten = conversation.num_forgotten
     shown = WrappedText()
     with contextlib.closing(conversation.say(text)) as pieces:
-        with reading_shown(conversation):
+        with prompt_progress(conversation):
             first = next(pieces, "")
         shown.write(first)
         for piece in pieces:
@@ -185,16 +184,16 @@ def answer(conversation: Conversation, text: str) -> None:
         tokens = len(request.outputs[0].token_ids)
         is_full = len(request.prompt_token_ids) + tokens >= limit
         why = f"the room of {limit} tokens is used up (--max-sequence-length)" if is_full else "that is --max-tokens"
-        _tell(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
-    _tell_of_repeats(conversation)
+        _print_message(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
+    _warn_of_repeats(conversation)
     if conversation.num_forgotten != forgotten:
-        _tell(
+        _print_message(
             f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
             f"{conversation.num_forgotten} messages; /reset begins anew"
         )
 
 
-def tell_figures(conversation: Conversation) -> None:
+def print_figures(conversation: Conversation) -> None:
     """Print the speed of the latest output, and the tokens used, on standard error."""
     request = conversation.last
     metrics = None if request is None else request.metrics
@@ -209,21 +208,20 @@ def tell_figures(conversation: Conversation) -> None:
         parts.append(f"first token after {1000 * first:.0f} ms")
     parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
     parts.append(f"{prompt + tokens} of {limit} tokens of room")
-    _tell("; ".join(parts))
+    _print_message("; ".join(parts))
 
 
-def _tell_of_repeats(conversation: Conversation) -> None:
-    """Warn if the latest output repeats itself."""
+def _warn_of_repeats(conversation: Conversation) -> None:
     times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
     if times:
-        _tell(
+        _print_message(
             f"it says the same {times} times in a row: small models fall into that; Ctrl-C stops an answer, "
             "--repetition-penalty 1.1 makes it less likely"
         )
 
 
-@sampling(*OF_A_CHAT)
-@overriding("max_sequence_length", *OF_A_MODEL)
+@sampling(*CHAT_OPTIONS)
+@with_settings("max_sequence_length", *MODEL_OPTIONS)
 def chat(
     overrides: dict[str, Any],
     sampling: dict[str, Any],
@@ -253,7 +251,7 @@ def chat(
         messages = [stdin_text().strip()]
     if not all(message.strip() for message in messages):
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
-    with typing_kept():  # for the first prompt
+    with typing_hidden():  # for the first prompt
         settings = settings_of(config, **overrides)
         from graphdecode import LLM, SamplingParams
         from graphdecode.text import Conversation, RunSummary, render_chat
@@ -269,18 +267,14 @@ def chat(
         params = replace(llm.default_chat_params(), **given)
         conversation = Conversation(llm, system=system, sampling_params=params, chat_template=chat_template)
         if is_session:
-            _greet(model, conversation)
+            print_message(
+                f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "
+                f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, "
+                "Ctrl-D leaves"
+            )
             ChatSession(conversation, make_prompt_session()).run()
         else:
             _say(conversation, messages, RunSummary(llm, load_seconds=time.perf_counter() - began))
-
-
-def _greet(model: str, conversation: Conversation) -> None:
-    llm = conversation.llm
-    tell(
-        f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "
-        f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, Ctrl-D leaves"
-    )
 
 
 def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -> None:
@@ -296,4 +290,4 @@ def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -
     except KeyboardInterrupt:
         print(flush=True)
         raise
-    tell(summary.line(outputs))
+    print_message(summary.line(outputs))

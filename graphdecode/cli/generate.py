@@ -15,17 +15,17 @@ import typer
 
 from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
-    ALL,
-    OF_A_MODEL,
+    MODEL_OPTIONS,
+    SAMPLING_OPTIONS,
     ConfigOption,
     ModelOption,
     TokenizerOption,
-    overriding,
     print_error,
+    print_message,
     sampling,
     settings_of,
     stdin_text,
-    tell,
+    with_settings,
 )
 from graphdecode.errors import ArgumentError, cause
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from graphdecode.config import EngineConfig
 
 
-@sampling(*ALL)
-@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL, "batch_invariant", "prefix_cache")
+@sampling(*SAMPLING_OPTIONS)
+@with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS, "batch_invariant", "prefix_cache")
 def generate(
     sampling: dict[str, Any],
     overrides: dict[str, Any],
@@ -66,11 +66,11 @@ def generate(
     from graphdecode.text import RunSummary
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-    asked = SamplingParams(**given)  # fails before the model is loaded
+    requested = SamplingParams(**given)  # fails before the model is loaded
     if record_batches is not None:
         check_record(record_batches)
     checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
-    settings = _sized(settings, checkpoint, texts, asked)
+    settings = _sized(settings, checkpoint, texts, requested)
     with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
@@ -79,7 +79,7 @@ def generate(
         finally:
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
-        tell(summary.line(outputs))
+        print_message(summary.line(outputs))
         _hint_at_chat_template(llm, outputs)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
@@ -91,7 +91,6 @@ def generate(
 def _sized(
     settings: EngineConfig, checkpoint: FoundCheckpoint, texts: list[str], params: SamplingParams
 ) -> EngineConfig:
-    """Return the settings with the capacity that these prompts need."""
     most = params.truncate_prompt_tokens
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
@@ -128,17 +127,17 @@ def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: 
     from graphdecode.text import Stream
     from graphdecode.text.router import DeferredInterrupt
 
-    orders = [llm.input_processor.order(text, params) for text in texts]
-    llm.router.submit(orders)
-    waiting = deque(orders)
+    parents = [llm.input_processor.process(text, params) for text in texts]
+    llm.router.submit(parents)
+    waiting = deque(parents)
     hidden = not as_json and (len(texts) == 1 or sys.stdout.isatty())
     try:
         with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
-            for text, order in zip(texts, orders, strict=True):
-                for number, answer in enumerate(order.answers or [None], 1):
+            for text, parent in zip(texts, parents, strict=True):
+                for number, state in enumerate(parent.states or [None], 1):
                     if not as_json and (len(texts) > 1 or params.n > 1):
                         print(f">>> {text}" + (f" ({number} of {params.n})" if params.n > 1 else ""))
-                    for piece in Stream(order.output, answer, llm.router):
+                    for piece in Stream(parent.output, state, llm.router):
                         if not as_json:
                             print(piece, end="", flush=True)
                     if not as_json:
@@ -146,23 +145,23 @@ def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: 
                 with DeferredInterrupt():  # a line is printed whole, and once
                     waiting.popleft()
                     if as_json:
-                        _print_record(order.output)
+                        _print_record(parent.output)
                 bar.update()
     finally:
         with DeferredInterrupt():
-            llm.router.give_up([answer for order in waiting for answer in order.answers])
-            for order in waiting if as_json else ():
-                if any(output.finish_reason == "abort" for output in order.output.outputs):
-                    order.output.error = "interrupted before the answer was complete"
-                _print_record(order.output)
-    return [order.output for order in orders]
+            llm.router.abort([state for parent in waiting for state in parent.states])
+            for parent in waiting if as_json else ():
+                if any(output.finish_reason == "abort" for output in parent.output.outputs):
+                    parent.output.error = "interrupted before the answer was complete"
+                _print_record(parent.output)
+    return [parent.output for parent in parents]
 
 
 def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
     """Suggest the chat template if a chat model gives an empty output."""
     silent = any(answer.finish_reason == "stop" and not answer.text.strip() for o in outputs for answer in o.outputs)
     if silent and llm.tokenizer.chat_template:
-        tell(
+        print_message(
             "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
             "graphdecode chat, and LLM.chat, make turns of a chat of them"
         )

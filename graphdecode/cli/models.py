@@ -12,7 +12,15 @@ import typer
 from rich import box
 from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, overriding, print_table, settings_of, table_of, tell, wide_console
+from graphdecode.cli.options import (
+    ConfigOption,
+    print_message,
+    print_table,
+    settings_of,
+    table_of,
+    wide_console,
+    with_settings,
+)
 from graphdecode.errors import ArgumentError, GraphdecodeError
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
     from graphdecode.models.source import LocalModel
 
 
-@overriding()
+@with_settings()
 def quantize(
     overrides: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A checkpoint folder or repository id, of plain weights, or GGUF.")],
@@ -49,10 +57,10 @@ def quantize(
     made = quantized_copy(
         model, out, to, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
     )
-    _tell_written(made, f" of {to}")
+    _print_written(made, f" of {to}")
 
 
-@overriding()
+@with_settings()
 def convert(
     overrides: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A .gguf file, a repository id that has one, or smollm2.")],
@@ -70,12 +78,12 @@ def convert(
     from graphdecode.convert import converted_copy
 
     made = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
-    _tell_written(made, "")
+    _print_written(made, "")
 
 
-def _tell_written(made: Path, of_what: str) -> None:
+def _print_written(made: Path, of_what: str) -> None:
     files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
-    tell(f"{sum(file.stat().st_size for file in files) / 2**20:.1f} MiB{of_what} written to")
+    print_message(f"{sum(file.stat().st_size for file in files) / 2**20:.1f} MiB{of_what} written to")
     typer.echo(made)
 
 
@@ -101,7 +109,7 @@ class ModelRecord:
 
 
 @models.callback()
-@overriding("device", "dtype")
+@with_settings("device", "dtype")
 def show(
     overrides: dict[str, Any],
     ctx: typer.Context,
@@ -147,7 +155,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
         raise ArgumentError(f"no model {name!r} can be installed; known are {known}. Others: give --model a path or id")
     file = model.installed_file()
     if file is None:
-        tell(f"{model.summary}; {model.megabytes} MB, licence {model.licence}")
+        print_message(f"{model.summary}; {model.megabytes} MB, licence {model.licence}")
         file = model.install()
     typer.echo(f"{name} is installed: {file}")
 

@@ -35,7 +35,7 @@ TokenizerOption = Annotated[
 _REPEATED = {list[str]: "TEXT", list[int]: "ID"}  # metavars of options that may be repeated
 _LEAST_WIDTH = 118  # of tables if standard output is no terminal
 _LEAST_FOLDED = 16  # of a column of texts, whose long words may go on in the next line
-OF_A_MODEL = (  # settings of the commands that run a model
+MODEL_OPTIONS = (  # settings of the commands that run a model
     "device",
     "dtype",
     "quantize",
@@ -45,7 +45,7 @@ OF_A_MODEL = (  # settings of the commands that run a model
     "model_impl",
     "trust_remote_code",
 )
-OF_A_CHAT = (
+CHAT_OPTIONS = (
     "temperature",
     "top_k",
     "top_p",
@@ -126,11 +126,11 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
         name = f"--{field.name.replace('_', '-')}"
         flags = (f"{name}/--no-{name[2:]}" if field.default else name,)
     metavar = option.metavar or (_REPEATED.get(kind) if get_origin(kind) is list else None)
-    said_default = False if option.default is None else option.default
-    return Annotated[kind | None, typer.Option(*flags, metavar=metavar, help=option.help, show_default=said_default)]
+    shown_default = False if option.default is None else option.default
+    return Annotated[kind | None, typer.Option(*flags, metavar=metavar, help=option.help, show_default=shown_default)]
 
 
-def taking(
+def with_options(
     name: str, options: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command some options, which it gets as one argument: a dict of those that were given, through `read`."""
@@ -162,11 +162,11 @@ def chosen(config: type, *fields: str) -> dict[str, Any]:
     return {name: OPTIONS[config][name] for name in fields}
 
 
-def overriding(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of some fields of `BucketConfig` and `EngineConfig`, and `load_modules`, as
     `overrides`."""
     known = OPTIONS[BucketConfig] | OPTIONS[EngineConfig]
-    return taking("overrides", {name: known[name] for name in (*fields, "load_modules")})
+    return with_options("overrides", {name: known[name] for name in (*fields, "load_modules")})
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
@@ -196,22 +196,22 @@ def print_error(message: str) -> None:
     """Print an error as one line on standard error."""
     # names from files may hold control characters, or surrogates
     safe = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message)
-    tell(f"error: {safe}", style="red", is_prose=False)
+    print_message(f"error: {safe}", style="red", is_prose=False)
 
 
-def tell(message: str, style: str | None = None, *, is_prose: bool = True) -> None:
+def print_message(message: str, style: str | None = None, *, is_prose: bool = True) -> None:
     """Print a message on standard error; in a terminal prose is wrapped at words."""
     is_exact = not (is_prose and STDERR.is_terminal)
     STDERR.print(message, style=style, highlight=False, soft_wrap=is_exact, markup=False)
 
 
-_OPTIONS = field_options(SamplingParams)
-ALL = tuple(_OPTIONS)
+_SAMPLING = field_options(SamplingParams)
+SAMPLING_OPTIONS = tuple(_SAMPLING)
 
 
 def sampling(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of some fields of `SamplingParams`, as `sampling`."""
-    return taking("sampling", {name: _OPTIONS[name] for name in fields}, _with_biases)
+    return with_options("sampling", {name: _SAMPLING[name] for name in fields}, _with_biases)
 
 
 def _with_biases(given: dict[str, Any]) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from graphdecode.cli.options import ConfigOption, overriding, settings_of, table_of, wide_console
+from graphdecode.cli.options import ConfigOption, settings_of, table_of, wide_console, with_settings
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode.profiling.comparison import PointChange
 
 
-@overriding("device", "dtype", "quantize", "model_impl")
+@with_settings("device", "dtype", "quantize", "model_impl")
 def profile(
     overrides: dict[str, Any],
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",

@@ -16,17 +16,17 @@ import typer
 
 from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
-    OF_A_MODEL,
+    MODEL_OPTIONS,
     STDERR,
     ConfigOption,
     ModelOption,
     TokenizerOption,
     chosen,
-    overriding,
     print_error,
+    print_message,
     settings_of,
-    taking,
-    tell,
+    with_options,
+    with_settings,
 )
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 from graphdecode.errors import ArgumentError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from graphdecode.server.service import Service
 
 _NEEDED = {"serve": ("pydantic", "starlette", "uvicorn", "prometheus_client"), "ray": ("ray", "aiohttp")}
-_OF_THE_SERVER = (
+_SERVER_OPTIONS = (
     "host",
     "port",
     "api_keys",
@@ -46,8 +46,8 @@ _OF_THE_SERVER = (
     "allowed_hosts",
     "log_requests",
 )
-_AHEAD = 2  # requests in flight for each row
-_ENDLESS = 2**31 - 1
+_IN_FLIGHT_PER_ROW = 2  # requests in flight for each row
+_UNBOUNDED = 2**31 - 1
 
 
 def check_extra(doing: str, extra: str = "serve") -> None:
@@ -103,9 +103,9 @@ def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
     return replace(settings, buckets=settings.buckets.with_limits(memory_fraction=fraction))
 
 
-@taking("serving", chosen(ServerConfig, *_OF_THE_SERVER))
-@taking("scale", chosen(ReplicaConfig, "count", "autoscale", "ray_address", "direct"))
-@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL)
+@with_options("serving", chosen(ServerConfig, *_SERVER_OPTIONS))
+@with_options("scale", chosen(ReplicaConfig, "count", "autoscale", "ray_address", "direct"))
+@with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
 def serve(
     overrides: dict[str, Any],
     serving: dict[str, Any],
@@ -161,18 +161,18 @@ def _run(
 
 
 def _say_ready(service: Service, address: str) -> None:
-    tell(f"serving {service.model_name} on {address}")
+    print_message(f"serving {service.model_name} on {address}")
     path, body = "completions", {"prompt": "417+385=", "max_tokens": 16}
     if service.tokenizer.chat_template:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     key = "-H 'Authorization: Bearer KEY' " if service.api_keys else ""
-    tell(f"try: {address} in a browser, or")
-    tell(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'", is_prose=False)  # to be copied
+    print_message(f"try: {address} in a browser, or")
+    print_message(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'", is_prose=False)  # to be copied
 
 
-@taking("serving", chosen(ServerConfig, "served_model_name", "chat_template"))
-@taking("scale", chosen(ReplicaConfig, "count", "ray_address"))
-@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL)
+@with_options("serving", chosen(ServerConfig, "served_model_name", "chat_template"))
+@with_options("scale", chosen(ReplicaConfig, "count", "ray_address"))
+@with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
 def batch(
     overrides: dict[str, Any],
     serving: dict[str, Any],
@@ -194,7 +194,7 @@ def batch(
 
     settings = settings_of(config, **overrides)
     # there are no other clients to be fair to
-    endless = {"max_waiting": _ENDLESS, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
+    endless = {"max_waiting": _UNBOUNDED, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
     limits = load_server_config(config, **endless, **serving)
     several = load_replica_config(config, **scale)
     if ray:
@@ -202,17 +202,17 @@ def batch(
         settings = sharing(settings, several)
     elif scale:
         raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
-    asked = BatchInput(requests, limits.max_body_bytes)
+    requested = BatchInput(requests, limits.max_body_bytes)
     if answers.exists() and answers.samefile(requests):
         raise ArgumentError(f"INPUT and OUTPUT must be two files, got {answers} for both")
-    output = BatchOutput(answers, asked.custom_ids)
+    output = BatchOutput(answers, requested.custom_ids)
     try:
-        if len(output.answered) < len(asked.custom_ids):
+        if len(output.answered) < len(requested.custom_ids):
             make_service = service_maker(model, tokenizer, settings, limits)
-            _answer_all(make_service, settings, limits, several if ray else None, asked, output)
+            _answer_all(make_service, settings, limits, several if ray else None, requested, output)
     finally:
         output.close()
-        typer.echo(f"{len(output.answered)} of {len(asked.custom_ids)} requests have their answer in {answers}")
+        typer.echo(f"{len(output.answered)} of {len(requested.custom_ids)} requests have their answer in {answers}")
     if output.num_failed:
         print_error(f"{output.num_failed} of the answers are errors: their status_code is not 200")
         raise typer.Exit(2)
@@ -234,7 +234,7 @@ def _answer_all(
     from graphdecode.server.batch import answer_request, run_batch
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    window = _AHEAD * settings.buckets.max_batch_size
+    window = _IN_FLIGHT_PER_ROW * settings.buckets.max_batch_size
     if several is None:
         service = make_service()
         run = partial(run_batch, service, partial(answer_request, service), window=window)
@@ -248,7 +248,7 @@ def _answer_all(
     with tqdm(total=total, initial=before, desc="answering", unit="request", leave=False, disable=None) as bar:
         used = asyncio.run(run(requests=requests, output=output, on_answer=bar.update))  # which Ctrl-C cancels
     seconds = time.perf_counter() - began
-    tell(
+    print_message(
         f"{total - before} of {total} requests in {seconds:.1f} s with loading: "
         f"{used['prompt_tokens']} tokens of prompts, {used['completion_tokens']} generated"
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.cli.options import ConfigOption, overriding, settings_of
+from graphdecode.cli.options import ConfigOption, settings_of, with_settings
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ _BESIDE = {"prompts": "prompts, by tokens", "mixed": "mixed steps, by rows + tok
 
 
 class _UserStep(NamedTuple):
-    """A user's step, from a module."""
-
     step: Callable[[Batch], None]
     buffers: StepBuffers
     constants: Any
@@ -89,7 +87,7 @@ def check(
     raise typer.Exit(1)
 
 
-@overriding("device", "dtype", "quantize", "model_impl", "speculation")
+@with_settings("device", "dtype", "quantize", "model_impl", "speculation")
 def inspect(
     overrides: dict[str, Any],
     target: Annotated[
@@ -148,7 +146,6 @@ def _check_drawn(bucket: int | None, ladder: BucketLadder) -> None:
 
 
 def _show(graphs: GraphTable, runner: Runner | None, as_json: bool) -> None:
-    """Print the graphs of a step, and of a model's prompts."""
     beside: dict[str, GraphReport] = {}
     if runner is not None:
         runner.graphs.capture(kinds=list(_BESIDE))

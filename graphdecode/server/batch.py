@@ -94,10 +94,10 @@ class BatchOutput:
     """The output file of a batch, locked against other runs; an incomplete last line is dropped.
 
     Raises:
-        ArgumentError: it is locked, not writable, or has other lines than answers to `asked`; it stays as it was.
+        ArgumentError: it is locked, not writable, or has other lines than answers to `requested`; it stays as it was.
     """
 
-    def __init__(self, path: Path, asked: dict[str, int]) -> None:
+    def __init__(self, path: Path, requested: dict[str, int]) -> None:
         self.answered: set[str] = set()  # `custom_id`s
         self.num_failed = 0  # answers that are errors
         self._path = path
@@ -113,14 +113,14 @@ class BatchOutput:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             except OSError:
                 raise ArgumentError(f"{path} is being written by another run") from None
-            whole_bytes = self._read_answers(asked)
+            whole_bytes = self._read_answers(requested)
             if whole_bytes < os.fstat(self._file).st_size:
                 os.ftruncate(self._file, whole_bytes)
         except BaseException:
             os.close(self._file)
             raise
 
-    def _read_answers(self, asked: dict[str, int]) -> int:
+    def _read_answers(self, requested: dict[str, int]) -> int:
         """Note which requests are answered; return the bytes of complete lines."""
         whole_bytes = 0
         with self._path.open("rb") as file:
@@ -137,7 +137,7 @@ class BatchOutput:
                     custom_id = status = None
                 if not (isinstance(custom_id, str) and isinstance(status, int)):
                     raise ArgumentError(f"{where} is no answer of a batch")
-                if custom_id not in asked:
+                if custom_id not in requested:
                     raise ArgumentError(f"{where} answers {custom_id[:100]!r}, for which the input does not ask")
                 if custom_id in self.answered:
                     raise ArgumentError(f"{where} answers {custom_id[:100]!r} a second time")

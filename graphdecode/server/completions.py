@@ -22,7 +22,7 @@ from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.input_processor import Order
+from graphdecode.text.input_processor import ParentRequest, as_prompt
 from graphdecode.text.outputs import Logprob
 
 B = TypeVar("B", bound=protocol.Body)
@@ -98,7 +98,7 @@ class CompletionReply(Reply):
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """See `Reply.choice`."""
-        body, prompt = self.body_fields, cursor.order.output
+        body, prompt = self.body_fields, cursor.parent.output
         text, tokens, offset = delta.text, delta.token_ids, cursor.text_length - len(delta.text)
         scored: list[dict[int, Logprob] | None] = [*(delta.logprobs or ())]
         if body.echo:
@@ -154,9 +154,14 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
         body, preprocessor.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
     )
     structured, special, prompts = structured_output_of(body), body.add_special_tokens is not False, _prompts(body)
-    asked = preprocessor.asked(params, len(prompts), priority=body.priority or 0, is_structured=structured is not None)
-    resolved = [preprocessor.resolved(prompt, asked, special=special) for prompt in prompts]
-    return Prepared(protocol.without_large_parts(body), resolved, structured)
+    shared = preprocessor.tokenized_params(
+        params, len(prompts), priority=body.priority or 0, is_structured=structured is not None
+    )
+    processor, tokenized = preprocessor.input_processor, []
+    for prompt in map(as_prompt, prompts):
+        ids = processor.encode(prompt, special=special)
+        tokenized.append(processor.tokenized_prompt(prompt, ids, shared))
+    return Prepared(protocol.without_large_parts(body), tokenized, structured)
 
 
 def _prompts(body: Completion) -> list[str | list[int]]:
@@ -174,15 +179,15 @@ class ChatReply(Reply):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body_fields: ChatCompletion
 
-    def __init__(self, service: Service, prepared: Prepared, orders: list[Order]) -> None:
-        super().__init__(service, prepared, orders)
+    def __init__(self, service: Service, prepared: Prepared, parents: list[ParentRequest]) -> None:
+        super().__init__(service, prepared, parents)
         tools, names = prepared.tools, prepared.names
         self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
         self._call_counts = [0] * len(self.cursors)
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """See `Reply.choice`."""
-        body, prompt = self.body_fields, cursor.order.output
+        body, prompt = self.body_fields, cursor.parent.output
         message, reason = self._message(cursor, delta.text, delta.finish_reason)
         logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs, delta.token_ids)
         if whole:
@@ -207,7 +212,6 @@ class ChatReply(Reply):
         return choice
 
     def _message(self, cursor: Cursor, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
-        """Return the content and calls in some text, and the finish reason."""
         reader = self._readers[cursor.index]
         if reader is None:
             return ({"content": text} if text else {}), finish_reason
@@ -224,7 +228,6 @@ class ChatReply(Reply):
 
 
 def _logprobs(logprobs: list[dict[int, Logprob]], token_ids: list[int]) -> dict[str, Any]:
-    """Return log-probabilities in the format of chat completions."""
     content = [
         _token(entries[token]) | {"top_logprobs": [_token(entry) for entry in entries.values()]}
         for entries, token in zip(logprobs, token_ids, strict=True)
@@ -251,24 +254,26 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     if tools is not None and tools.is_special:
         params = params.unchecked(skip_special_tokens=False)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
-    asked = preprocessor.asked(
+    shared = preprocessor.tokenized_params(
         rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None
     )
-    prompt = preprocessor.input_processor.resolved(rendered.text, rendered.token_ids, asked)
+    prompt = preprocessor.input_processor.tokenized_prompt(rendered.text, rendered.token_ids, shared)
     return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names)
 
 
 def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
-    asked = structured_output_of(body)
+    requested = structured_output_of(body)
     if tools is None:
         if body.tool_choice not in (None, "none", "auto"):
             raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
-        return asked
+        return requested
     opening_id = preprocessor.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
     calls = structured_output_of_calls(body, tools, opening_id)
-    if calls is not None and asked is not None:
-        raise HttpError(400, f"{asked.field} and calls of tools that have a form: ask for one", param=asked.field)
-    return asked or calls
+    if calls is not None and requested is not None:
+        raise HttpError(
+            400, f"{requested.field} and calls of tools that have a form: ask for one", param=requested.field
+        )
+    return requested or calls
 
 
 def rendered_chat(
@@ -323,7 +328,7 @@ def _tool_names(body: ChatCompletion) -> Iterator[str]:
 
 
 async def _generate(reply: type[Reply], service: Service, prepared: Prepared, caller: str) -> Reply:
-    return reply(service, prepared, await service.orders(caller, prepared.prompts, prepared.structured))
+    return reply(service, prepared, await service.parent_requests(caller, prepared.prompts, prepared.structured))
 
 
 GENERATING: dict[GeneratingPath, Endpoint[Any, Any, Reply]] = {

@@ -104,7 +104,6 @@ class EngineProcess:
             self._engine.abort(self._forget(message.request_id))
 
     def _add_compiled(self) -> None:
-        """Add the requests whose grammars are compiled by now."""
         if not self._engine.has_work:
             wait([future for future, _ in self._waiting.values()], _POLL_SECONDS, FIRST_COMPLETED)
         for request_id, (future, message) in list(self._waiting.items()):
@@ -128,7 +127,7 @@ class EngineProcess:
     def _constraint(self, compiled: Future[Any]) -> Constraint:
         assert self._grammars is not None
         try:
-            return self._grammars.held(compiled.result())
+            return self._grammars.new_constraint(compiled.result())
         except GraphdecodeError:
             raise
         except BaseException as error:  # a library's, Rust's panics too: only this request fails

@@ -23,7 +23,7 @@ CALLERS_KEPT = 10_000
 CHILDREN_PER_LANE = 2
 MAX_WAITING = 256
 STACK_BYTES = 4 << 20  # of a child; the engine's process has more for the same grammar
-_QUICK_SECONDS = 1
+_QUICK_CPU_SECONDS = 1
 _RETRY_AFTER = {"Retry-After": "1"}
 _END_SECONDS = 1.0
 _ONE_THREAD = {  # a fork would not copy other threads
@@ -129,21 +129,21 @@ class Lane:
         try:
             yield
         finally:
-            self._pass_on()
+            self._release()
 
     async def _wait(self, tag: float) -> None:
         mine = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (tag, next(self._numbers), mine))
         if len(self._waiting) > MAX_WAITING:
-            self._shed()
+            self._refuse_last()
         try:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled() and mine.exception() is None:  # both happened at once
-                self._pass_on()
+                self._release()
             raise
 
-    def _shed(self) -> None:
+    def _refuse_last(self) -> None:
         """Drop cancelled waiters; if these are too few, refuse the last in order."""
         self._waiting = [each for each in self._waiting if not each[2].done()]
         if len(self._waiting) > MAX_WAITING:
@@ -153,7 +153,7 @@ class Lane:
             last[2].set_exception(full)
         heapq.heapify(self._waiting)
 
-    def _pass_on(self) -> None:
+    def _release(self) -> None:
         while self._waiting:
             _, _, other = heapq.heappop(self._waiting)
             if not other.done():  # else it was cancelled
@@ -170,11 +170,11 @@ class ForkPool:
     """
 
     def __init__(
-        self, state_maker: Callable[[], Callable[[], Any]], modules: Sequence[str], patience: PoolTimeouts | None = None
+        self, state_maker: Callable[[], Callable[[], Any]], modules: Sequence[str], timeouts: PoolTimeouts | None = None
     ) -> None:
         self._state_maker = state_maker
         self._modules = tuple(modules)
-        self._patience = patience or PoolTimeouts()
+        self._timeouts = timeouts or PoolTimeouts()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._start: asyncio.Task[socket.socket] | None = None
@@ -196,7 +196,7 @@ class ForkPool:
             HttpError: too many jobs wait, the machine is under load, or the process has ended.
         """
         job = Job(function, arguments, limits)
-        quick = limits._replace(cpu_seconds=_QUICK_SECONDS, wall_seconds=self._patience.quick_seconds)
+        quick = limits._replace(cpu_seconds=_QUICK_CPU_SECONDS, wall_seconds=self._timeouts.quick_seconds)
         try:
             async with self._quick.place(caller, size):
                 done = await self._done(await self._started(), job._replace(limits=quick))
@@ -205,7 +205,7 @@ class ForkPool:
                 try:
                     done = await self._done(await self._started(), job)
                 except TimeoutError:  # it did not get the CPU time that it may have
-                    raise _busy(f"it was not done in {limits.wall_seconds:g} s") from None
+                    raise _overloaded(f"it was not done in {limits.wall_seconds:g} s") from None
         if done.fault is not None:
             log.error("a piece of work failed\n%s", done.fault)
             raise RuntimeError("a piece of work failed")
@@ -218,30 +218,30 @@ class ForkPool:
         try:
             here, there = socket.socketpair()
         except OSError as error:
-            raise _busy(f"no socket can be had: {error.strerror}") from error
+            raise _overloaded(f"no socket can be had: {error.strerror}") from error
         with there:
             try:
                 socket.send_fds(control, [b"."], [there.fileno()])
             except OSError as error:  # it has ended, or reads nothing
                 here.close()
-                raise _away() from error
+                raise _server_ended() from error
         reader, writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
         try:
             writer.write(framed(job))
             try:
-                async with asyncio.timeout(self._patience.taken_seconds):
+                async with asyncio.timeout(self._timeouts.taken_seconds):
                     await receive(reader)
             except TimeoutError:
                 if self._control is control:
                     log.error("the process that reads requests stands still; it is started again")
                     self.close(at_once=True)
-                raise _busy("the process that reads requests stood still, and is started again") from None
+                raise _overloaded("the process that reads requests stood still, and is started again") from None
             async with asyncio.timeout(job.limits.wall_seconds):
                 answer = await receive(reader)
         except (TimeoutError, GraphdecodeError):
             raise
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise _away() from error
+            raise _server_ended() from error
         except Exception as error:  # unpickling may raise anything
             log.exception("what a child answered cannot be read")
             raise HttpError(500, "what the process that reads requests answered cannot be read") from error
@@ -265,14 +265,14 @@ class ForkPool:
             if self._start is start:  # the first job that sees the error
                 log.error("the process that reads requests cannot be started: %s: %s", type(error).__name__, error)
                 self.close(at_once=True)
-            raise _away() from error
+            raise _server_ended() from error
 
     def _begin(self) -> socket.socket:
         here, there = socket.socketpair()
         with there:
             self._process = start_child("graphdecode.server.fork_server", [there.fileno()], _ONE_THREAD)
         self._control = here
-        here.settimeout(self._patience.start_seconds)
+        here.settimeout(self._timeouts.start_seconds)
         connection = MessageSocket(here)
         connection.send((self._modules, self._state_maker()))
         connection.receive(wait=True)
@@ -293,18 +293,18 @@ class ForkPool:
 def _reason(code: int | None, limits: JobLimits) -> GraphdecodeError:
     """Return why a child exited: a limit, or an outside cause."""
     if code is None:
-        return _busy("there is no process to be had")
+        return _overloaded("there is no process to be had")
     if code == -signal.SIGXCPU:
         return _TooLongError(f"takes more than {limits.cpu_seconds} s of a processor")
     if code == -signal.SIGKILL:  # by the system, which is short of memory, or by a person
-        return _busy("its child was killed")
+        return _overloaded("its child was killed")
     memory, stack = limits.memory_bytes >> 20, STACK_BYTES >> 20
     return JobError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
 
 
-def _busy(why: str) -> HttpError:
+def _overloaded(why: str) -> HttpError:
     return HttpError(503, f"the request could not be read, try again: {why}", code="overloaded", headers=_RETRY_AFTER)
 
 
-def _away() -> HttpError:
+def _server_ended() -> HttpError:
     return HttpError(503, "the process that reads requests has ended", code=RESTARTING, headers=_RETRY_AFTER)

@@ -79,16 +79,16 @@ class ForkServer:
 
     def fork(self, job: socket.socket) -> bool:
         """Fork for a job, which comes over a socket; tell its sender and return False if that fails."""
-        _tell(job, Accepted())
+        _send_now(job, Accepted())
         try:
             child = os.fork()
         except OSError as error:
             log.warning("no child for a piece of work: %s", error.strerror)
-            _tell(job, ChildExited(None))
+            _send_now(job, ChildExited(None))
             job.close()
             return False
         if child == 0:
-            _end_with(self._pid)
+            _die_with(self._pid)
             for descriptor in (self._control.fileno(), self._woken, self._wake, *self._children):
                 os.close(descriptor)  # else the clients of other jobs would not see them end
             _run(job, self._state)
@@ -104,17 +104,17 @@ class ForkServer:
                     poll.unregister(descriptor)
                 code = os.waitstatus_to_exitcode(status)
                 if code:
-                    _tell(job, ChildExited(code))
+                    _send_now(job, ChildExited(code))
                 job.close()
 
 
-def _tell(job: socket.socket, message: Any) -> None:
+def _send_now(job: socket.socket, message: Any) -> None:
     """Send a short message without blocking; errors are ignored."""
     with suppress(OSError):
         job.send(framed(message), socket.MSG_DONTWAIT)
 
 
-def _end_with(parent: int) -> None:
+def _die_with(parent: int) -> None:
     """Let the system kill this process when its parent ends (Linux)."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -79,17 +79,15 @@ def error_response(error: HttpError) -> JSONResponse:
 
 async def _handle(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        message = _not_found(request) if error.status_code == 404 else error.detail
+        message = error.detail
+        if error.status_code == 404:
+            paths = (getattr(route, "path", "") for route in request.app.routes)
+            there = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
+            message = f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {there}"
         error = HttpError(error.status_code, message, headers=dict(error.headers or {}))
     elif not isinstance(error, GraphdecodeError):
         error = HttpError(500, "an internal error; the server's log says more")
     return error_response(error if isinstance(error, HttpError) else as_http_error(error, frozenset()))
-
-
-def _not_found(request: Request) -> str:
-    paths = [getattr(route, "path", "") for route in request.app.routes]
-    there = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
-    return f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {there}"
 
 
 # of an application

@@ -13,7 +13,7 @@ from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
-from graphdecode.text.input_processor import Asked, InputProcessor, Resolved, as_prompt
+from graphdecode.text.input_processor import InputProcessor, TokenizedParams
 
 
 @dataclass
@@ -52,7 +52,9 @@ class Preprocessor:
             message = f"the model {name[:200]!r} does not exist; there is {self.model_name!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
-    def asked(self, params: SamplingParams, prompts: int, *, priority: int, is_structured: bool) -> Asked:
+    def tokenized_params(
+        self, params: SamplingParams, prompts: int, *, priority: int, is_structured: bool
+    ) -> TokenizedParams:
         """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
         most = self.limits.max_prompts
         if not 1 <= prompts <= most:
@@ -65,9 +67,4 @@ class Preprocessor:
                 "answers at most run and wait at a time (max_batch_size and max_waiting)"
             )
             raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
-        return self.input_processor.asked(params, priority=priority, is_structured=is_structured)
-
-    def resolved(self, prompt: str | list[int], asked: Asked, *, special: bool = True) -> Resolved:
-        """Tokenize a prompt, with the tokenizer's special tokens if `special`; raises `ArgumentError`."""
-        prompt = as_prompt(prompt)
-        return self.input_processor.resolved(prompt, self.input_processor.encode(prompt, special=special), asked)
+        return self.input_processor.tokenized_params(params, priority=priority, is_structured=is_structured)

@@ -18,13 +18,13 @@ _TEXTS = ("prompt", "messages", "tools", "bad_words", "stop")
 _NUMBERS = ("allowed_token_ids", "stop_token_ids", "logit_bias")
 
 T = TypeVar("T")
-OTHERWISE = ("logprobs", "logit_bias", "max_tokens", "structured_outputs", "detokenize")  # see `Generation`
+OTHER_TYPES = ("logprobs", "logit_bias", "max_tokens", "structured_outputs", "detokenize")  # see `Generation`
 _LARGE = {
     *("prompt", "messages", "tools", "response_format", "structured_outputs", "stop", "bad_words", "logit_bias"),
     *("stop_token_ids", "allowed_token_ids", "chat_template", "chat_template_kwargs", "suffix", "user"),
 }
 _MAX_UNKNOWN, _MAX_UNKNOWN_LENGTH = 10, 40
-_ASKED = {field.name for field in fields(SamplingParams) if field.init} - {*OTHERWISE}
+_FROM_SAMPLING_PARAMS = {field.name for field in fields(SamplingParams) if field.init} - {*OTHER_TYPES}
 Listed = Annotated[list[T], Field(fail_fast=True)]  # one error, not one of each wrong element
 GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
 
@@ -56,7 +56,7 @@ class StreamOptions(BaseModel):
 
 if TYPE_CHECKING:
 
-    class Asking(Body):
+    class SamplingFields(Body):
         """The fields of `SamplingParams` that are read by name here."""
 
         n: int | None = None
@@ -64,12 +64,16 @@ if TYPE_CHECKING:
 
 else:
     _KINDS = get_type_hints(SamplingParams, localns={"Sequence": Listed}, include_extras=True)
-    _FIELDS = {each.name: (_KINDS[each.name] | None, None) for each in fields(SamplingParams) if each.name in _ASKED}
-    Asking = create_model("Asking", __base__=Body, **_FIELDS)
+    _FIELDS = {
+        each.name: (_KINDS[each.name] | None, None)
+        for each in fields(SamplingParams)
+        if each.name in _FROM_SAMPLING_PARAMS
+    }
+    SamplingFields = create_model("SamplingFields", __base__=Body, **_FIELDS)
 
 
-class Generation(Asking):
-    """What completions and chat completions share: `SamplingParams`, with other types for those in `OTHERWISE`."""
+class Generation(SamplingFields):
+    """What completions and chat completions share: `SamplingParams`, with other types for those in `OTHER_TYPES`."""
 
     max_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
@@ -93,34 +97,34 @@ class Completion(Generation):
     suffix: str | None = None
 
 
-class ChatCompletion(Generation):
+class ChatFields(Body):
+    """What requests share that render a conversation."""
+
+    tools: Listed[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletion(ChatFields, Generation):
     """`POST /v1/chat/completions`."""
 
     messages: Listed[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: Listed[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Tokenize(Body):
+class Tokenize(ChatFields):
     """`POST /tokenize`: of a text, or of a chat."""
 
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Listed[dict[str, Any]] | None = None
 
 
 class Detokenize(Body):
@@ -157,8 +161,12 @@ def sampling_params(
     body: Generation, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **others: Any
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with `defaults` for null; raises `ArgumentError`."""
-    asked = {name: value for name in _ASKED - set(others) if (value := getattr(body, name)) is not None}
-    return replace(defaults, **asked, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others)
+    requested = {
+        name: value for name in _FROM_SAMPLING_PARAMS - set(others) if (value := getattr(body, name)) is not None
+    }
+    return replace(
+        defaults, **requested, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others
+    )
 
 
 def _logit_bias(body: Generation) -> dict[int, float] | None:

@@ -21,9 +21,9 @@ from graphdecode.server.protocol import Generation, StreamOptions
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput
 from graphdecode.server.tool_calls import ToolFormat
-from graphdecode.text.answer import Answer
-from graphdecode.text.input_processor import Order, Resolved
+from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.outputs import Logprob
+from graphdecode.text.request_state import RequestState
 
 _POSITIONS_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
     """A request that was validated and tokenized."""
 
     body: Generation  # without its large parts
-    prompts: list[Resolved]
+    prompts: list[TokenizedPrompt]
     structured: StructuredOutput | None
     tools: ToolFormat | None = None  # of a chat; None: the output is not searched for calls
     names: frozenset[str] = frozenset()  # of functions that may be called
@@ -60,8 +60,8 @@ class Cursor:
     """Reads an output as it grows."""
 
     index: int
-    order: Order
-    answer: Answer
+    parent: ParentRequest
+    state: RequestState
     text_length: int = 0  # of the text that was read
     _tokens_read: int = 0
     _begun: bool = False
@@ -69,15 +69,15 @@ class Cursor:
 
     def take(self) -> Delta | None:
         """Return what is new; None if nothing is."""
-        answer, output = self.answer, self.answer.output
+        state, output = self.state, self.state.output
         if self._ended:
             return None
-        self._ended = answer.finished
+        self._ended = state.finished
         start, end = self._tokens_read, len(output.token_ids)
-        text = "".join(answer.pieces)
+        text = "".join(state.pieces)
         if not (text or end > start or self._ended):
             return None
-        answer.pieces.clear()
+        state.pieces.clear()
         self.text_length += len(text)
         self._tokens_read = end
         is_first, self._begun = not self._begun, True
@@ -87,7 +87,7 @@ class Cursor:
 
     def whole(self) -> Delta:
         """Return all of a finished output."""
-        output = self.answer.output
+        output = self.state.output
         self.text_length = len(output.text)
         return Delta(output.text, output.token_ids, output.logprobs, True, output.finish_reason, output.stop_reason)
 
@@ -99,16 +99,15 @@ class Reply(Response, ABC):
     kind: str  # `object` of the whole response
     chunk_kind: str  # `object` of a chunk
 
-    def __init__(self, service: Service, prepared: Prepared, orders: list[Order]) -> None:
+    def __init__(self, service: Service, prepared: Prepared, parents: list[ParentRequest]) -> None:
         self.service = service
         self.body_fields = body = prepared.body
-        self.orders = orders
-        pairs = [(order, answer) for order in orders for answer in order.answers]
-        self.cursors = [Cursor(index, order, answer) for index, (order, answer) in enumerate(pairs)]
+        self.parents = parents
+        pairs = [(parent, state) for parent in parents for state in parent.states]
+        self.cursors = [Cursor(index, parent, state) for index, (parent, state) in enumerate(pairs)]
         self.background = None
         self._release: Callable[[], None] = lambda: None
         self.status_code = 200
-        self._options = body.stream_options or StreamOptions()
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": self.chunk_kind if body.stream else self.kind,
@@ -122,9 +121,9 @@ class Reply(Response, ABC):
 
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
-        prompt = sum(len(order.output.prompt_token_ids) for order in self.orders)
-        generated = sum(len(cursor.answer.output.token_ids) for cursor in self.cursors)
-        cached = sum(order.output.metrics.num_cached_tokens for order in self.orders)
+        prompt = sum(len(parent.output.prompt_token_ids) for parent in self.parents)
+        generated = sum(len(cursor.state.output.token_ids) for cursor in self.cursors)
+        cached = sum(parent.output.metrics.num_cached_tokens for parent in self.parents)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -145,30 +144,32 @@ class Reply(Response, ABC):
             self._release()
         if self.service.limits.log_requests:
             for cursor in self.cursors:
-                prompt, output = cursor.order.output, cursor.answer.output
-                asked = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
-                line = (self._head["id"], cursor.index, asked, output.text, output.finish_reason)
+                prompt, output = cursor.parent.output, cursor.state.output
+                requested = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
+                line = (self._head["id"], cursor.index, requested, output.text, output.finish_reason)
                 log.info("%s %d: %r -> %r (%s)", *line)
         if self.service.tracer is not None:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            for order in self.orders:
-                self.service.tracer.trace(str(self._head["id"]), order, self.body_fields, headers)
+            for parent in self.parents:
+                self.service.tracer.trace(str(self._head["id"]), parent, self.body_fields, headers)
         if failed is not None:
             raise failed
 
     async def _news(self) -> AsyncGenerator[None, None]:
         """Submit the orders, and yield whenever there is news of them."""
         service, began = self.service, False
-        with service.metrics.tracked(self.orders) as count_tokens:
+        with service.metrics.tracked(self.parents) as count_tokens:
             async with (
-                contextlib.aclosing(service.front.follow(self.orders)) as news,
+                contextlib.aclosing(service.front.follow(self.parents)) as news,
                 asyncio.timeout(service.request_timeout),
             ):
                 self._release()  # the next line submits them
                 async for _ in news:
                     if not began:
                         began = True
-                        service.queue.began(min(request.turn for order in self.orders for request, _ in order.requests))
+                        service.queue.began(
+                            min(request.turn for parent in self.parents for request, _ in parent.children)
+                        )
                     count_tokens()
                     yield
 
@@ -201,19 +202,21 @@ class Reply(Response, ABC):
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
+        options = self.body_fields.stream_options or StreamOptions()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
+                    now = {"usage": self.usage() if options.continuous_usage_stats else None}
                     chunks = [
-                        self._head | {"choices": [choice]} | self._usage_of_chunk()
+                        self._head | {"choices": [choice]} | (now if options.include_usage else {})
                         for cursor in self.cursors
                         if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
                     ]
                     if chunks:
                         await _send_more(send, b"".join(map(sse_event, chunks)))
             end = self._head | {"choices": [], "usage": self.usage()}
-            await _send_more(send, (sse_event(end) if self._options.include_usage else b"") + SSE_DONE)
+            await _send_more(send, (sse_event(end) if options.include_usage else b"") + SSE_DONE)
         except (GraphdecodeError, TimeoutError) as error:
             await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
         except asyncio.CancelledError:
@@ -221,10 +224,6 @@ class Reply(Response, ABC):
                 await _send_more(send, sse_event(self._cut_off().body) + SSE_DONE)
             raise
         await send({"type": "http.response.body", "body": b""})
-
-    def _usage_of_chunk(self) -> dict[str, Any]:
-        options = self._options
-        return {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
 
     def _cut_off(self) -> HttpError:
         log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])

@@ -31,10 +31,10 @@ _BACKLOG = 2048
 log = logging.getLogger(__name__)
 
 
-class PatientProtocol(HttpToolsProtocol):
+class BoundedProtocol(HttpToolsProtocol):
     """A connection of uvicorn's, with bounds on its time and its bytes."""
 
-    patience_seconds: ClassVar[float | None] = None  # for the head of a request, and for the client to read
+    timeout_seconds: ClassVar[float | None] = None  # for the head of a request, and for the client to read
     max_connections: ClassVar[int] = 0
     max_message_bytes: ClassVar[int] = 0  # of a request, chunk headers and trailers included
     _awaiting_head: asyncio.TimerHandle | None = None
@@ -120,10 +120,10 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.write_eof()
 
     def _abort_later(self) -> asyncio.TimerHandle | None:
-        """Abort after `patience_seconds`; `close` would wait until the client has taken all."""
-        if self.patience_seconds is None:
+        """Abort after `timeout_seconds`; `close` would wait until the client has taken all."""
+        if self.timeout_seconds is None:
             return None
-        return self.loop.call_later(self.patience_seconds, self.transport.abort)
+        return self.loop.call_later(self.timeout_seconds, self.transport.abort)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
@@ -169,23 +169,25 @@ async def run(
     The first signal drains: new requests are answered with 503, and requests in flight may finish for
     `drain_timeout_s`. A second one ends at once. During loading, the process exits with 128 and the signal's number.
     """
-    life = _Life(served)
-    on_signals(life.take_signal)
+    shutdown = _Shutdown(served)
+    on_signals(shutdown.take_signal)
     try:
         loading = asyncio.ensure_future(served.start())
-        life.on_second = loading.cancel
-        await asyncio.wait((loading, asyncio.ensure_future(life.asked.wait())), return_when=asyncio.FIRST_COMPLETED)
+        shutdown.on_second_signal = loading.cancel
+        await asyncio.wait(
+            (loading, asyncio.ensure_future(shutdown.ending.wait())), return_when=asyncio.FIRST_COMPLETED
+        )
         if not loading.done():
             loading.cancel()
             log.info("stopping before the model is loaded")
-            life.at_once.set()
+            shutdown.at_once.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
-            sys.exit(128 + life.signal)
+            sys.exit(128 + shutdown.signal)
         loading.result()
-        on_signals(life.take_signal)  # what was loaded may have taken them: Ray does
+        on_signals(shutdown.take_signal)  # what was loaded may have taken them: Ray does
         server = make_server(make_app(), served.limits)
-        life.on_second = server.end_now
+        shutdown.on_second_signal = server.end_now
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
@@ -193,22 +195,22 @@ async def run(
             gc.collect()
             gc.freeze()  # what was loaded stays, and looking through it takes a tenth of a second
             on_ready()
-        await asyncio.wait((serving, asyncio.ensure_future(life.drained())), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, asyncio.ensure_future(shutdown.drained())), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
     finally:
-        served.close(at_once=life.at_once.is_set())
+        served.close(at_once=shutdown.at_once.is_set())
         bound.close()
 
 
 def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
     """Return a server of an application."""
     bounds = {
-        "patience_seconds": limits.idle_timeout_s or None,
+        "timeout_seconds": limits.idle_timeout_s or None,
         "max_connections": limits.max_connections,
         "max_message_bytes": _FRAMING * limits.max_body_bytes + MAX_HEAD_BYTES,
     }
-    protocol = type("PatientProtocol", (PatientProtocol,), bounds)
+    protocol = type("BoundedProtocol", (BoundedProtocol,), bounds)
     logger = logging.getLogger("uvicorn.error")
     if _is_unexpected not in logger.filters:
         logger.addFilter(_is_unexpected)
@@ -254,27 +256,25 @@ def off_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-class _Life:
-    """Shutdown state, set by signals."""
-
+class _Shutdown:
     def __init__(self, served: Served) -> None:
         self._served = served
-        self.asked = asyncio.Event()  # by a first signal
+        self.ending = asyncio.Event()  # by a first signal
         self.at_once = asyncio.Event()  # by a second one
-        self.on_second: Callable[[], object] = lambda: None
+        self.on_second_signal: Callable[[], object] = lambda: None
         self.signal = 0  # the last one's number
 
     def take_signal(self, number: int) -> None:
         self.signal = number
-        if self.asked.is_set():
+        if self.ending.is_set():
             self.at_once.set()
-            self.on_second()
+            self.on_second_signal()
         self._served.draining = True
-        self.asked.set()
+        self.ending.set()
 
     async def drained(self) -> None:
         """Return when the end was asked for, and all requests have finished or time is up."""
-        await self.asked.wait()
+        await self.ending.wait()
         running = self._served.num_open
         if running:
             log.warning("finishing %d requests; ask again to end at once", running)

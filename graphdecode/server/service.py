@@ -22,7 +22,7 @@ from graphdecode.server.structured_outputs import GrammarReader, StructuredOutpu
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
-from graphdecode.text.input_processor import Order, Resolved
+from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.router import Router
 
 _POOL_MODULES = ("graphdecode.server.completions",)
@@ -121,9 +121,11 @@ class Service:
 
         return release
 
-    async def orders(self, caller: str, prompts: list[Resolved], structured: StructuredOutput | None) -> list[Order]:
-        """Return the orders of prompts with the same parameters; raises `HttpError` without room or grammar."""
-        answers = sum(prompt.asked.params.n for prompt in prompts)
+    async def parent_requests(
+        self, caller: str, prompts: list[TokenizedPrompt], structured: StructuredOutput | None
+    ) -> list[ParentRequest]:
+        """Return the requests of prompts that share their parameters; raises `HttpError` without room or grammar."""
+        answers = sum(prompt.params.sampling.n for prompt in prompts)
         self.check_room(answers)  # before a grammar is read
         grammar = None
         if structured is not None:
@@ -131,17 +133,19 @@ class Service:
                 grammar = await self.grammar_reader.grammar(structured.params, caller)
             except ArgumentError as error:
                 raise HttpError(400, structured.error_text(error), param=structured.field) from error
-        orders, release, input_processor = [], self.reserve(answers), self.preprocessor.input_processor
+        parents, release, input_processor = [], self.reserve(answers), self.preprocessor.input_processor
         limit = self.client.rules.capacity.token_limit
         try:
             for prompt in prompts:
-                params = prompt.asked.params
+                params = prompt.params.sampling
                 most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-                orders.append(input_processor.opened(prompt, grammar, self.queue.start_tag(caller, most * params.n)))
+                parents.append(
+                    input_processor.parent_request(prompt, grammar, self.queue.start_tag(caller, most * params.n))
+                )
                 await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
         finally:
             release()  # the response reserves it again when it is sent
-        return orders
+        return parents
 
     def note_unknown(self, names: Iterable[str]) -> None:
         """Log the names of unknown fields, each once."""

@@ -240,7 +240,7 @@ def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) ->
     grammar = grammars.grammar(params)
     try:
         compiled = grammars.compiled(grammar)
-        grammars.held(compiled).fill(np.empty(preprocessor.mask_words, dtype=np.int32), ())
+        grammars.new_constraint(compiled).fill(np.empty(preprocessor.mask_words, dtype=np.int32), ())
     except ConstraintError as error:
         raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
     if isinstance(compiled, TokenAutomaton):

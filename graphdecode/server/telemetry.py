@@ -17,7 +17,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.messages import EngineStatus
 from graphdecode.server.protocol import Generation
-from graphdecode.text.input_processor import Order
+from graphdecode.text.input_processor import ParentRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -63,7 +63,6 @@ _PHASES = {  # vLLM's name in a span -> in a histogram
 
 
 def _phases(metrics: RequestMetrics, now: float) -> dict[str, float]:
-    """Return the seconds of each phase that a request reached."""
     arrived, scheduled, first = metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time
     end = metrics.finished_time or now
     spans = (arrived, scheduled), (arrived, first), (scheduled, first), (first, end), (scheduled, end), (arrived, end)
@@ -109,9 +108,9 @@ class Metrics(Collector):
             self._histograms["graphdecode:launch_seconds"].observe(seconds)
 
     @contextlib.contextmanager
-    def tracked(self, orders: list[Order]) -> Iterator[Callable[[], None]]:
+    def tracked(self, parents: list[ParentRequest]) -> Iterator[Callable[[], None]]:
         """Yield a function that counts new tokens of some prompts; the prompts are counted when the context ends."""
-        outputs = [answer.output for order in orders for answer in order.answers]
+        outputs = [state.output for parent in parents for state in parent.states]
         seen = [(0, 0.0)] * len(outputs)  # tokens, and when the last of them came
 
         def count_tokens() -> None:
@@ -129,11 +128,11 @@ class Metrics(Collector):
         try:
             yield count_tokens
         finally:
-            for order in orders:
-                self._count(order)
+            for parent in parents:
+                self._count(parent)
 
-    def _count(self, order: Order) -> None:
-        output, metrics, histograms = order.output, order.output.metrics, self._histograms
+    def _count(self, parent: ParentRequest) -> None:
+        output, metrics, histograms = parent.output, parent.output.metrics, self._histograms
         prompt = len(output.prompt_token_ids)
         self._counters["prefix_cache_queries"].inc(prompt)
         self._counters["prefix_cache_hits"].inc(metrics.num_cached_tokens)
@@ -173,20 +172,15 @@ class Metrics(Collector):
                 family = kind(name, text, labels=["model_name"])
                 family.add_metric([self._label], value)
                 yield family
-        buckets = CounterMetricFamily(
-            "graphdecode:bucket_replays", "Steps of a bucket.", None, ["model_name", "bucket"]
-        )
-        for bucket, steps in sorted(stats.bucket_steps.items()):
-            buckets.add_metric([self._label, str(bucket)], steps)
-        yield buckets
-        name, text = (
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were accepted, by their place in a run.",
-        )
-        places = CounterMetricFamily(name, text, None, ["model_name", "position"])
-        for place, count in enumerate(stats.spec_decode_num_accepted_tokens_per_pos):
-            places.add_metric([self._label, str(place)], count)
-        yield places
+        steps, accepted = sorted(stats.bucket_steps.items()), enumerate(stats.spec_decode_num_accepted_tokens_per_pos)
+        for name, text, label, values in (
+            ("graphdecode:bucket_replays", "Steps of a bucket.", "bucket", steps),
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position", accepted),
+        ):
+            by_label = CounterMetricFamily(name, text, None, ["model_name", label])
+            for which, count in values:
+                by_label.add_metric([self._label, str(which)], count)
+            yield by_label
 
     def text(self) -> bytes:
         """Return all of it in Prometheus' text format."""
@@ -209,13 +203,13 @@ class Tracer:
         self._tracer = self._provider.get_tracer("graphdecode.server")
         self._contexts = TraceContextTextMapPropagator()
 
-    def trace(self, request_id: str, order: Order, body: Generation, headers: Mapping[str, str]) -> None:
+    def trace(self, request_id: str, parent: ParentRequest, body: Generation, headers: Mapping[str, str]) -> None:
         """Write the span of a prompt that finished or was aborted, in the trace of a `traceparent` in its headers."""
         from opentelemetry.trace import SpanKind
 
-        output, metrics = order.output, order.output.metrics
+        output, metrics = parent.output, parent.output.metrics
         now, wall = time.perf_counter(), time.time()
-        asked = {name: getattr(body, name) for name in ("temperature", "top_p", "max_tokens", "n")}
+        requested = {name: getattr(body, name) for name in ("temperature", "top_p", "max_tokens", "n")}
         attributes: dict[str, Any] = {
             "gen_ai.response.model": self._model_name,
             "gen_ai.request.id": request_id,
@@ -223,7 +217,7 @@ class Tracer:
             "gen_ai.usage.completion_tokens": sum(len(answer.token_ids) for answer in output.outputs),
             "gen_ai.usage.num_sequences": len(output.outputs),
             "gen_ai.response.finish_reasons": [answer.finish_reason or "abort" for answer in output.outputs],
-            **{f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None},
+            **{f"gen_ai.request.{name}": value for name, value in requested.items() if value is not None},
             **{f"gen_ai.latency.{name}": seconds for name, seconds in _phases(metrics, now).items()},
         }
         span = self._tracer.start_span(

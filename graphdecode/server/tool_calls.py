@@ -52,7 +52,7 @@ def format_of(chat_template: str | None) -> ToolFormat | None:
     return next((tool_format for tool_format in FORMATS if chat_template and tool_format.sign in chat_template), None)
 
 
-class _Extent:
+class _JsonExtent:
     """Finds the end of a JSON object or array in a text that comes in pieces, in linear time."""
 
     def __init__(self) -> None:
@@ -90,19 +90,19 @@ class ToolCallReader:
         self._names = names
         self._text = ""  # not yet known to be content or a call
         self._pieces: list[str] = []  # after it, while a call goes on
-        self._extent: _Extent | None = None  # of that call
+        self._json_extent: _JsonExtent | None = None  # of that call
         self._found: tuple[Any, int] | None = None  # the value of a call and its end, while its closing is missing
         self._is_inside = False  # the text begins like a call
-        self._is_behind = False  # a call came last
+        self._follows_call = False  # a call came last
         self._may_begin = True  # a bare call may: at the beginning, and after another call
 
     def feed(self, piece: str, *, final: bool) -> tuple[str, list[ToolCall]]:
         """Return the content and the complete calls that a piece adds."""
-        if self._extent is not None and not final and self._extent.end(piece) is None:
+        if self._json_extent is not None and not final and self._json_extent.end(piece) is None:
             self._pieces.append(piece)
             return "", []
         self._text = "".join([self._text, *self._pieces, piece])
-        self._pieces, self._extent = [], None
+        self._pieces, self._json_extent = [], None
         content, calls = "", list[ToolCall]()
         while True:
             if not self._is_inside:
@@ -121,9 +121,9 @@ class ToolCallReader:
 
     def _content(self, final: bool) -> str:
         """Return content up to the next call, without what may become its beginning."""
-        if self._is_behind:
+        if self._follows_call:
             self._text = self._text.lstrip(_BETWEEN)
-            self._is_behind = not self._text
+            self._follows_call = not self._text
         opening, text = self._format.opening, self._text
         if not opening:
             self._is_inside = self._may_begin and text.lstrip().startswith("{")
@@ -152,10 +152,10 @@ class ToolCallReader:
         if start == len(body):
             return [] if final else None
         if self._found is None:
-            extent = _Extent()
+            extent = _JsonExtent()
             length = extent.end(body[start:]) if body[start] in "{[" else 0
             if length is None and not final:
-                self._extent = extent
+                self._json_extent = extent
                 return None
             end = start + (length or 0)
             try:
@@ -183,7 +183,7 @@ class ToolCallReader:
                 calls.append(ToolCall(item["name"], written))
         if calls:
             self._text = rest
-            self._is_inside, self._is_behind, self._may_begin = False, True, True
+            self._is_inside, self._follows_call, self._may_begin = False, True, True
         return calls
 
 

@@ -16,12 +16,12 @@ from graphdecode.config.vllm_names import no_attribute, refusing_calls
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.text.chat import ChatOptions, Message, render_chat
-from graphdecode.text.input_processor import Order, Prompt, as_params, as_priorities, as_prompt
+from graphdecode.text.input_processor import ParentRequest, Prompt, as_params, as_priorities, as_prompt
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.router import Router
 
-_Bells: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Bell]"
+_Wakers: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Waker]"
 
 
 class AsyncFront:
@@ -30,10 +30,10 @@ class AsyncFront:
     def __init__(self, router: Router, on_work: Callable[[], None]) -> None:
         self.router = router
         self._on_work = on_work
-        self._bells: _Bells = weakref.WeakKeyDictionary()
-        self._named: dict[str, list[Order]] = {}  # in progress, by request id
+        self._wakers: _Wakers = weakref.WeakKeyDictionary()
+        self._named: dict[str, list[ParentRequest]] = {}  # in progress, by request id
 
-    async def outputs(self, order: Order, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
+    async def outputs(self, parent: ParentRequest, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
         """Submit a prompt, and yield its output so far at each change; leaving aborts it.
 
         Raises:
@@ -41,61 +41,58 @@ class AsyncFront:
             AnswerError: the engine was closed, or a step failed.
         """
         if request_id is not None:
-            order.output.request_id = request_id
-            self._named.setdefault(request_id, []).append(order)
+            parent.output.request_id = request_id
+            self._named.setdefault(request_id, []).append(parent)
         try:
-            async with contextlib.aclosing(self.follow([order])) as news:
+            async with contextlib.aclosing(self.follow([parent])) as news:
                 async for _ in news:
-                    outputs = [answer.snapshot() for answer in order.answers]
-                    yield replace(order.output, outputs=outputs, metrics=replace(order.output.metrics))
+                    outputs = [state.snapshot() for state in parent.states]
+                    yield replace(parent.output, outputs=outputs, metrics=replace(parent.output.metrics))
         finally:
             if request_id is not None:
-                self._named[request_id].remove(order)
+                self._named[request_id].remove(parent)
                 if not self._named[request_id]:
                     del self._named[request_id]
 
     def abort(self, names: Iterable[str]) -> None:
         """Abort the requests with some ids."""
-        orders = [order for name in names for order in self._named.get(name, ())]
-        self.router.give_up([answer for order in orders for answer in order.answers])
+        parents = [parent for name in names for parent in self._named.get(name, ())]
+        self.router.abort([state for parent in parents for state in parent.states])
 
-    async def follow(self, orders: Sequence[Order]) -> AsyncGenerator[None, None]:
+    async def follow(self, parents: Sequence[ParentRequest]) -> AsyncGenerator[None, None]:
         """Submit prompts, and yield at each change until all outputs are finished; leaving aborts them.
 
-        `Answer.pieces` holds the new text.
+        `RequestState.pieces` holds the new text.
 
         Raises:
             ArgumentError: one was refused.
             AnswerError: the engine was closed, or a step failed.
         """
-        answers = [answer for order in orders for answer in order.answers]
-        news, bell = asyncio.Event(), self._bell()
-        for answer in answers:
-            answer.on_news = partial(bell.ring, news)
+        states = [state for parent in parents for state in parent.states]
+        news, loop = asyncio.Event(), asyncio.get_running_loop()
+        waker = self._wakers.setdefault(loop, Waker(loop))
+        for state in states:
+            state.on_change = partial(waker.wake, news)
         try:
-            self.router.submit(orders)
-            for order in orders:
-                if not order.requests:
-                    raise ArgumentError(str(order.output.error))
+            self.router.submit(parents)
+            for parent in parents:
+                if not parent.children:
+                    raise ArgumentError(str(parent.output.error))
             self._on_work()
             finished = False
             while not finished:
                 await news.wait()
                 news.clear()
-                finished = all(answer.finished for answer in answers)
-                for order in orders:
-                    if order.output.error is not None:
-                        raise AnswerError(order.output.error, order.output.error_code)
+                finished = all(state.finished for state in states)
+                for parent in parents:
+                    if parent.output.error is not None:
+                        raise AnswerError(parent.output.error, parent.output.error_code)
                 yield
         finally:
-            self.router.give_up(answers)
-
-    def _bell(self) -> Bell:
-        loop = asyncio.get_running_loop()
-        return self._bells.setdefault(loop, Bell(loop))
+            self.router.abort(states)
 
 
-class Bell:
+class Waker:
     """Wakes tasks of one event loop from any thread, with one call for all that are woken at the same time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -104,7 +101,7 @@ class Bell:
         self._lock = threading.Lock()
         self._news: list[asyncio.Event] = []
 
-    def ring(self, news: asyncio.Event) -> None:
+    def wake(self, news: asyncio.Event) -> None:
         """Set an event, in its loop's thread."""
         if threading.get_ident() == self._thread:
             news.set()
@@ -167,7 +164,7 @@ class AsyncLLM:
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
         (first,) = as_priorities(priority, 1)
-        make = partial(self.llm.input_processor.order, item, params, priority=first)
+        make = partial(self.llm.input_processor.process, item, params, priority=first)
         return self._outputs(make, params, request_id)
 
     @refusing_calls(*ChatOptions.__annotations__)
@@ -190,7 +187,7 @@ class AsyncLLM:
         (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
         chat = render_chat(self.llm.tokenizer, messages, **options)
         ending = chat.ending(params)
-        make = partial(self.llm.input_processor.order, chat.text, ending, token_ids=chat.token_ids)
+        make = partial(self.llm.input_processor.process, chat.text, ending, token_ids=chat.token_ids)
         return self._outputs(make, ending, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -198,10 +195,10 @@ class AsyncLLM:
         self._front.abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def _outputs(
-        self, make: Callable[[], Order], params: SamplingParams, request_id: str | None
+        self, make: Callable[[], ParentRequest], params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        order = make() if params.structured_outputs is None else await asyncio.to_thread(make)
-        async with contextlib.aclosing(self._front.outputs(order, request_id)) as outputs:
+        parent = make() if params.structured_outputs is None else await asyncio.to_thread(make)
+        async with contextlib.aclosing(self._front.outputs(parent, request_id)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -215,7 +212,6 @@ class AsyncLLM:
             self._work.notify()
 
     def _run(self) -> None:
-        """Step while there is work, in the thread."""
         engine, router = self.llm.engine, self.llm.router
         while True:
             while not (engine.has_work or self._closing) and engine.capture_waiting():

@@ -44,22 +44,22 @@ class TokenAutomata:
                 return None
             by_byte, accepts = byte_automaton(parse(expression, _class_of), MOST_STATES)
             eos = self._eos_token_ids
-            walk = _Walk(self._spelled, by_byte, accepts, matcher, eos or [self._vocabulary.eos_token])
+            walk = _Walk(self._token_bytes, by_byte, accepts, matcher, eos or [self._vocabulary.eos_token])
             return walk.automaton(self._vocab_size, never=() if eos else walk.eos_token_ids)
         except (UnknownPatternError, RecursionError):
             return None
 
     def warm(self) -> None:
         """Compute what all automata share."""
-        _ = self._spelled
+        _ = self._token_bytes
         for name in "dws":
             _class_of(name)
 
     @cached_property
-    def _spelled(self) -> _Spelled:
+    def _token_bytes(self) -> _TokenBytes:
         vocabulary, count = self._vocabulary, min(self._vocab_size, self._vocabulary.vocab_size)
         special = {*self._eos_token_ids, *filter(vocabulary.is_special_token, range(count))}
-        return _Spelled([b"" if token in special else vocabulary.decode_bytes([token]) for token in range(count)])
+        return _TokenBytes([b"" if token in special else vocabulary.decode_bytes([token]) for token in range(count)])
 
 
 def _expression(grammar: str) -> str | None:
@@ -87,13 +87,13 @@ class _Walk:
 
     def __init__(
         self,
-        spelled: _Spelled,
+        token_bytes: _TokenBytes,
         by_byte: np.ndarray,
         accepts: np.ndarray,
         matcher: LLMatcher,
         eos_token_ids: Sequence[int],
     ) -> None:
-        self._spelled = spelled
+        self._token_bytes = token_bytes
         self._by_byte = by_byte
         self._accepts = accepts
         self._follower = matcher.deep_copy()
@@ -133,7 +133,7 @@ class _Walk:
         if self._follower.is_error() or self._completes[state] != self._follower.is_stopped():
             raise UnknownPatternError("the library ends elsewhere")
         self._numbers[state] = len(self._numbers)
-        tokens, targets = self._spelled.followed(self._by_byte, state)
+        tokens, targets = self._token_bytes.followed(self._by_byte, state)
         self._steps += len(tokens)
         if self._steps > _MOST_STEPS:
             raise UnknownPatternError("too many tokens from too many states")
@@ -184,7 +184,7 @@ class _Walk:
         )
 
 
-class _Spelled:
+class _TokenBytes:
     """The bytes of all tokens, laid out so that all are followed at once; special tokens have none."""
 
     def __init__(self, tokens: list[bytes]) -> None:

@@ -119,7 +119,6 @@ def _listed(messages: Any) -> list[Any]:
 
 
 def _as_message(message: Any, name: str) -> dict[str, Any]:
-    """Return one message with its content as a text, for templates."""
     if not isinstance(message, Mapping):
         raise ArgumentError(f"{name} must be a dict with `role` and `content`, got {message!r:.80}")
     role = message.get("role")

@@ -87,7 +87,6 @@ class Conversation:
         return render_chat(self.llm.tokenizer, self.all_messages(start), chat_template=self._template)
 
     def _fitting(self) -> RenderedChat:
-        """Return the next prompt, without the oldest messages if they do not fit."""
         limit = self.llm.capacity.token_limit
         start = self.num_forgotten
         chat = self._rendered(start)

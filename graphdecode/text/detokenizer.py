@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from graphdecode.text.outputs import Later
+from graphdecode.text.outputs import Lazy
 
 
 class Detokenizer:
@@ -98,10 +98,10 @@ class Detokenizer:
         self._handed_out = max(end, self._handed_out)
         return piece
 
-    def shown(self) -> Later[str]:
+    def shown(self) -> Lazy[str]:
         """Return the text that `take` has returned so far; it is copied when it is read."""
         length = self._handed_out  # later tokens change nothing before it
-        return Later(lambda: self._text[:length])
+        return Lazy(lambda: self._text[:length])
 
     def _held_back(self) -> int:
         if self._include_stop or not self._stop_strings:

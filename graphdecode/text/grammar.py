@@ -107,7 +107,7 @@ class Grammars:
             ConstraintError: it cannot be compiled.
         """
         try:
-            return self.held(self._compiled(grammar))
+            return self.new_constraint(self._compiled(grammar))
         except ArgumentError as error:
             raise ConstraintError(str(error)) from error
 
@@ -138,7 +138,7 @@ class Grammars:
                 raise ConstraintError(f"the grammar cannot be read: {_reason(matcher)}")
             return self._automata.of(grammar, matcher) or matcher
 
-    def held(self, compiled: LLMatcher | TokenAutomaton) -> Constraint:
+    def new_constraint(self, compiled: LLMatcher | TokenAutomaton) -> Constraint:
         """Return a new constraint over what `compiled` returned."""
         if isinstance(compiled, TokenAutomaton):
             return AutomatonConstraint(compiled, self._eos_token_ids)

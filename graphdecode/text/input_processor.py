@@ -16,10 +16,10 @@ from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.engine import as_int64, derived_seed
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.text.answer import Answer
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.light_tokenizer import is_tokenizers_own
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
+from graphdecode.text.request_state import RequestState
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -79,40 +79,40 @@ def _is_token(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Order:
-    """One prompt with the engine's requests for its `n` outputs."""
+class ParentRequest:
+    """A prompt and the engine's requests for its `n` outputs, as vLLM's class of this name."""
 
     output: RequestOutput  # for its caller
-    requests: list[tuple[Request, Answer]]  # each with the receiver of its events; none if the prompt was refused
+    children: list[tuple[Request, RequestState]]  # with what its events update; none if the prompt was refused
 
     @property
-    def answers(self) -> list[Answer]:
+    def states(self) -> list[RequestState]:
         """The outputs in progress: `n`, or none."""
-        return [answer for _, answer in self.requests]
+        return [state for _, state in self.children]
 
     def refuse(self, error: str) -> None:
         """End it with an error, before anything of it was submitted."""
-        self.requests.clear()
+        self.children.clear()
         self.output.error = error
         for output in self.output.outputs:
             output.finish_reason = "refused"
 
 
-class Asked(NamedTuple):
-    """Parameters shared by all prompts of a request, in tokens; picklable."""
+class TokenizedParams(NamedTuple):
+    """Parameters that all prompts of a request share, tokenized; picklable."""
 
-    params: SamplingParams
-    of_answer: SamplingParams  # of one output, for the engine
+    sampling: SamplingParams
+    per_output: SamplingParams  # of one output, for the engine
     bad_words: list[list[int]]  # tokens of each spelling
     priority: int  # the lowest is served first
 
 
-class Resolved(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A tokenized prompt; picklable."""
 
     prompt: str | None  # the text; None if token ids were given
     token_ids: list[int]  # truncated as the parameters say
-    asked: Asked
+    params: TokenizedParams
 
 
 class _Serving(Protocol):
@@ -152,15 +152,10 @@ class InputProcessor:
             ids = [self._tokenizer.bos_token_id]
         return ids
 
-    def order(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        token_ids: list[int] | None = None,
-        priority: int = 0,
-    ) -> Order:
-        """Return the requests of a prompt; one with unusable parameters is refused, with `output.error` set.
+    def process(
+        self, prompt: str | list[int], params: SamplingParams, *, token_ids: list[int] | None = None, priority: int = 0
+    ) -> ParentRequest:
+        """Tokenize a prompt to the requests of its outputs; unusable parameters refuse it, with `output.error` set.
 
         A grammar is compiled here, so that no step waits for it.
 
@@ -173,22 +168,24 @@ class InputProcessor:
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
-        asked, grammar, structured = Asked(params, params, [], priority), None, params.structured_outputs
+        shared, grammar, structured = TokenizedParams(params, params, [], priority), None, params.structured_outputs
         try:
-            asked = self.asked(params, priority=priority, is_structured=structured is not None)
-            resolved = self.resolved(prompt, token_ids, asked)
+            shared = self.tokenized_params(params, priority=priority, is_structured=structured is not None)
+            tokenized = self.tokenized_prompt(prompt, token_ids, shared)
             if structured is not None:
                 if self._tokenizer is None:
                     raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
                 grammar = self.grammars.grammar(structured)
                 self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
-            order = self.opened(self._resolved(prompt, token_ids, asked), None)
-            order.refuse(str(error))
-            return order
-        return self.opened(resolved, grammar)
+            parent = self.parent_request(self._tokenized_prompt(prompt, token_ids, shared), None)
+            parent.refuse(str(error))
+            return parent
+        return self.parent_request(tokenized, grammar)
 
-    def asked(self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False) -> Asked:
+    def tokenized_params(
+        self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False
+    ) -> TokenizedParams:
         """Tokenize and check the parameters that all prompts of a request share.
 
         Raises:
@@ -204,46 +201,50 @@ class InputProcessor:
             if (ids := getattr(params, name)) is not None
         }
         params = params.unchecked(bad_words=None, structured_outputs=None, **named)
-        of_answer = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
-        rules.check_sampling(of_answer, bad_words, has_form=is_structured)
-        return Asked(params, of_answer, bad_words, priority)
+        per_output = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
+        rules.check_sampling(per_output, bad_words, has_form=is_structured)
+        return TokenizedParams(params, per_output, bad_words, priority)
 
-    def resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
+    def tokenized_prompt(
+        self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
+    ) -> TokenizedPrompt:
         """Truncate a tokenized prompt as its parameters say, and check it.
 
         Raises:
             RequestError: it can never be served.
         """
-        resolved = self._resolved(prompt, token_ids, asked)
-        self._engine.rules.check_prompt(resolved.token_ids, asked.params.max_tokens)
-        return resolved
+        tokenized = self._tokenized_prompt(prompt, token_ids, params)
+        self._engine.rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
+        return tokenized
 
-    def _resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
+    def _tokenized_prompt(
+        self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
+    ) -> TokenizedPrompt:
         text = prompt if isinstance(prompt, str) else None
-        return Resolved(text, self._truncated(token_ids, asked.params, is_text=text is not None), asked)
+        return TokenizedPrompt(text, self._truncated(token_ids, params.sampling, is_text=text is not None), params)
 
-    def opened(self, resolved: Resolved, grammar: str | None, turn: float = 0.0) -> Order:
+    def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, turn: float = 0.0) -> ParentRequest:
         """Return the requests of a prompt.
 
         Args:
-            resolved: from `resolved`, here or in another process.
+            tokenized: from `tokenized_prompt`, here or in another process.
             grammar: None: unconstrained.
-            turn: of its requests, among those of one priority.
+            turn: its place among requests of one priority.
         """
-        params, of_answer, bad_words, priority = resolved.asked
+        params, per_output, bad_words, priority = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]
         times = RequestMetrics(time.perf_counter())
-        output = RequestOutput(next(self._numbers), resolved.prompt, resolved.token_ids, outputs, times)
+        output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
         seed = derived_seed(self._engine.seed, int(output.request_id)) if params.seed is None else params.seed
         tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
-        requests: list[tuple[Request, Answer]] = []
-        for answer_output in output.outputs:
-            index = answer_output.index
+        children: list[tuple[Request, RequestState]] = []
+        for own_output in output.outputs:
+            index = own_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
-            own = of_answer.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn, is_checked=True)
-            requests.append((request, Answer(answer_output, output, params, tokenizer)))
-        return Order(output, requests)
+            own = per_output.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
+            request = Request(tokenized.token_ids, own, bad_words, grammar, priority, turn, is_checked=True)
+            children.append((request, RequestState(own_output, output, params, tokenizer)))
+        return ParentRequest(output, children)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -23,11 +23,10 @@ from graphdecode.errors import AnswerError, ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
 from graphdecode.models import check_model, generation_defaults, resolve_model_path
 from graphdecode.models.checkpoint import GENERATION_FILE
-from graphdecode.text.answer import Answer
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.input_processor import (
     InputProcessor,
-    Order,
+    ParentRequest,
     Prompt,
     as_params,
     as_priorities,
@@ -35,6 +34,7 @@ from graphdecode.text.input_processor import (
     as_prompts,
 )
 from graphdecode.text.outputs import RequestOutput
+from graphdecode.text.request_state import RequestState
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -47,39 +47,39 @@ class Stream:
 
     Args:
         request: the prompt, the output so far, and its metrics; with `error` set, there are no pieces.
-        answer: None if the prompt was refused.
+        state: None if the prompt was refused.
     """
 
-    def __init__(self, request: RequestOutput, answer: Answer | None, router: SteppingRouter) -> None:
+    def __init__(self, request: RequestOutput, state: RequestState | None, router: SteppingRouter) -> None:
         self.request = request
-        self._answer = answer
+        self._state = state
         self._router = router
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        answer = self._answer
-        if answer is None:
+        state = self._state
+        if state is None:
             raise StopIteration
-        if not answer.pieces and not answer.finished:
+        if not state.pieces and not state.finished:
             try:
                 with DeferredInterrupt() as interrupt:
-                    self._router.wait(lambda: bool(answer.pieces) or answer.finished, interrupt.check)
+                    self._router.wait(lambda: bool(state.pieces) or state.finished, interrupt.check)
             except BaseException:
                 self.close()
                 raise
-        if answer.pieces:
-            return answer.pieces.popleft()
-        self._answer = None
+        if state.pieces:
+            return state.pieces.popleft()
+        self._state = None
         if self.request.error is not None:
             raise AnswerError(self.request.error)
         raise StopIteration
 
     def close(self) -> None:
         """Abort the request if it is not finished."""
-        if self._answer is not None:
-            self._router.give_up([self._answer])
+        if self._state is not None:
+            self._router.abort([self._state])
 
     def __enter__(self) -> Stream:
         return self
@@ -211,7 +211,7 @@ class LLM:
         params = as_params(sampling_params, len(items))
         priorities = as_priorities(priority, len(items))
         inputs = zip(items, params, priorities, strict=True)
-        return self._answered([self.input_processor.order(i, p, priority=first) for i, p, first in inputs], use_tqdm)
+        return self._generated([self.input_processor.process(i, p, priority=first) for i, p, first in inputs], use_tqdm)
 
     @refusing_calls(*ChatOptions.__annotations__)
     def chat(
@@ -238,13 +238,12 @@ class LLM:
         self._check_open()
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
         params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
-        order, pairs = self.input_processor.order, zip(chats, params, strict=True)
-        return self._answered([order(c.text, c.ending(p), token_ids=c.token_ids) for c, p in pairs], use_tqdm)
+        process, pairs = self.input_processor.process, zip(chats, params, strict=True)
+        return self._generated([process(c.text, c.ending(p), token_ids=c.token_ids) for c, p in pairs], use_tqdm)
 
-    def _answered(self, orders: list[Order], use_tqdm: bool) -> list[RequestOutput]:
-        """Submit requests, and wait for their outputs."""
-        answers = [answer for order in orders for answer in order.answers]
-        unfinished = list(reversed(answers))
+    def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:
+        states = [state for parent in parents for state in parent.states]
+        unfinished = list(reversed(states))
 
         def done() -> bool:
             while unfinished and unfinished[-1].finished:
@@ -252,20 +251,20 @@ class LLM:
             return not unfinished
 
         try:
-            with DeferredInterrupt() as interrupt, self._bar(len(answers), wanted=use_tqdm) as bar:
-                self.router.submit(orders)
+            with DeferredInterrupt() as interrupt, self._bar(len(states), wanted=use_tqdm) as bar:
+                self.router.submit(parents)
 
                 def between() -> None:
                     interrupt.check()
                     if bar is not None:
-                        bar.update(sum(answer.finished for answer in answers) - bar.n)
+                        bar.update(sum(state.finished for state in states) - bar.n)
 
                 self.router.wait(done, between)
         except BaseException:
-            self.router.give_up(answers)
+            self.router.abort(states)
             raise
         self._check_open()
-        return [order.output for order in orders]
+        return [parent.output for parent in parents]
 
     @staticmethod
     def _bar(total: int, *, wanted: bool) -> tqdm[NoReturn] | nullcontext[None]:
@@ -303,12 +302,12 @@ class LLM:
         if params.n != 1:
             raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
         (first,) = as_priorities(priority, 1)
-        order = self.input_processor.order(prompt, params, priority=first)
+        parent = self.input_processor.process(prompt, params, priority=first)
         with DeferredInterrupt():
-            self.router.submit([order])
-        if order.output.error is not None and refuse == "raise":
-            raise ArgumentError(order.output.error)
-        return Stream(order.output, order.answers[0] if order.answers else None, self.router)
+            self.router.submit([parent])
+        if parent.output.error is not None and refuse == "raise":
+            raise ArgumentError(parent.output.error)
+        return Stream(parent.output, parent.states[0] if parent.states else None, self.router)
 
     def step(self) -> None:
         """Run one step of the engine, for callers that drive their streams themselves; Ctrl-C is deferred."""

@@ -11,7 +11,7 @@ from graphdecode.engine import RequestMetrics
 T = TypeVar("T")
 
 
-class Later(Generic[T]):
+class Lazy(Generic[T]):
     """A lazy value, computed at the first read."""
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -57,7 +57,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = field(default_factory=lambda: None)
     cumulative_logprob: float | None = None
 
-    def defer(self, values: dict[str, Later[Any]]) -> None:
+    def defer(self, values: dict[str, Lazy[Any]]) -> None:
         """Let fields be computed at their first read, in place of the values deferred before."""
         vars(self)["_deferred"] = values
         for name in values:

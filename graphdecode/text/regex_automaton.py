@@ -93,13 +93,19 @@ class _Parser:
         while self.peek() == "|":
             self.position += 1
             found.append(self.chain(depth))
-        return found[0] if len(found) == 1 else _either(found)
+        return found[0] if len(found) == 1 else lambda nodes, end: nodes.new(free=[part(nodes, end) for part in found])
 
     def chain(self, depth: int) -> Pattern:
         found: list[Pattern] = []
         while self.peek() not in ("", "|", ")"):
             found.append(self.quantified(self.atom(depth)))
-        return _chain(found)
+
+        def before(nodes: _Nodes, end: int) -> int:
+            for part in reversed(found):
+                end = part(nodes, end)
+            return end
+
+        return before
 
     def atom(self, depth: int) -> Pattern:
         character = self.take()
@@ -187,19 +193,6 @@ def _characters(ranges: Ranges) -> Pattern:
         return nodes.new(edges=edges)
 
     return before
-
-
-def _chain(parts: Sequence[Pattern]) -> Pattern:
-    def before(nodes: _Nodes, end: int) -> int:
-        for part in reversed(parts):
-            end = part(nodes, end)
-        return end
-
-    return before
-
-
-def _either(parts: Sequence[Pattern]) -> Pattern:
-    return lambda nodes, end: nodes.new(free=[part(nodes, end) for part in parts])
 
 
 def _repeat(part: Pattern, least: int, most: int | None) -> Pattern:

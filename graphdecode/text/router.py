@@ -12,8 +12,8 @@ from typing import Protocol
 from graphdecode.engine import Engine, Event, Request
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ClosedError
-from graphdecode.text.answer import Answer
-from graphdecode.text.input_processor import Order
+from graphdecode.text.input_processor import ParentRequest
+from graphdecode.text.request_state import RequestState
 
 _HANGING_SECONDS = 0.5
 _PATIENCE_SECONDS = 0.1  # until a waiting thread looks for Ctrl-C
@@ -80,12 +80,12 @@ class Router:
     def __init__(self, engine: _TokenEngine, end: str = "this LLM was closed") -> None:
         self.engine = engine
         self._end = end
-        self._answers: dict[int, Answer] = {}
-        self._ids: dict[Answer, int] = {}
+        self._states: dict[int, RequestState] = {}
+        self._ids: dict[RequestState, int] = {}
         self._lock = threading.Lock()  # of the two above
         self.closed = False
 
-    def submit(self, orders: Iterable[Order]) -> None:
+    def submit(self, parents: Iterable[ParentRequest]) -> None:
         """Submit the requests of prompts; a prompt that can never be served is refused, and the others are not.
 
         Raises:
@@ -96,51 +96,51 @@ class Router:
                 raise ClosedError(self._end)
             ids: list[int] = []
             try:
-                for order in orders:
+                for parent in parents:
                     try:
-                        for request, answer in order.requests:
+                        for request, state in parent.children:
                             ids.append(self.engine.add(request))
-                            self._answers[ids[-1]] = answer
-                            self._ids[answer] = ids[-1]
+                            self._states[ids[-1]] = state
+                            self._ids[state] = ids[-1]
                     except RequestError as error:  # of the first of its requests: the others ask for no more
-                        order.refuse(str(error))
+                        parent.refuse(str(error))
             except BaseException:
                 for request_id in ids:
-                    self._ids.pop(self._answers.pop(request_id), None)
+                    self._ids.pop(self._states.pop(request_id), None)
                     self.engine.abort(request_id)
                 raise
 
-    def give_up(self, answers: Iterable[Answer]) -> None:
+    def abort(self, states: Iterable[RequestState]) -> None:
         """Abort outputs; their rows and pages are freed."""
         with DeferredInterrupt():
-            for answer in answers:
-                request_id = self._forget(answer)
+            for state in states:
+                request_id = self._forget(state)
                 if request_id is not None:
                     self.engine.abort(request_id)
-                answer.give_up()
+                state.abort()
 
-    def _forget(self, answer: Answer) -> int | None:
+    def _forget(self, state: RequestState) -> int | None:
         with self._lock:
-            request_id = self._ids.pop(answer, None)
+            request_id = self._ids.pop(state, None)
             if request_id is not None:
-                del self._answers[request_id]
+                del self._states[request_id]
         return request_id
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Deliver the engine's events to their outputs."""
         with self._lock:
-            owners = [self._answers.get(event.request_id) for event in events]
-        for event, answer in zip(events, owners, strict=True):
-            if answer is None:
+            owners = [self._states.get(event.request_id) for event in events]
+        for event, state in zip(events, owners, strict=True):
+            if state is None:
                 continue
             try:
-                if answer.take(event):
-                    self.engine.finish(event.request_id, len(answer.output.token_ids))
+                if state.take(event):
+                    self.engine.finish(event.request_id, len(state.output.token_ids))
             except Exception as error:  # of a tokenizer, which must not touch the other outputs
                 self.engine.abort(event.request_id)
-                answer.fail(f"its text cannot be made: {type(error).__name__}: {error}")
-            if answer.output.finish_reason is not None:
-                self._forget(answer)
+                state.fail(f"its text cannot be made: {type(error).__name__}: {error}")
+            if state.output.finish_reason is not None:
+                self._forget(state)
 
     def close(self) -> None:
         """End all answers with an error, and close the engine."""
@@ -148,12 +148,12 @@ class Router:
             if self.closed:
                 return
             self.closed = True
-            answers = list(self._ids)
-            self._answers.clear()
+            states = list(self._ids)
+            self._states.clear()
             self._ids.clear()
         self.engine.close()
-        for answer in answers:
-            answer.give_up(self._end)
+        for state in states:
+            state.abort(self._end)
 
 
 class SteppingRouter(Router):

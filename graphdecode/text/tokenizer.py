@@ -71,7 +71,6 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
 
 
 def _code_of(folder: Path) -> str | None:
-    """Return the code that a folder's configurations name, if any."""
     for name in ("tokenizer_config.json", "config.json"):
         try:
             asked = json.loads((folder / name).read_text("utf-8"))["auto_map"]["AutoTokenizer"]

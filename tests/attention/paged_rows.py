@@ -11,6 +11,17 @@ from torch import Tensor
 
 from graphdecode.kernels.cache.kv_format import PageScales
 
+DTYPES = {  # of queries, and of keys and values
+    "fp32": (torch.float32, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
+    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
+    "fp16-int8": (torch.float16, torch.int8),
+    "bf16-int8": (torch.bfloat16, torch.int8),
+    "fp32-int8": (torch.float32, torch.int8),
+    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
+}
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-2}
 
 

@@ -1,9 +1,15 @@
 """Appending to pages: each token to its place, and nothing else touched."""
 
+import math
+
 import pytest
 import torch
+from key_mixing import mixing
 
 from graphdecode import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from graphdecode.kernels.attention.attention_records import QKNormRope
+from graphdecode.kernels.cache.kv_format import PageScales
+from graphdecode.kernels.cache.rope_append import rope_append, rope_append_triton
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.surfaces.cache_append import paged_append_triton
 
@@ -104,3 +110,171 @@ def test_append_refuses_what_does_not_fit(device):
             append_paged_kv_cache(*good[:place], bad, *good[place + 1 :])
     with pytest.raises(ValueError, match="kv_layout"):
         append_paged_kv_cache(*good, "NDH")
+
+
+def rope_append_torch(*given, k_scale=1.0, v_scale=1.0, scales=None):
+    versions("rope_append").torch(*given, k_scale, v_scale, *(scales or (None, None)))
+
+
+ROPE_HEADS, KV_HEADS, ROPE_PAGE, PAGES, POSITIONS = 6, 2, 4, 12, 40
+
+
+def with_record(version):
+    """Return a version of one record for norm and rotation as one that takes its fields."""
+    return lambda *given, **others: version(*given[:8], QKNormRope(*given[8:]), **others)
+
+
+VERSIONS = {"triton": with_record(rope_append_triton), "torch": rope_append_torch}
+
+
+def inputs(dim, rotated, dtype, norm, device, tokens=5, live=4, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    angles = torch.rand(POSITIONS, rotated // 2, generator=draw) * 6
+    qkv = torch.randn(tokens, (ROPE_HEADS + 2 * KV_HEADS) * dim, generator=draw).to(dtype)
+    counts = (ROPE_HEADS, KV_HEADS) if norm == "of all heads" else (1, 1)
+    weights = [1 + 0.3 * torch.randn(count * dim, generator=draw) for count in counts]
+    table = torch.full((3, 10), PAGES - 1, dtype=torch.int32)
+    table[:, :3] = torch.randperm(PAGES - 1, generator=draw)[:9].view(3, 3)
+    caches = [torch.randn(PAGES, ROPE_PAGE, KV_HEADS, dim, generator=draw).to(dtype).to(device) for _ in range(2)]
+    return {
+        "q_out": torch.full((tokens, ROPE_HEADS, dim), 7.0, dtype=dtype, device=device),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "qkv": qkv.to(device),
+        "rows": torch.tensor([2, 0, 1, 0, 1][:tokens], dtype=torch.int32, device=device),
+        "positions": torch.tensor([3, 11, 0, 10, 9][:tokens], dtype=torch.int32, device=device),
+        "live": torch.tensor([live], dtype=torch.int32, device=device),
+        "page_table": table.to(device),
+        "cos_sin": torch.stack([angles.cos(), angles.sin()], dim=1).to(device),
+        "q_norm": weights[0].to(device) if norm else None,
+        "k_norm": weights[1].to(device) if norm else None,
+        "eps": 1e-5,
+    }
+
+
+def expected(given):
+    """Return queries, key cache and value cache in float64."""
+    q_out, k_cache, v_cache = (given[name].double().cpu() for name in ("q_out", "k_cache", "v_cache"))
+    dim = q_out.shape[-1]
+    half = given["cos_sin"].shape[-1]
+    for token in range(given["live"].item()):
+        of_token = given["qkv"][token].double().cpu().view(-1, dim)
+        heads = of_token.clone()
+        position = given["positions"][token].item()
+        cos, sin = given["cos_sin"][position].double().cpu()
+        for head in range(ROPE_HEADS + KV_HEADS):
+            x = of_token[head].clone()
+            weight = given["q_norm"] if head < ROPE_HEADS else given["k_norm"]
+            if weight is not None:
+                first, count = (0, ROPE_HEADS) if head < ROPE_HEADS else (ROPE_HEADS, KV_HEADS)
+                together = of_token[first : first + count] if len(weight) > dim else x
+                gain = weight.double().cpu().view(-1, dim)[head - first if len(weight) > dim else 0]
+                x = x / math.sqrt((together * together).mean().item() + given["eps"]) * gain
+            low, high = x[:half].clone(), x[half : 2 * half].clone()
+            x[:half], x[half : 2 * half] = low * cos - high * sin, high * cos + low * sin
+            heads[head] = x
+        page = given["page_table"][given["rows"][token].item(), position // ROPE_PAGE].item()
+        q_out[token] = heads[:ROPE_HEADS]
+        k_cache[page, position % ROPE_PAGE] = heads[ROPE_HEADS : ROPE_HEADS + KV_HEADS]
+        v_cache[page, position % ROPE_PAGE] = heads[ROPE_HEADS + KV_HEADS :]
+    return q_out, k_cache, v_cache
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("norm", ["", "of each head", "of all heads"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 80), (32, 16), (16, 0)])
+def test_queries_and_cache_agree_with_float64(version, norm, dtype, dim, rotated, device):
+    given = inputs(dim, rotated, dtype, norm, device if version == "triton" else "cpu")
+    wanted = expected(given)
+    VERSIONS[version](*given.values())
+    close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    live = given["live"].item()
+    torch.testing.assert_close(given["q_out"][:live].double().cpu(), wanted[0][:live], atol=close, rtol=close)
+    torch.testing.assert_close(given["k_cache"].double().cpu(), wanted[1], atol=close, rtol=close)
+    assert torch.equal(given["v_cache"].double().cpu(), wanted[2])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_entries_of_8_bits_are_those_of_float64_over_their_scales(version, kind, device):
+    given = inputs(64, 64, torch.float32, "of each head", device if version == "triton" else "cpu")
+    for name in ("k_cache", "v_cache"):
+        given[name].zero_()
+    queries, *wanted = expected(given)
+    given |= {name: torch.zeros_like(given[name], dtype=torch.uint8).view(kind) for name in ("k_cache", "v_cache")}
+    if kind == torch.int8:
+        shape = (PAGES, KV_HEADS, ROPE_PAGE)
+        scales = PageScales(*(torch.zeros(shape, dtype=torch.bfloat16, device=given["live"].device) for _ in range(2)))
+        VERSIONS[version](*given.values(), scales=scales)
+        queries, wanted[0] = queries @ mixing(64), wanted[0] @ mixing(64)
+        units = [scale.cpu().double().transpose(1, 2)[..., None] for scale in scales]
+        close = units  # half a step of the code, and of the largest code half a step for what the scale lost in bf16
+    else:
+        VERSIONS[version](*given.values(), k_scale=0.02, v_scale=0.5)
+        units = [0.02, 0.5]
+        close = [entries.abs() / 16 + 2.0**-9 * unit for unit, entries in zip(units, wanted, strict=True)]
+    live = given["live"].item()
+    torch.testing.assert_close(given["q_out"][:live].double().cpu(), queries[:live], atol=1e-5, rtol=1e-5)
+    for name, unit, entries, error in zip(("k_cache", "v_cache"), units, wanted, close, strict=True):
+        assert bool(((given[name].cpu().double() * unit - entries).abs() <= error).all())
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "as it is called"])
+def test_mixed_queries_stay_what_fp16_can_hold(version, device):
+    given = inputs(64, 0, torch.float16, "", device if version == "triton" else "cpu")
+    given["qkv"].fill_(60000.0)
+    given |= {name: torch.zeros_like(given[name], dtype=torch.int8) for name in ("k_cache", "v_cache")}
+    scales = torch.zeros(2, PAGES, KV_HEADS, ROPE_PAGE, dtype=torch.bfloat16, device=given["live"].device)
+    VERSIONS.get(version, with_record(rope_append))(*given.values(), scales=PageScales(*scales))
+    first, others = given["q_out"][: given["live"].item()].cpu().split((1, 63), dim=-1)
+    assert (first == 65504).all()
+    assert (others == 0).all()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_fp8_cache_rounds_to_even_and_never_overflows(version, device):
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = every[every.isfinite()].sort().values
+    between = (finite[1:] + finite[:-1]) / 2
+    nudged = [between * (1 + sign * 2.0**-20) for sign in (-1, 1)]
+    large = torch.tensor([math.nan, 449.0, 464.0, 1e4, 3e38, math.inf, -1e4, -math.inf, 1e-9, -1e-9, 1e-40])
+    values = torch.cat([finite, between, *nudged, large])
+    values = torch.cat([values, values.new_zeros(-len(values) % (2 * KV_HEADS * 16))]).view(-1, 2 * KV_HEADS * 16)
+    tokens, dim = len(values), 16
+    given = inputs(dim, 0, torch.float32, "", "cpu", tokens=5)
+    given["q_out"] = torch.zeros(tokens, ROPE_HEADS, dim)
+    given["qkv"] = torch.cat([torch.zeros(tokens, ROPE_HEADS * dim), values], dim=1)
+    given["k_cache"], given["v_cache"] = (
+        torch.zeros(PAGES, ROPE_PAGE, KV_HEADS, dim).to(torch.float8_e4m3fn) for _ in range(2)
+    )
+    at = torch.arange(tokens, dtype=torch.int32)
+    given |= {"rows": at * 0, "positions": at, "live": torch.tensor([tokens], dtype=torch.int32)}
+    given["page_table"] = torch.arange(PAGES - 1, dtype=torch.int32)[None]
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    VERSIONS[version](*given.values())
+    wanted = values.clamp(-448.0, 448.0)
+    nearest = (wanted[..., None] - finite).abs().amin(-1)
+    caches = (given["k_cache"], given["v_cache"])
+    found = torch.cat([cache.cpu().float().view(-1, KV_HEADS * dim)[:tokens] for cache in caches], dim=1)
+    assert torch.equal(found.isnan(), values.isnan())
+    assert torch.equal((found - wanted).abs().nan_to_num(), nearest.nan_to_num())
+    codes = torch.cat([cache.cpu().view(torch.uint8).view(-1, KV_HEADS * dim)[:tokens] for cache in caches], dim=1)
+    ties = (wanted[..., None] - finite).abs().eq(nearest[..., None]).sum(-1) > 1
+    assert not (codes[ties & (wanted != 0)] & 1).any(), "a tie goes to the even neighbour"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("live", [0, 1, 3])
+def test_hostile_padding_changes_no_bit_of_live_tokens_or_pages(version, live, device):
+    """Law 4: NaN and huge integers past the live tokens."""
+    device = device if version == "triton" else "cpu"
+    clean, hostile = (inputs(32, 32, torch.float32, "of all heads", device, live=live) for _ in range(2))
+    hostile["qkv"][live:] = math.nan
+    hostile["rows"][live:] = 2**31 - 1
+    hostile["positions"][live:] = -(2**31)
+    for given in (clean, hostile):
+        VERSIONS[version](*given.values())
+    assert torch.equal(clean["q_out"][:live], hostile["q_out"][:live])
+    assert torch.equal(clean["k_cache"][:-1], hostile["k_cache"][:-1])
+    assert torch.equal(clean["v_cache"][:-1], hostile["v_cache"][:-1])

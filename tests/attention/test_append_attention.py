@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from attention_oracle import Options, attend
+from compiled_kernels import NATIVE, compiled
 from covering import pairwise
 from key_mixing import mixing
-from paged_rows import int8_codes, tolerance
+from paged_rows import DTYPES, int8_codes, tolerance
 
 from graphdecode.attention import PagedDecodeAttention, QKNormRope
 from graphdecode.cache import CacheScales
+from graphdecode.kernels.attention import append_attention, extend_attention  # noqa: F401 - registers them
 from graphdecode.kernels.attention import append_attention as append_attention_module
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
@@ -21,24 +23,12 @@ from graphdecode.kernels.attention.decode_attention import decode_attention_trit
 from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
 append_attention_torch = versions("append_attention").torch
 append_attention_native = versions("append_attention").native
 
 WAVE_ITEMS, EPS, POSITIONS = 6, 1e-5, 512
-DTYPES = {
-    "fp32": (torch.float32, torch.float32),
-    "fp16": (torch.float16, torch.float16),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
-    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
-    "fp16-int8": (torch.float16, torch.int8),
-    "bf16-int8": (torch.bfloat16, torch.int8),
-    "fp32-int8": (torch.float32, torch.int8),
-    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
-}
 UNITS = {torch.float8_e4m3fn: (0.03, 0.25)}  # what divides keys and values
 CHOICES = {
     "dtype": tuple(DTYPES),
@@ -56,13 +46,7 @@ CHOICES = {
     "padding": (0, 2),
 }
 CASES = pairwise(CHOICES)
-NATIVE_CASES = pairwise(
-    {
-        **CHOICES,
-        "head_dim": (16, 64, 128),
-        "lens": (*CHOICES["lens"], (500,)),
-    }
-)
+NATIVE_CASES = pairwise({**CHOICES, "head_dim": (16, 64, 128), "lens": (*CHOICES["lens"], (500,))})
 
 
 def takes_whole(version):
@@ -278,7 +262,7 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     Problem(CASES[number], "cpu", number).check(append_attention_torch)
 
 
-@pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+@compiled
 @pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
 def test_compiled_version_agrees_with_float64_on_every_pair_of_options(number):
     def run(*given):
@@ -304,11 +288,9 @@ def test_one_launch_gives_what_append_and_attention_gave(window_left, device):
         torch.testing.assert_close(cache[:-1], wanted[:-1], atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("version", ["triton", "torch", "native"])
+@pytest.mark.parametrize("version", ["triton", "torch", NATIVE])
 def test_hostile_padding_changes_no_bit_of_a_live_row_or_page(version, device):
     """Law 4: rows past the live ones may hold anything, and come out as 0."""
-    if version == "native" and native.library() is None:
-        pytest.skip("there is no C compiler")
     run = {
         "triton": append_attention_triton,
         "torch": append_attention_torch,
@@ -365,3 +347,56 @@ def test_a_group_larger_than_a_tile_appends_once(device):
     Problem({**BASE, "group": 70, "kv_heads": 1, "head_dim": 16, "lens": (70, 1)}, device, 7).check(
         append_attention_triton
     )
+
+
+PAGE, PAGES, WINDOW = 16, 6, 20
+TRASH = PAGES  # full of NaN
+
+
+def run(operator: str, version: str, *arguments: object) -> None:
+    call = getattr(versions(operator), version)(*arguments)
+    if call is not None:  # the version in C returns what is to be called
+        call()
+
+
+@pytest.mark.parametrize("version", ["torch", "native", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [PAGE * PAGES, PAGE * PAGES - 9])
+@pytest.mark.parametrize("queries", [1, 10])
+def test_pages_out_of_sight_are_not_read(version: str, dtype: torch.dtype, length: int, queries: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    keys, values = (torch.randn(PAGES + 1, PAGE, 1, 32, generator=generator).to(dtype) for _ in range(2))
+    keys[TRASH] = values[TRASH] = torch.nan
+    q = torch.randn(queries, 2, 32, generator=generator).to(dtype)
+    options = AttentionOptions(0.2, WINDOW).scaled(32)
+    first = (length - queries - WINDOW) // PAGE  # page that the first query sees
+    table = torch.arange(PAGES, dtype=torch.int32)[None]
+    cut = table.clone()
+    cut[:, :first] = TRASH
+    assert first >= 3
+    found = []
+    for pages in (table, cut):
+        out = torch.zeros_like(q)
+        ends_q, ends_kv = (torch.tensor([0, end], dtype=torch.int32) for end in (queries, length))
+        given = (out, None, q, keys, values, ends_q, ends_kv, pages, *options, 1.0, None, None)
+        run("extend_attention", version, *given)
+        found.append(out)
+    if version == "native" and not found[0].any():
+        pytest.skip("no compiled kernels")
+    assert found[0].any()
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+    one = []
+    plan = torch.tensor([1, 0, 0, 0, 0, 0, 1, length], dtype=torch.int32)
+    turn = torch.stack([torch.ones(128, 4), torch.zeros(128, 4)], 1)
+    qkv = torch.cat([q[-1].flatten(), torch.ones(64, dtype=dtype)])[None]
+    for pages in (table, cut):
+        out, caches = torch.zeros_like(q[-1:]), (keys.clone(), values.clone())
+        workspace = torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2), torch.zeros(2, dtype=torch.int32)
+        ends = torch.tensor([length], dtype=torch.int32)
+        given = (out, *caches, qkv, pages, ends, plan, *workspace, turn, None, None, 0.0, 1, *options, 1.0, 1.0)
+        run("append_attention", version, *given, None, None)
+        one.append(out)
+    assert one[0].any()
+    assert one[0].isfinite().all()
+    assert torch.equal(*one)

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 from attention_oracle import Options
+from compiled_kernels import compiled
 from covering import pairwise
-from paged_rows import PagedRows, tolerance
+from paged_rows import DTYPES, PagedRows, tolerance
 
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
 from graphdecode.kernels.attention.attention_plan import plan_size, work_items
@@ -15,7 +16,6 @@ from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import Positions, widen
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.attention.work_item import SplitPlan
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
 paged_attention_plan_torch = versions("paged_attention_plan").torch
@@ -27,19 +27,7 @@ def decode_attention_native(*given):
 
 
 WAVE_ITEMS = 6
-DTYPES = {
-    "fp16": (torch.float16, torch.float16),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp32": (torch.float32, torch.float32),
-    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
-    "bf16-e5m2": (torch.bfloat16, torch.float8_e5m2),
-    "fp32-fp16": (torch.float32, torch.float16),
-    "bf16-int8": (torch.bfloat16, torch.int8),
-    "fp16-int8": (torch.float16, torch.int8),
-    "fp32-int8": (torch.float32, torch.int8),
-    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
-    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
-}
+KINDS = DTYPES | {"bf16-e5m2": (torch.bfloat16, torch.float8_e5m2), "fp32-fp16": (torch.float32, torch.float16)}
 KERNEL_DTYPES = ("fp16", "bf16", "fp32", "fp16-e4m3", "bf16-e5m2", "fp32-fp16", "bf16-int8", "fp32-int8")
 CHOICES = {
     "dtype": KERNEL_DTYPES,
@@ -128,7 +116,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
 
 
 def check(version, case: dict, device: str, seed: int) -> None:
-    q_dtype, kv_dtype = DTYPES[case["dtype"]]
+    q_dtype, kv_dtype = KINDS[case["dtype"]]
     lens, q_len, head_dim = list(case["lens"]), case["q_len"], case["head_dim"]
     rows = PagedRows.random(
         lens,
@@ -164,14 +152,7 @@ def check(version, case: dict, device: str, seed: int) -> None:
         torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=close, rtol=close)
 
 
-VERSIONS = [
-    decode_attention_triton,
-    decode_attention_torch,
-    pytest.param(
-        decode_attention_native,
-        marks=pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}"),
-    ),
-]
+VERSIONS = [decode_attention_triton, decode_attention_torch, pytest.param(decode_attention_native, marks=compiled)]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -182,7 +163,7 @@ def test_what_is_no_number_stays_so_and_spoils_nothing_else(version, where, dtyp
     if version is decode_attention_triton and length > 200:
         pytest.skip("a thousand keys take the interpreter a minute")
     device = device if version is decode_attention_triton else "cpu"
-    q_dtype, kv_dtype = DTYPES[dtype]
+    q_dtype, kv_dtype = KINDS[dtype]
     lens = [20, length, 7]
     rows = PagedRows.random(lens, page_size=16, kv_heads=2, head_dim=64, dtype=kv_dtype, device=device)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(6)).to(q_dtype).to(device)
@@ -218,17 +199,13 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     check(decode_attention_torch, KERNEL_CASES[number], "cpu", seed=number)
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
 def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number):
     case = NATIVE_CASES[number]
-    threads = torch.get_num_threads()
     torch.set_num_threads(case["threads"])
-    try:
-        given = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
-        check(decode_attention_native, given | case, "cpu", number)
-    finally:
-        torch.set_num_threads(threads)
+    given = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
+    check(decode_attention_native, given | case, "cpu", number)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -6,8 +6,9 @@ from collections import OrderedDict
 import pytest
 import torch
 from attention_oracle import Options, attend
+from compiled_kernels import compiled
 from covering import pairwise
-from paged_rows import PagedRows, tolerance
+from paged_rows import DTYPES, PagedRows, tolerance
 
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
@@ -20,17 +21,6 @@ from graphdecode.kernels.native.registration import versions
 extend_attention_torch = versions("extend_attention").torch
 native_extend_attention = versions("extend_attention").native
 
-DTYPES = {
-    "fp16": (torch.float16, torch.float16),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp32": (torch.float32, torch.float32),
-    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
-    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
-    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
-    "bf16-int8": (torch.bfloat16, torch.int8),
-    "fp32-int8": (torch.float32, torch.int8),
-    "fp16-int8": (torch.float16, torch.int8),
-}
 CHOICES = {
     "dtype": ("fp16", "bf16", "fp32", "fp16-e4m3", "bf16-int8", "fp32-int8"),
     "group": (1, 3, 8),
@@ -124,16 +114,12 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     check(extend_attention_torch, CASES[number], "cpu", number)
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
 @pytest.mark.parametrize("threads", [1, 3])
 def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number, threads):
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        check(lambda *given: native_extend_attention(*given)(), NATIVE_CASES[number], "cpu", number, with_lse=False)
-    finally:
-        torch.set_num_threads(before)
+    check(lambda *given: native_extend_attention(*given)(), NATIVE_CASES[number], "cpu", number, with_lse=False)
 
 
 def extend_attention_native(*given):
@@ -163,7 +149,7 @@ def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, 
         assert torch.equal(found[-1][~lost], found[0][~lost])
 
 
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_a_prompts_logits_may_grow_from_key_to_key(window_left):
     """What was summed is scaled anew within blocks of keys and between them, for one query or many."""

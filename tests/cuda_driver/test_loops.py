@@ -47,9 +47,7 @@ def kinds_and_reasons(graphs: GraphManager) -> set[tuple[str | None, str | None]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_a_while_node_runs_as_many_steps_as_the_slots_say_and_the_epilogue_comes_behind(
-    device: Device, driver: Driver, seed: int
-) -> None:
+def test_a_while_node_runs_as_many_steps_as_the_slots_say_and_the_epilogue_comes_behind(device, driver, seed):
     counting, graphs = captured([2, CAPACITY])
     assert kinds_and_reasons(graphs) == {("while", None)}
     driver.seed(seed)
@@ -69,9 +67,7 @@ def test_a_while_node_runs_as_many_steps_as_the_slots_say_and_the_epilogue_comes
     graphs.close()
 
 
-def test_the_condition_is_loaded_once_for_all_buckets_and_unloaded_behind_the_last(
-    device: Device, driver: Driver
-) -> None:
+def test_the_condition_is_loaded_once_for_all_buckets_and_unloaded_behind_the_last(device, driver):
     _, graphs = captured([1, 2, CAPACITY])
     assert driver.calls().count("cuModuleLoadData") == 1
     driver.forget_calls()
@@ -96,9 +92,7 @@ def test_what_is_dropped_without_being_closed_is_given_back_the_kernel_last(devi
 
 
 @pytest.mark.parametrize("call", [*WHILE_CALLS, *SHARED_CALLS])
-def test_each_call_that_the_driver_refuses_leads_to_the_next_best_loop_with_its_name(
-    device: Device, driver: Driver, call: str
-) -> None:
+def test_each_call_that_the_driver_refuses_leads_to_the_next_best_loop_with_its_name(device, driver, call):
     driver.fail(call)
     counting, graphs = captured([CAPACITY])
     driver.fail(None)
@@ -125,9 +119,7 @@ def test_an_instantiation_that_is_refused_leads_on_and_leaves_nothing(device: De
     graphs.close()
 
 
-def test_a_step_whose_instantiation_is_refused_is_released_while_its_error_lives(
-    device: Device, driver: Driver
-) -> None:
+def test_a_step_whose_instantiation_is_refused_is_released_while_its_error_lives(device, driver):
     driver.fail("cuGraphInstantiate")
     with pytest.raises(CaptureError, match="CUDA_ERROR_NOT_SUPPORTED") as refused:
         captured([CAPACITY])
@@ -218,9 +210,7 @@ class NoLibrary:
 @pytest.mark.parametrize(
     ("module", "why"), [(None, "cuda-python is not installed"), (NoLibrary(), "libcuda was not found")]
 )
-def test_without_driver_steps_are_launched_one_by_one(
-    device: Device, monkeypatch: pytest.MonkeyPatch, module: object, why: str
-) -> None:
+def test_without_driver_steps_are_launched_one_by_one(device, monkeypatch, module, why):
     monkeypatch.setattr(cuda_loop, "driver", module)
     counting, graphs = captured([CAPACITY])
     ((kind, reason),) = kinds_and_reasons(graphs)

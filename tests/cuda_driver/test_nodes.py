@@ -71,9 +71,7 @@ def kernel_of(driver: Driver) -> Any:
 
 
 @pytest.mark.parametrize("as_kernel", [False, True])
-def test_a_kernel_is_described_by_its_name_and_the_addresses_in_its_parameters(
-    kernel_of: Callable[..., int], as_kernel: bool
-) -> None:
+def test_a_kernel_is_described_by_its_name_and_the_addresses_in_its_parameters(kernel_of, as_kernel):
     buffers = make_buffers()
     graph = kernel_of(buffers.x.data_ptr(), buffers.y.data_ptr() + 16, as_kernel=as_kernel)
     memory = AddressMap(Owners(buffers), (0, 1), [])
@@ -135,9 +133,7 @@ def test_memory_of_other_libraries_is_known_to_the_driver_alone(kernel_of: Calla
     assert not is_mapped(address)
 
 
-def test_what_may_be_padding_of_a_struct_is_reported_and_only_an_owner_by_name_makes_it_certain(
-    kernel_of: Callable[..., int],
-) -> None:
+def test_what_may_be_padding_of_a_struct_is_reported_and_only_an_owner_by_name_makes_it_certain(kernel_of):
     """Padding holds what stood there before, an address that was live at capture for instance, and is freed later."""
     live, buffers = 3 << 40, make_buffers()
     at_capture = AddressMap(Owners(buffers), (0, 1), [segment_of(live, "active_allocated")])

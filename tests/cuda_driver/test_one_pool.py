@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from cuda_driver.counting import MAX_STEPS, Counting
-from cuda_driver.torch_device import Device
 
 from graphdecode.buckets import ShapeLadder, StepShape
 from graphdecode.buffers import Batch
@@ -17,9 +15,7 @@ from graphdecode.graphs import GraphTable
 ROWS, TOKENS = 4, 8
 
 
-def test_a_table_captures_all_its_shapes_on_one_stream_into_one_pool(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_captures_all_its_shapes_on_one_stream_into_one_pool(device, monkeypatch):
     made: list[str] = []
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

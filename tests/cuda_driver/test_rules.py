@@ -249,9 +249,7 @@ extern "C" __global__ void count_down(cudaGraphConditionalHandle handle, int *le
 
 
 @pytest.mark.parametrize(("kind", "left", "behind"), [("WHILE", 5, 0), ("WHILE", 1, 0), ("IF", 5, 4)])
-def test_a_kernel_of_a_module_decides_how_often_a_body_runs(
-    driver: Driver, tmp_path: Any, kind: str, left: int, behind: int
-) -> None:
+def test_a_kernel_of_a_module_decides_how_often_a_body_runs(driver, tmp_path, kind, left, behind):
     module = ask(cuda.cuModuleLoadData, device_code(COUNT_DOWN, {"count_down": [8, 8]}, tmp_path))
     function = ask(cuda.cuModuleGetFunction, module, b"count_down")
     assert ask(cuda.cuFuncGetName, function) == b"count_down"

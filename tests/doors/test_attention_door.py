@@ -1,14 +1,10 @@
 """A variant of attention touches six files: the configuration, a family, the record, and what computes with it."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from planted import changed_copy, run_copy
 
-ROOT = Path(__file__).parents[2]
 # a toy: a number is added to the logits of keys, but to no sink; file -> what stands there once, and what it becomes
 TOY = {
     "graphdecode/models/config.py": [
@@ -16,7 +12,7 @@ TOY = {
         ("self.attention_soft_cap)\n", "self.attention_soft_cap, lift=self.lift)\n"),
     ],
     "graphdecode/models/families/llama.py": [
-        ('fields["windows"] =', 'fields["lift"] = settings.get("lift", 0.0)\n        fields["windows"] ='),
+        ('fields["windows"] =', 'fields["lift"] = settings.get("lift", 0.0)\n        fields["windows"] =')
     ],
     "kernels/attention/attention_records.py": [
         ("    sinks: Float32 | None = None\n", "    sinks: Float32 | None = None\n    lift: float = 0.0\n"),
@@ -85,18 +81,5 @@ for lift in (0.0, 3.0):
 
 @pytest.mark.slow
 def test_a_variant_of_attention_touches_six_files(tmp_path: Path) -> None:
-    for name in ("graphdecode", "kernels"):
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, edits in TOY.items():
-        file = tmp_path / name
-        text = file.read_text()
-        for before, after in edits:
-            assert text.count(before) == 1, f"{name} was rewritten: write the toy anew"
-            text = text.replace(before, after)
-        file.write_text(text)
-    cache = {"GRAPHDECODE_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "1"}
-    environment = {**os.environ, **cache, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    changed_copy(tmp_path, TOY)
+    run_copy(tmp_path, "-c", CHECK, GRAPHDECODE_CACHE_DIR=str(tmp_path / "cache"), TRITON_INTERPRET="1")

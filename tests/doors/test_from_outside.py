@@ -150,9 +150,7 @@ def test_a_step_of_a_package_is_asked_for_by_its_name(tmp_path: Path) -> None:
         LLM("demo", step_kind="quiet")
 
 
-def test_a_step_that_there_is_not_is_said_before_weights_are_loaded_or_ranks_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_there_is_not_is_said_before_weights_are_loaded_or_ranks_started(monkeypatch):
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("loaded or started first")
 
@@ -186,9 +184,7 @@ def test_a_module_that_is_an_entry_point_registers_by_itself(tmp_path: Path, mon
     assert sys.modules.pop("outside_alone").done
 
 
-def test_who_comes_while_entry_points_are_imported_waits_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_comes_while_entry_points_are_imported_waits_for_them(tmp_path, monkeypatch):
     slow = "import time\ntime.sleep(0.3)\nbrought = 'it'"
     monkeypatch.syspath_prepend(packaged(tmp_path, {"slow_outside.py": slow}, {"slowly": "a = slow_outside:brought"}))
     given: list[str] = []

@@ -2,9 +2,9 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from command_line import run_python
 
 from graphdecode.models.family import FAMILIES
 
@@ -32,5 +32,4 @@ def test_each_family_names_its_own() -> None:
 
 def test_models_are_imported_without_tokenizers_and_the_hub() -> None:
     script = "import sys, graphdecode.models; print({'transformers', 'huggingface_hub'} & sys.modules.keys())"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "set()"
+    assert run_python(script).strip() == "set()"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized, tiled
-from graphdecode.kernels.native import library as native
 from graphdecode.linear import FormOptions, Shard, Stored, load_linear
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
@@ -86,7 +86,7 @@ def registered() -> Iterator[None]:
     KeptPanels.kinds.remove("T2")
 
 
-@pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+@compiled
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("shard", [None, Shard(1, 2, 0), Shard(2, 3, 1)], ids=str)
 def test_a_layer_is_fused_cut_and_multiplied_in_a_code_from_outside(shard: Shard | None) -> None:

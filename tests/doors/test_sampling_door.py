@@ -1,19 +1,20 @@
 """A sampling parameter more touches five files: one states it, one gives it a slot, and three compute with it."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from planted import changed_copy, run_copy
 
-ROOT = Path(__file__).parents[2]
+PARAM = """    toy_p: float = _param(
+        0.0, Values("a number in [0, 1]", lambda p: _is_number(p) and 0 <= p <= 1), "A toy."
+    )
+"""
 # file -> what stands there once, and what it becomes: `toy_p` is `min_p` by another name
 TOY = {
     "graphdecode/config/sampling_params.py": [
-        ("    seed: int | None = _param(", "{param}    seed: int | None = _param(")
+        ("    seed: int | None = _param(", f"{PARAM}    seed: int | None = _param(")
     ],
     "kernels/sampling/sampling_slots.py": [
         ('        SlotSpec("seed",', '        SlotSpec("toy_p", torch.float32),\n        SlotSpec("seed",'),
@@ -27,10 +28,6 @@ TOY = {
     ],
     "kernels/sampling/sample.c": [("a->min_p.data[row]", "fmaxf(a->min_p.data[row], a->toy_p.data[row])")],
 }
-PARAM = """    toy_p: float = _param(
-        0.0, Values("a number in [0, 1]", lambda p: _is_number(p) and 0 <= p <= 1), "A toy."
-    )
-"""
 BOTH_WAYS = """
 import json, sys
 from graphdecode.server.completions import Completion
@@ -53,25 +50,9 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_a_sampling_parameter_more_touches_five_files(tmp_path: Path) -> None:
-    for name in ("graphdecode", "kernels"):
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, edits in TOY.items():
-        file = tmp_path / name
-        text = file.read_text()
-        for before, after in edits:
-            assert text.count(before) == 1, (name, before)
-            text = text.replace(before, after.replace("{param}", PARAM))
-        file.write_text(text)
     assert len(TOY) <= 5
-
-    def run(*command: str) -> str:
-        environment = os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHDECODE_CACHE_DIR": str(tmp_path / "cache")}
-        done = subprocess.run(
-            [sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
+    changed_copy(tmp_path, TOY)
+    run = partial(run_copy, tmp_path, GRAPHDECODE_CACHE_DIR=str(tmp_path / "cache"))
     options = ("--temperature", "50", "--seed", "1", "--device", "cpu")
     asked = ("-m", "graphdecode", "generate", "-p", "rev oceanic=", "--max-tokens", "16", *options)
     assert "cinaeco" not in run(*asked)

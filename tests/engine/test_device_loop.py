@@ -123,9 +123,7 @@ def test_any_number_of_steps_a_launch_gives_the_answers_of_single_launches(
 
 @pytest.mark.parametrize("steps_per_launch", LENGTHS)
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_pages_that_run_out_in_the_middle_change_no_answer(
-    make_llm: MakeLLM, expected, steps_per_launch: int, lookahead: int
-) -> None:
+def test_pages_that_run_out_in_the_middle_change_no_answer(make_llm, expected, steps_per_launch, lookahead):
     preemptions = 0
     for prefix_cache in (True, False):
         tight = make_llm(steps_per_launch=steps_per_launch, page_size=4, total_num_pages=24, prefix_cache=prefix_cache)
@@ -278,9 +276,7 @@ def test_a_stop_string_cuts_what_the_loop_ran_on_for(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.parametrize("steps_per_launch", [3, 8])
-def test_a_loop_over_buckets_captured_at_first_use_gives_the_same(
-    make_llm: MakeLLM, expected, steps_per_launch: int
-) -> None:
+def test_a_loop_over_buckets_captured_at_first_use_gives_the_same(make_llm, expected, steps_per_launch):
     lazy = make_llm(steps_per_launch=steps_per_launch, capture_when="first-use", warmup_steps=5)
     for lookahead in (0, 1):
         looping(lazy, lookahead)
@@ -316,9 +312,7 @@ def test_a_cuda_loop_ends_with_its_last_row(make_llm: MakeLLM) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("loop", "version"), [("unrolled", 12030), ("single", None)])
-def test_cuda_fallbacks_give_the_answers_of_single_launches(
-    make_llm: MakeLLM, expected, monkeypatch: pytest.MonkeyPatch, loop: str, version: int | None
-) -> None:
+def test_cuda_fallbacks_give_the_answers_of_single_launches(make_llm, expected, monkeypatch, loop, version):
     if version is None:
         monkeypatch.setattr(cuda_loop, "driver", None)
     else:

@@ -1,15 +1,27 @@
 """The engine's public face: tokens in, events out, and nothing of text."""
 
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
+from graphdecode import LLM, ArgumentError, BucketConfig, Engine, Request, SamplingParams
+from graphdecode.cache import PagedKVCache
 from graphdecode.engine import RequestError
 from graphdecode.engine.loading import make_runner
+from graphdecode.engine.metrics import RequestMetrics
+from graphdecode.engine.pace import ChunkBudget
+from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan
-from graphdecode.models import load_model
+from graphdecode.engine.scheduler import Scheduler, Sequence
+from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT
+from graphdecode.models import load_model, resolve_model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -65,9 +77,7 @@ def test_every_token_comes_once_in_order_and_the_last_event_says_why(engine: Eng
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_never_be_served_is_refused_before_anything_changed(
-    engine: Engine, request_: Request, words: str
-) -> None:
+def test_what_can_never_be_served_is_refused_before_anything_changed(engine, request_, words):
     running = engine.add(Request([97, 98], GREEDY))
     alone = run(engine)[running]
     running = engine.add(Request([97, 98], GREEDY))
@@ -153,9 +163,7 @@ def test_what_a_stop_text_cuts_off_is_not_counted() -> None:
         assert llm.cache.pool.used == 0
 
 
-def test_a_step_that_fails_gives_everything_up_and_the_engine_serves_on(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_gives_everything_up_and_the_engine_serves_on(engine, monkeypatch):
     ids = [engine.add(Request([97 + n] * 20, GREEDY)) for n in range(6)]
     expected = {}
     for event in engine.step():
@@ -210,9 +218,7 @@ def test_a_closed_engine_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_what_fails_while_a_request_is_taken_out_is_told_to_all(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, lookahead: int
-) -> None:
+def test_what_fails_while_a_request_is_taken_out_is_told_to_all(engine, monkeypatch, lookahead):
     monkeypatch.setattr(engine.loop, "lookahead", lookahead)
     kept, gone = engine.add(Request([97, 98], GREEDY)), engine.add(Request([99], GREEDY))
     for _ in range(3):
@@ -231,3 +237,294 @@ def test_what_fails_while_a_request_is_taken_out_is_told_to_all(
     assert [(event.request_id, event.finish_reason) for event in events if event.finish_reason] == [(kept, "error")]
     assert_idle(engine)
     assert len(run_one(engine, [97, 98])) == 12
+
+
+MakeLLM = Callable[..., LLM]
+
+
+def finishing_order(llm: LLM, priorities: list[int]) -> list[int]:
+    """Hand in requests with room for one at a time; return the order in which they ended."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    ids = [
+        llm.engine.add(Request([97 + place], params, priority=priority)) for place, priority in enumerate(priorities)
+    ]
+    ended = []
+    while llm.engine.has_work:
+        ended += [event.request_id for event in llm.engine.step() if event.finish_reason is not None]
+    return [ids.index(request_id) for request_id in ended]
+
+
+def test_the_lowest_is_admitted_first_and_equals_as_they_came(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_batch_size=1)
+    assert finishing_order(llm, [0, 0, 0]) == [0, 1, 2]
+    assert finishing_order(llm, [3, 0, -1, 0, -(2**63), 2**63 - 1]) == [4, 2, 1, 3, 0, 5]
+
+
+def test_when_pages_run_out_the_highest_gives_way_though_it_came_first(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_batch_size=3, page_size=4, total_num_pages=12, prefix_cache=False)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    outputs = llm.generate([[97], [98], [99]], params, use_tqdm=False, priority=[5, 0, 0])
+    gave_way = [output.metrics.num_preemptions for output in outputs]
+    assert gave_way[0] > 0
+    assert gave_way[1:] == [0, 0]
+    outputs = llm.generate([[97], [98], [99]], params, use_tqdm=False)
+    assert outputs[2].metrics.num_preemptions > 0
+    assert outputs[0].metrics.num_preemptions == 0
+
+
+def test_law_9_priorities_change_no_answer(make_llm: MakeLLM) -> None:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(97, 123) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True) for i in range(12)]
+    llm = make_llm(max_batch_size=6, page_size=4, total_num_pages=40)
+
+    def tokens(priority: list[int] | None) -> list[list[int]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False, priority=priority)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = tokens(None)
+    for _ in range(3):
+        assert tokens([rng.randint(-2, 2) for _ in prompts]) == expected
+    assert llm.num_preemptions > 0
+
+
+def test_a_stream_with_a_low_priority_overtakes(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_batch_size=1)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    slow, fast = llm.stream([97], params), llm.stream([98], params, priority=-1)
+    "".join(fast)
+    assert slow.request.outputs[0].finish_reason is None
+    assert len("".join(slow)) == 3
+
+
+@pytest.mark.parametrize("priority", [[1, 2], [1.5], ["a"], [True], [2**63]], ids=str)
+def test_what_is_no_priority_is_refused(make_llm: MakeLLM, priority: list) -> None:
+    llm = make_llm(max_batch_size=1, backend="eager")
+    with pytest.raises(ArgumentError, match=r"1 prompts and 2 priorities|priority must be a 64-bit integer"):
+        llm.generate("a", priority=priority)
+    assert not llm.engine.has_work
+
+
+def test_chunks_follow_the_target_whatever_a_token_costs() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        step, token, target = draw.uniform(0.1, 5), draw.uniform(0.001, 0.5), draw.uniform(1, 50)
+        budget = ChunkBudget(2048, target)
+        budget.saw(0, step)
+        for _ in range(30):
+            tokens = budget.tokens(others_wait=True)
+            took = step + tokens * token
+            budget.saw(tokens, took)
+        assert took <= max(target * 1.01, step + 8 * token)
+        assert took > target - token - 1e-6 or tokens in (8, 2048) or step > target
+        assert budget.tokens(others_wait=False) == 2048
+
+
+def test_without_a_target_chunks_are_as_large_as_they_may_be() -> None:
+    budget = ChunkBudget(512, 0.0)
+    budget.saw(0, 1.0)
+    budget.saw(512, 9.0)
+    assert budget.tokens(others_wait=True) == 512
+
+
+Chosen = list[tuple[Sequence, PromptChunk]]
+
+
+def watched(choose: Callable[[int], Chosen], sizes: list[int]) -> Callable[[int], Chosen]:
+    """Note how many tokens of prompts are chosen."""
+
+    def chosen(budget: int) -> Chosen:
+        chunks = choose(budget)
+        sizes.extend([sum(len(chunk.token_ids) for _, chunk in chunks)] if chunks else [])
+        return chunks
+
+    return chosen
+
+
+@pytest.mark.parametrize("target_itl_ms", [0.0, 0.3, 3.0])
+def test_the_target_makes_chunks_smaller_and_changes_no_token(target_itl_ms, monkeypatch):
+    long = list(range(1, 200))
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=60, ignore_eos=True)
+    options = {"max_batch_size": 3, "max_sequence_length": 256, "prefix_cache": False, "batch_invariant": True}
+    with LLM("demo", device="cpu", **options) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(["12+30=", long, long[::-1]], params)]
+    with LLM("demo", device="cpu", target_itl_ms=target_itl_ms, **options) as llm:
+        sizes = []  # of all chunks of a round
+        monkeypatch.setattr(llm.engine.scheduler, "next_chunks", watched(llm.engine.scheduler.next_chunks, sizes))
+        first = llm.stream("12+30=", params)
+        next(first)
+        others = [llm.stream(prompt, params) for prompt in (long, long[::-1])]
+        for stream in (first, *others):
+            list(stream)
+        assert [stream.request.outputs[0].token_ids for stream in (first, *others)] == expected
+    prompts = sizes[1:]  # behind that of the row that decodes
+    assert sum(prompts) == 2 * (len(long) - 1)
+    assert prompts[0] == (32 if target_itl_ms else sum(prompts))
+
+
+PAGE = 4  # tokens
+
+
+@pytest.fixture(scope="module", params=[1, 16], ids=lambda steps: f"steps_per_launch={steps}")
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(
+        "demo", max_batch_size=4, max_sequence_length=64, dtype="float32", steps_per_launch=request.param, device="cpu"
+    ) as engine:
+        yield engine
+
+
+def staged_counts(llm: LLM, prompt: list[int], generated: list[int], sampling: RowSampling) -> np.ndarray:
+    llm.engine.runner.stage([RowInputs(prompt + generated, len(prompt), (0,), sampling)])
+    return llm.engine.runner.buffers.token_counts[0].numpy()
+
+
+def test_penalties_count_what_was_generated_and_mark_what_was_prompt(llm: LLM) -> None:
+    prompt, generated = [97, 98, 98], [98, 99, 99]
+    counts = staged_counts(llm, prompt, generated, RowSampling(repetition_penalty=2.0))
+    expected = np.zeros_like(counts)
+    expected[97] = PROMPT_BIT
+    expected[98] = PROMPT_BIT + 1
+    expected[99] = 2
+    assert (counts == expected).all()
+
+
+@pytest.mark.parametrize("field", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_each_penalty_alone_has_its_tokens_counted(llm: LLM, field: str) -> None:
+    staged_counts(llm, [3], [], RowSampling(repetition_penalty=2.0))
+    assert staged_counts(llm, [97], [98], RowSampling(**{field: 1.5})).nonzero()[0].tolist() == [97, 98]
+
+
+def test_repetition_penalty_falls_on_the_prompts_tokens_as_it_does_in_transformers(llm: LLM) -> None:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model_path("demo"), dtype=torch.float32).eval()
+    changed = 0
+    for prompt in (b"rev oceanic=", b"sort zebra=", b"417+385="):
+        ids = torch.tensor([list(prompt)])
+        with torch.no_grad():
+            theirs = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                repetition_penalty=3.0,
+                do_sample=False,
+                max_new_tokens=12,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, ids.shape[1] :].tolist()
+        plain, ours = (
+            answer_of(llm, list(prompt), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **penalty))
+            for penalty in ({}, {"repetition_penalty": 3.0})
+        )
+        assert ours == theirs
+        changed += ours[0] != plain[0]
+    assert changed, "no first token was penalized: nothing was shown"
+
+
+def answer_of(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
+    request_id = llm.engine.add(Request(prompt, params))
+    tokens = []
+    while llm.engine.has_work:
+        tokens += [token for event in llm.engine.step() if event.request_id == request_id for token in event.token_ids]
+    return tokens
+
+
+@pytest.mark.parametrize(("prompt_length", "max_tokens", "tokens"), [(3, 5, 5), (1, 1, 1), (15, 1, 1), (60, 9, 4)])
+def test_a_row_is_finished_on_the_device_by_the_last_token_that_it_may_have(llm, prompt_length, max_tokens, tokens):
+    """The host would not notice: it ends the answer by its own count, and forgets what came after."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    assert len(answer_of(llm, [97] * prompt_length, params)) == tokens
+    buffers = llm.engine.runner.buffers
+    assert buffers.finished[0] == 1
+    # the position of the token that was fed last: one before that of the last token, whose keys nobody needs
+    assert buffers.pre_step_seqlens[0] == prompt_length + tokens - 2
+
+
+def test_what_was_found_in_the_prefix_cache_is_told(llm: LLM) -> None:
+    """Sixteen tokens are a page, and at least one token is left to compute."""
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    first, again, shorter = (
+        llm.generate([[42] * length], params, use_tqdm=False)[0].metrics.num_cached_tokens for length in (33, 33, 32)
+    )
+    assert (first, again, shorter) == (0, 32, 16)
+
+
+def test_the_time_of_a_step_is_its_share_of_its_launch(llm: LLM) -> None:
+    llm.stats.step_seconds.clear()
+    began = time.perf_counter()
+    tokens = answer_of(llm, [97], SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True))
+    launches = -(-32 // llm.config.steps_per_launch)
+    assert (len(tokens), len(llm.stats.step_seconds)) == (32, launches)
+    assert 0 < sum(llm.stats.step_seconds) * llm.config.steps_per_launch <= time.perf_counter() - began
+
+
+def test_closing_gives_up_what_runs_and_every_page() -> None:
+    with LLM("demo", max_batch_size=1, max_sequence_length=64, backend="eager") as llm:
+        for prompt in ([97], [98]):
+            llm.engine.add(Request(prompt, SamplingParams(max_tokens=9)))
+        llm.engine.step()
+        assert llm.cache.pool.used
+        assert llm.num_waiting == 1
+    assert (llm.cache.pool.used, llm.num_waiting) == (0, 0)
+
+
+def waiting(request_id: int, length: int) -> Sequence:
+    """A sequence whose answer is so long that its pages are never taken at once."""
+    params = SamplingParams(max_tokens=1000)
+    sampling = RowSampling.of(params, seed=0, stop_ids=(), prompt_length=length, max_length=1000, vocab_size=64)
+    tokens = [request_id] * length
+    return Sequence(
+        request_id, tokens, params, length, 1000, (), (), sampling, RequestMetrics(0.0), turn=(0, 0.0, request_id)
+    )
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """Four pages for three rows."""
+    cache = PagedKVCache(
+        num_layers=1,
+        total_num_pages=4,
+        page_size=PAGE,
+        max_pages_per_row=4,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    return Scheduler(cache, max_batch_size=3)
+
+
+def admitted(scheduler: Scheduler, *lengths: int) -> list[bool]:
+    """Hand sequences in one after another; return who got in."""
+    entered = []
+    for request_id, length in enumerate(lengths):
+        sequence = waiting(request_id, length)
+        scheduler.add(sequence)
+        scheduler.prefilled(scheduler.next_chunks(100))
+        entered.append(sequence not in scheduler.waiting)
+        if not entered[-1]:
+            scheduler.remove(sequence)
+    return entered
+
+
+def test_who_enters_leaves_a_page_for_each_that_runs(scheduler: Scheduler) -> None:
+    assert admitted(scheduler, 2 * PAGE, 2 * PAGE, PAGE) == [True, False, True]
+    assert scheduler.cache.available_pages == 1
+
+
+def test_with_two_at_work_two_pages_stay_free(scheduler: Scheduler) -> None:
+    assert admitted(scheduler, PAGE, PAGE, PAGE) == [True, True, False]
+    assert scheduler.cache.available_pages == 2
+
+
+def test_alone_a_sequence_may_take_every_page(scheduler: Scheduler) -> None:
+    assert admitted(scheduler, 4 * PAGE) == [True]
+    assert scheduler.cache.available_pages == 0
+
+
+@pytest.mark.parametrize("length", [2 * PAGE, 3 * PAGE], ids=["no spare page", "no page"])
+def test_who_is_refused_leaves_the_cache_as_it_was(scheduler: Scheduler, length: int) -> None:
+    admitted(scheduler, 2 * PAGE)
+    before = scheduler.cache.available_pages, dict(scheduler.cache.ledger.pages)
+    refused = waiting(9, length)
+    scheduler.add(refused)
+    assert scheduler.next_chunks(100) == []
+    assert (scheduler.cache.available_pages, dict(scheduler.cache.ledger.pages)) == before
+    assert list(scheduler.waiting) == [refused]

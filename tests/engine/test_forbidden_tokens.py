@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
 from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, ArgumentError, Request, SamplingParams
 from graphdecode.engine import RequestError
-from graphdecode.kernels.native import library as native
 from graphdecode.models import resolve_model_path
 
 MakeLLM = Callable[..., LLM]
@@ -139,9 +139,7 @@ def test_a_row_that_has_nothing_left_ends_with_the_reason_and_its_neighbour_goes
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_beyond_the_capacity_is_refused_with_the_key_that_raises_it(
-    llm: LLM, request_: Request, words: str
-) -> None:
+def test_what_is_beyond_the_capacity_is_refused_with_the_key_that_raises_it(llm, request_, words):
     with pytest.raises(RequestError, match=words):
         llm.engine.add(request_)
     assert not llm.engine.has_work
@@ -203,9 +201,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
+@compiled_or_gpu
 def test_law_9_what_a_request_asks_for_gives_the_same_bits_alone_and_in_any_company() -> None:
     def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]], priority: list[int] | None = None) -> list:
         prompts, params = [prompt for prompt, _ in given], [params for _, params in given]

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from demo_tasks import TASKS, sample
 from graphdecode import LLM, SamplingParams
 from graphdecode.engine.request import RequestRules
+from graphdecode.engine.steps import RowSampling
 
 MakeLLM = Callable[..., LLM]
 
@@ -102,13 +104,6 @@ def test_requests_without_a_seed_follow_the_engines(make_llm: MakeLLM) -> None:
     assert first.token_ids == again.token_ids != other.token_ids
 
 
-def test_n_answers_differ_and_are_numbered(llm: LLM) -> None:
-    params = SamplingParams(n=4, temperature=8.0, seed=3, max_tokens=12, ignore_eos=True)
-    outputs = llm.generate("rev abcdef=", params)[0].outputs
-    assert [output.index for output in outputs] == [0, 1, 2, 3]
-    assert len({tuple(output.token_ids) for output in outputs}) > 1
-
-
 def test_capture_at_first_use_changes_no_answer(make_llm: MakeLLM, llm: LLM) -> None:
     lazy = make_llm(capture_when="first-use")
     prompts = task_prompts(9, seed=4)
@@ -190,14 +185,6 @@ def test_a_prompt_that_never_fits_is_refused_while_the_others_go_on(llm: LLM) ->
         llm.stream([97] * 128, GREEDY)
 
 
-@pytest.mark.parametrize("prompts", [3, [1.5], [["a"]]])
-def test_what_is_no_prompt_is_refused_before_anything_runs(llm: LLM, prompts: object) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
-    assert_nothing_held(llm)
-    assert not llm.stats.batch_sizes[0]
-
-
 def test_the_numbers_of_prompts_and_params_must_agree(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         llm.generate(["a", "b"], [GREEDY])
@@ -215,9 +202,7 @@ def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_
     assert "".join(llm.stream("12+30=", params)) == "42"
 
 
-def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(make_llm, monkeypatch):
     llm = make_llm(steps_per_launch=4, backend="eager")
     decode, calls = llm.model.decode, []
 
@@ -384,3 +369,61 @@ def test_a_long_run_gives_every_request_the_answer_it_gets_alone_and_leaks_nothi
     ):
         if given != expected:
             assert_near_tie(alone, prompt, request, given, expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("seed", 2**63),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("inf")),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logprobs", -2),
+        ("prompt_logprobs", -2),
+        ("prompt_logprobs", 1.5),
+        ("truncate_prompt_tokens", 0),
+        ("n", 1025),
+        ("logprobs", True),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: float("inf")}),
+        ("stop_token_ids", [-1]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1.5]),
+        ("allowed_token_ids", 5),
+        ("bad_words", "abc"),
+        ("bad_words", ["a", " "]),
+        ("bad_words", [1]),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+    ],
+)
+def test_a_value_outside_its_range_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be .*got "):
+        SamplingParams(**{field: value})
+
+
+def test_borders_are_allowed() -> None:
+    SamplingParams(
+        temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), logprobs=20, max_tokens=1, min_tokens=1, stop=["a"]
+    )
+
+
+def test_penalties_are_noticed() -> None:
+    def of(params: SamplingParams) -> RowSampling:
+        return RowSampling.of(params, seed=0, stop_ids=(), prompt_length=1, max_length=8, vocab_size=64)
+
+    assert not of(SamplingParams()).uses_penalties
+    assert of(SamplingParams(repetition_penalty=1.1)).uses_penalties
+    assert of(SamplingParams(presence_penalty=-1)).uses_penalties
+    assert of(SamplingParams(frequency_penalty=0.1)).uses_penalties

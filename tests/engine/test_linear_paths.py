@@ -34,9 +34,7 @@ def test_the_capture_report_names_the_path_of_each_layer_shape() -> None:
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
-    monkeypatch: pytest.MonkeyPatch, is_fixed: bool
-) -> None:
+def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(monkeypatch, is_fixed):
     """What a GPU's choice makes of the model, with the torch version in the kernel's place where there is no GPU."""
     with make_llm() as llm:
         expected = [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]
@@ -76,9 +74,7 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the choice on a GPU takes the kernel by itself")
 @pytest.mark.parametrize("kind", ["dot", "gemv"])
-def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(monkeypatch, kind):
     pytest.importorskip("triton")
     config = SmallLinearConfig(kind, 64, 64, 2, 4, 2)
     launched = []

@@ -1,12 +1,8 @@
 """A new axis of a step is a field of `StepShape`, the step that runs it, and whoever asks for it: three files."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from planted import changed_copy, run_copy
 
 # a toy: launches of two rows take the least likely tokens; for each file lines, and what stands there with it
 AXIS = {
@@ -20,7 +16,7 @@ AXIS = {
     "engine/loop.py": {
         'part="logits" if in_halves else "whole")': (
             'part="logits" if in_halves else "whole", mirrored=len(self._staged) == 2)'
-        ),
+        )
     },
 }
 
@@ -40,17 +36,5 @@ with LLM("demo", config=config, device="cpu") as llm:
 
 
 def test_a_new_axis_touches_three_files(tmp_path: Path) -> None:
-    for folder in ("graphdecode", "kernels"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, changes in AXIS.items():
-        path = tmp_path / "graphdecode" / name
-        text = path.read_text()
-        for line, toy in changes.items():
-            assert text.count(line) == 1, f"{name} was rewritten: write the toy anew"
-            text = text.replace(line, toy)
-        path.write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "GRAPHDECODE_NATIVE": "0"}  # there is nothing to compile
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    changed_copy(tmp_path, {f"graphdecode/{name}": [*changes.items()] for name, changes in AXIS.items()})
+    run_copy(tmp_path, "-c", GENERATE, GRAPHDECODE_NATIVE="0")  # there is nothing to compile

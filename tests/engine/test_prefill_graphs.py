@@ -1,12 +1,23 @@
 """Short prompts replay graphs: the same answers, and no graph where there can be none."""
 
+import inspect
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.runner import Runner
+from graphdecode.engine.prompts import PromptChunk
+from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.graphs import CaptureError
 from graphdecode.graphs.backend import Backend
+from graphdecode.kernels.native.registration import versions
 from graphdecode.models import load_model
 
 LENGTHS = (1, 2, 3, 8, 9, 10, 16, 17, 33, 63, 64, 65, 66, 90)  # of prompts, whose last token no pass takes
@@ -83,3 +94,103 @@ def test_prompts_are_served_without_graphs_where_these_cannot_be_captured(monkey
             runner.graphs.capture(progress=False, kinds=["prompts"])
     assert captured_for_prompts(runner) == []
     assert answers_of(runner) == expected
+
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="watches launches where the interpreter would run them"
+)
+ROWS, LENGTH, PAGE = 24, 64, 16
+PROMPTS = [[3], [1], [16], [64], [5, 5], [7, 16, 33], [2] * 9, [4] * 16, [3] * ROWS]
+
+Variants = dict[str, set[tuple]]
+
+
+class WouldLaunch(TorchDispatchMode):
+    """For each operator of a pass, do what its Triton version does until it launches."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "graphdecode":
+            versions(operator._opname).triton(*args)
+        return operator(*args, **(kwargs or {}))
+
+
+def kind_of(value: Any, parameter: inspect.Parameter, is_any_integer: bool) -> Any:
+    """What Triton compiles for: the value of a constant, whether an integer is 1 or divisible by 16, and alignments."""
+    from triton import language as tl
+
+    if parameter.annotation is tl.constexpr:
+        return value
+    if isinstance(value, tuple):
+        return tuple(kind_of(part, parameter, is_any_integer) for part in value)
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return is_any_integer or (1 if value == 1 else value % 16 == 0)
+    return None if value is None else type(value)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Variants:
+    """Kernel -> the variants of it that launches asked for; nothing is run."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    variants: Variants = defaultdict(set)
+
+    def launch(kernel: Any, _grid: Any) -> Callable[..., None]:
+        signature, free = inspect.signature(kernel.fn), kernel.kwargs["do_not_specialize"] or []
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            given = {name: value for name, value in kwargs.items() if name in signature.parameters}
+            bound = signature.bind(*args, **given).arguments
+            kinds = (kind_of(value, signature.parameters[name], name in free) for name, value in bound.items())
+            variants[kernel.fn.__name__].add(tuple(kinds))
+
+        return noted
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", launch)
+    return variants
+
+
+@pytest.fixture(params=[False, True], ids=["any batch", "batch_invariant"])
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    config = BucketConfig(max_batch_size=ROWS, max_sequence_length=LENGTH, page_size=PAGE)
+    made = make_runner(load_model("demo", device="cpu"), config, batch_invariant=request.param, max_prefill_tokens=160)
+    yield made
+    made.close()
+
+
+def prefill(runner: Runner, lengths: list[int]) -> None:
+    pages = LENGTH // PAGE
+    chunks = [
+        PromptChunk([97 + row] * length, 0, range(row * pages, (row + 1) * pages)) for row, length in enumerate(lengths)
+    ]
+    with WouldLaunch():
+        runner.stage(chunks=chunks)
+        runner.launch(LaunchPlan.of_chunks(chunks))
+
+
+@interpreted
+@pytest.mark.parametrize("runner", [False], indirect=True)
+def test_prompts_of_any_length_and_number_take_the_same_variants(runner: Runner, seen: Variants) -> None:
+    prefill(runner, PROMPTS[0])
+    assert "_rope_append_kernel" in seen
+    first = {name: set(variants) for name, variants in seen.items()}
+    for lengths in PROMPTS:
+        prefill(runner, lengths)
+        assert {name for name in seen if seen[name] != first.get(name)} == set(), f"{lengths=}"
+
+
+@interpreted
+def test_a_warm_up_takes_them_all_and_touches_no_page(runner: Runner, seen: Variants) -> None:
+    for layer in runner.cache.layers:
+        for tensor in layer:
+            tensor.fill_(3.0)
+    with WouldLaunch():
+        runner.warm_up()
+    ready = {name: set(variants) for name, variants in seen.items()}
+    for keys, values in runner.cache.layers:
+        for tensor in (keys, values):
+            assert torch.equal(tensor[:-1], torch.full_like(tensor[:-1], 3.0)), "only the trash page is nobody's"
+    for lengths in PROMPTS:
+        prefill(runner, lengths)
+    assert {name for name in seen if seen[name] != ready.get(name)} == set()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
 from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, AsyncLLM, SamplingParams
-from graphdecode.kernels.native import library as native
 from graphdecode.models import resolve_model_path
 
 MakeLLM = Callable[..., LLM]
@@ -60,9 +60,7 @@ def assert_agree(found: list[dict[int, tuple[float, int]]], tokens: list[int], e
 
 
 @pytest.mark.parametrize("length", [2, 17, 140, 250])
-def test_they_are_transformers_log_softmax_at_each_place(
-    llm: LLM, log_softmax: Callable[[list[int]], torch.Tensor], length: int
-) -> None:
+def test_they_are_transformers_log_softmax_at_each_place(llm, log_softmax, length):
     tokens = random_prompt(length, seed=length)
     (output,) = llm.generate([tokens], SCORED, use_tqdm=False)
     assert_agree(floats(output), tokens, log_softmax(tokens))
@@ -153,9 +151,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
+@compiled_or_gpu
 def test_law_9_scores_have_the_same_bits_in_any_company_chunk_and_after_preemption() -> None:
     def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]]) -> list[Any]:
         outputs = llm.generate([prompt for prompt, _ in given], [params for _, params in given], use_tqdm=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
 
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buffers import Batch
@@ -17,13 +18,9 @@ from graphdecode.engine.pace import DraftPace
 from graphdecode.engine.steps import SpeculativeStep, StepDrafts, StepSetting
 from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model
 from graphdecode.models.decoder import Decoder
 
-needs_kernels = pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
 VOCABULARY = 259
 WIDTH = 96  # tokens of a sequence
 TEXTS = {"max_sequence_length": WIDTH, "page_size": 8, "batch_invariant": True, "device": "cpu"}
@@ -104,7 +101,7 @@ def fuzz(decoder: Any) -> tuple[list[Request], list[Answer]]:
     return given, expected
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize(
     "settings",
     [
@@ -162,14 +159,12 @@ def stopping() -> tuple[list[str], list[SamplingParams], list[Any]]:
     return prompts, params, expected
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize(
     "settings", [{"steps_per_launch": 1}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=["one", "several"]
 )
 @pytest.mark.parametrize("num_tokens", [3, 7, "auto"])
-def test_law_9_texts_that_stop_an_answer_stop_it_at_the_same_character(
-    stopping: Any, num_tokens: Any, settings: dict[str, Any]
-) -> None:
+def test_law_9_texts_that_stop_an_answer_stop_it_at_the_same_character(stopping, num_tokens, settings):
     prompts, params, expected = stopping
     drafting = {"method": "ngram", "num_tokens": num_tokens, "ngram_min": 1}
     with LLM("demo", max_batch_size=4, speculation=drafting, **TEXTS, **settings) as llm:
@@ -239,13 +234,11 @@ def known(decoder: Any) -> tuple[list[Request], dict[int, list[int]]]:
     return given, {text[0]: text for text in texts}
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize("steps_per_launch", [1, 3])
 @pytest.mark.parametrize("most", [1, 4, 7])
 @pytest.mark.parametrize("chance", [1.0, 0.0, 0.7])
-def test_what_is_accepted_is_counted_exactly(
-    decoder: Any, known: Any, chance: float, most: int, steps_per_launch: int
-) -> None:
+def test_what_is_accepted_is_counted_exactly(decoder, known, chance, most, steps_per_launch):
     given, texts = known
     rng = random.Random(f"{chance} {most}")
     table, right = planted(texts, lambda: rng.random() < chance)
@@ -267,7 +260,7 @@ def test_what_is_accepted_is_counted_exactly(
     engine.close()
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize("chance", [0.0, 0.6])
 def test_no_stale_key_is_read_after_a_roll_back(decoder: Any, known: Any, chance: float) -> None:
     """Between the steps, all that stands behind a row's length becomes NaN: who read it would have no choice."""
@@ -295,7 +288,7 @@ def test_no_stale_key_is_read_after_a_roll_back(decoder: Any, known: Any, chance
     engine.close()
 
 
-@needs_kernels
+@compiled_or_gpu
 def test_law_4_hostile_padding_changes_no_verified_token(decoder: Any, known: Any) -> None:
     given, texts = known
     table, _ = planted(texts, lambda: True)
@@ -313,7 +306,7 @@ def test_law_4_hostile_padding_changes_no_verified_token(decoder: Any, known: An
     engine.close()
 
 
-@needs_kernels
+@compiled_or_gpu
 def test_law_5_a_verification_replays_as_it_runs_eagerly(decoder: Any, fuzz: Any) -> None:
     given, expected = fuzz
     engine = make(decoder, speculation="ngram", num_tokens=7, ngram_min=1, backend="eager")
@@ -334,7 +327,7 @@ def test_steps_with_drafts_are_captured_before_the_first_one_is_served(decoder: 
     engine.close()
 
 
-@needs_kernels
+@compiled_or_gpu
 def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known: Any) -> None:
     """Each verification is made to look dear, then cheap: the pace follows, and what is drafted meanwhile is free."""
     given, texts = known
@@ -355,7 +348,7 @@ def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known
     engine.close()
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize("settings", [{}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=str)
 def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, settings: dict[str, Any]) -> None:
     given, expected = fuzz
@@ -372,7 +365,7 @@ def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, se
         engine.close()
 
 
-@needs_kernels
+@compiled_or_gpu
 def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(decoder: Any) -> None:
     """The model drafts for itself: where its keys are all there, each draft is right."""
     step = partial(SpeculativeStep, source=partial(ModelDrafts, model=decoder, num_drafts=7))
@@ -430,7 +423,7 @@ def test_a_model_whose_right_drafts_cost_more_than_plain_steps_is_hardly_run() -
     assert sum(width > 1 for width in wide) < 30
 
 
-@needs_kernels
+@compiled_or_gpu
 def test_a_draft_model_is_named_in_the_configuration() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     limits = {"max_batch_size": 2, "max_sequence_length": 64}

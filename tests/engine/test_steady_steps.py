@@ -1,21 +1,18 @@
 """Law 8, counted: all that a thousand steady steps ask of torch and of the driver is a launch, and to read tokens."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import run_python
+from compiled_kernels import compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.buffers import StepBuffers
-from graphdecode.kernels.native import library as native
 
 MakeLLM = Callable[..., LLM]
 ROUNDS, STEPS = 3, 400  # the demo model's contexts end at 512
@@ -66,10 +63,8 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the recorded backend")
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
-def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_tokens_alone(
-    make_llm: MakeLLM, uploads: list[str]
-) -> None:
+@compiled
+def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_tokens_alone(make_llm, uploads):
     """The compiled step runs outside of torch, so every operator that is counted is the host's."""
     llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=1000)
     for _ in range(ROUNDS):
@@ -83,7 +78,7 @@ def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_token
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the recorded backend")
-@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@compiled
 @pytest.mark.parametrize("steps_per_launch", [8, 50])
 def test_a_recorded_steady_loop_copies_nothing_allocates_nothing_and_reads_tokens_alone(
     make_llm: MakeLLM, uploads: list[str], steps_per_launch: int
@@ -118,9 +113,7 @@ def test_when_pages_are_tight_a_steady_stretch_uploads_once_a_page(make_llm: Mak
 
 
 @pytest.mark.gpu
-def test_a_cuda_steady_step_copies_nothing_allocates_nothing_and_waits_for_its_ring_alone(
-    make_llm: MakeLLM, uploads: list[str]
-) -> None:
+def test_a_cuda_steady_step_copies_nothing_allocates_nothing_and_waits_for_its_ring_alone(make_llm, uploads):
     llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=1000)
     for _ in range(ROUNDS):
         with steady(llm):
@@ -150,14 +143,7 @@ print([output.outputs[0].token_ids for output in llm.generate(["rev abc="] * 3, 
 
 def test_seeds_reproduce_across_restarts_and_buckets() -> None:
     def run(rows: int) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", SAMPLED.replace("ROWS", str(rows))],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        ).stdout
+        return run_python(SAMPLED.replace("ROWS", str(rows)))
 
     first = run(4)
     assert first.count("[") == 4

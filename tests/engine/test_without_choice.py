@@ -66,9 +66,7 @@ def poison(engine: Engine, request_id: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_damaged_cache_ends_its_request_in_the_middle_and_is_found_by_no_other(
-    engine: Engine, params: SamplingParams
-) -> None:
+def test_a_damaged_cache_ends_its_request_in_the_middle_and_is_found_by_no_other(engine, params):
     expected = [alone(engine, prompt, params) for prompt in PROMPTS]
     answers_before = engine.stats.finished_answers
     ids = [engine.add(Request(prompt, params)) for prompt in PROMPTS]

@@ -1,5 +1,7 @@
 """Steps that a graph would replay wrongly, each with the kind of its hazard."""
 
+import itertools
+import random
 import time
 from collections.abc import Callable
 
@@ -12,6 +14,12 @@ from graphdecode.kernels.native.optional_triton import tl, triton
 BAD_STEPS: dict[str, tuple[Callable, str]] = {}
 OUTSIDE = torch.ones(4, 8)
 OUTSIDE_LIST = [torch.ones(4, 8)]
+MODULE = torch.nn.Linear(8, 8)
+HALF = WEIGHT.half()
+LAZY: dict[str, torch.Tensor] = {}
+CARRIED = [torch.zeros(4, 8)]
+COUNTER = itertools.count(1)
+CONTEXTS = iter(range(1, 100))
 
 
 @triton.jit
@@ -21,8 +29,9 @@ def unregistered_kernel(x, BLOCK: tl.constexpr):
     tl.store(x + offsets, -tl.load(x + offsets))
 
 
-def bad(kind: str) -> Callable[[Callable], Callable]:
-    """Add a step to the corpus."""
+def bad(kind: str, **steps: Callable) -> Callable[[Callable], Callable]:
+    """Add steps of one line to the corpus, or the function that this decorates."""
+    BAD_STEPS.update((name, (step, kind)) for name, step in steps.items())
 
     def add(step: Callable) -> Callable:
         BAD_STEPS[step.__name__] = (step, kind)
@@ -44,29 +53,9 @@ def branch_on_tensor(batch) -> None:
 
 
 @bad("host-read")
-def to_int(batch) -> None:
-    batch.x[: int(batch.n[0])].zero_()
-
-
-@bad("host-read")
-def to_float(batch) -> None:
-    batch.x.mul_(float(batch.y[0, 0]))
-
-
-@bad("host-read")
 def to_list(batch) -> None:
     for value in batch.n.tolist():
         batch.x.add_(value)
-
-
-@bad("host-read")
-def to_numpy(batch) -> None:
-    batch.x.mul_(float(batch.y.numpy().sum()))
-
-
-@bad("host-read")
-def printing(batch) -> None:
-    print("logits", batch.x)
 
 
 @bad("host-read")
@@ -98,19 +87,9 @@ def assertion(batch) -> None:
 
 
 @bad("host-read")
-def python_max(batch) -> None:
-    batch.y.copy_(max(batch.x[0, 0], batch.x[0, 1]))
-
-
-@bad("host-read")
 def membership(batch) -> None:
     if 1 in batch.n:
         batch.x.zero_()
-
-
-@bad("data-dependent-shape")
-def boolean_mask(batch) -> None:
-    batch.y.add_(batch.x[batch.flag].sum())
 
 
 @bad("data-dependent-shape")
@@ -120,59 +99,14 @@ def nonzero(batch) -> None:
 
 
 @bad("data-dependent-shape")
-def unique(batch) -> None:
-    batch.y.add_(torch.unique(batch.n).sum())
-
-
-@bad("data-dependent-shape")
 def where_of_one(batch) -> None:
     (rows,) = torch.where(batch.flag)
     batch.y.add_(rows.sum())
 
 
 @bad("data-dependent-shape")
-def masked_select(batch) -> None:
-    batch.y.add_(torch.masked_select(batch.x, batch.flag[:, None]).sum())
-
-
-@bad("data-dependent-shape")
-def repeat_interleave(batch) -> None:
-    batch.y.add_(torch.repeat_interleave(batch.n, batch.n.abs() + 1).sum())
-
-
-@bad("data-dependent-shape")
 def mask_assignment(batch) -> None:
     batch.x[batch.flag] = batch.y[batch.flag]
-
-
-@bad("data-dependent-shape")
-def bincount(batch) -> None:
-    batch.y.add_(torch.bincount(batch.ids.clamp(0, 3)).sum())
-
-
-@bad("host-data")
-def tensor_from_list(batch) -> None:
-    batch.x.add_(torch.tensor([1.0] * 8))
-
-
-@bad("host-data")
-def tensor_from_scalar(batch) -> None:
-    batch.x.mul_(torch.tensor(0.5))
-
-
-@bad("host-data")
-def as_tensor(batch) -> None:
-    batch.x.add_(torch.as_tensor([2.0] * 8))
-
-
-@bad("host-data")
-def time_as_tensor(batch) -> None:
-    batch.x.add_(torch.tensor(time.time()))
-
-
-@bad("undeclared-input")
-def global_tensor(batch) -> None:
-    batch.x.add_(OUTSIDE)
 
 
 @bad("undeclared-input")
@@ -181,65 +115,15 @@ def list_of_tensors(batch) -> None:
         batch.x.add_(tensor)
 
 
-@bad("undeclared-input")
-def writes_to_a_stranger(batch) -> None:
-    OUTSIDE.copy_(batch.x)
-
-
-@bad("undeclared-input")
-def from_numpy(batch) -> None:
-    batch.x.add_(torch.from_numpy(OUTSIDE.numpy() * 1.0))
-
-
-@bad("torch-rng")
-def dropout(batch) -> None:
-    batch.y.copy_(torch.dropout(batch.x, 0.5, train=True))
-
-
-@bad("torch-rng")
-def multinomial(batch) -> None:
-    batch.ids.copy_(torch.multinomial(batch.x.abs() + 1e-3, 1)[:, 0])
-
-
-@bad("torch-rng")
-def noise(batch) -> None:
-    batch.x.add_(torch.randn_like(batch.x))
-
-
-@bad("torch-rng")
-def exponential(batch) -> None:
-    batch.y.exponential_()
-
-
-@bad("constant-written")
-def weight_update(batch) -> None:
-    WEIGHT.mul_(1.0)
-
-
-@bad("constant-written")
-def weight_slice_written(batch) -> None:
-    WEIGHT[0].copy_(WEIGHT[1])
-
-
 @bad("moved")
 def rebinding(batch) -> None:
     batch.x = batch.x * 2.0
 
 
 @bad("moved")
-def resizing(batch) -> None:
-    torch.empty(0).resize_(4, 8).copy_(batch.x)
-
-
-@bad("moved")
 def setting_data(batch) -> None:
     scratch = torch.empty(4, 8)
     scratch.set_(batch.x)
-
-
-@bad("unregistered-launch")
-def bare_triton_launch(batch) -> None:
-    unregistered_kernel[(1,)](batch.x, BLOCK=32)
 
 
 @bad("failed")
@@ -253,71 +137,15 @@ def total(x: torch.Tensor) -> float:
     return float(x.sum())
 
 
-MODULE = torch.nn.Linear(8, 8)
-HALF = WEIGHT.half()
-LAZY: dict[str, torch.Tensor] = {}
-CARRIED = [torch.zeros(4, 8)]
-
-
-@bad("host-read")
-def to_cpu(batch) -> None:
-    batch.x.add_(batch.y.cpu())
-
-
-@bad("host-read")
-def to_cpu_by_name(batch) -> None:
-    batch.x.add_(batch.y.to("cpu"))
-
-
-@bad("host-read")
-def as_array(batch) -> None:
-    numpy.asarray(batch.n)
-
-
 @bad("host-read")
 def range_of_a_tensor(batch) -> None:
     for _ in range(batch.n[0]):
         batch.x.add_(1.0)
 
 
-@bad("host-read")
-def slice_by_a_tensor(batch) -> None:
-    batch.x[: batch.n[0]].zero_()
-
-
-@bad("host-read")
-def sorting(batch) -> None:
-    sorted(batch.x[0, :3])
-
-
-@bad("host-read")
-def operator_that_returns_a_number(batch) -> None:
-    batch.x.mul_(total(batch.y))
-
-
-@bad("host-read")
-def conditional_expression(batch) -> None:
-    batch.x.mul_(2.0 if batch.flag[0] else 1.0)
-
-
 @bad("data-dependent-shape")
 def numbers_written_under_a_mask(batch) -> None:
     batch.x[batch.flag] = batch.y[0]
-
-
-@bad("data-dependent-shape")
-def argwhere(batch) -> None:
-    batch.y.add_(torch.argwhere(batch.flag).sum())
-
-
-@bad("host-data")
-def list_as_index(batch) -> None:
-    batch.y[:2].copy_(batch.x[[0, 1]])
-
-
-@bad("undeclared-input")
-def module_that_nobody_declared(batch) -> None:
-    batch.y.copy_(MODULE(batch.x))
 
 
 @bad("undeclared-input")
@@ -334,19 +162,9 @@ def made_at_the_first_step(batch) -> None:
 
 
 @bad("torch-rng")
-def bernoulli(batch) -> None:
-    batch.flag.copy_(torch.bernoulli(batch.x.abs().clamp(0, 1)[:, 0]))
-
-
-@bad("torch-rng")
 def attention_with_dropout(batch) -> None:
     q = batch.x.view(1, 1, 4, 8)
     batch.y.copy_(torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1)[0, 0])
-
-
-@bad("constant-written")
-def constant_as_out(batch) -> None:
-    torch.add(batch.x[0], 1.0, alpha=2, out=WEIGHT[0])
 
 
 @bad("moved")
@@ -370,31 +188,124 @@ def slot_swapped(batch) -> None:
     batch.x, batch.y = batch.y, batch.x
 
 
-@bad("raw-pointer")
-def address(batch) -> None:
-    batch.x.data_ptr()
+bad(
+    "host-read",
+    to_int=lambda batch: batch.x[: int(batch.n[0])].zero_(),
+    to_float=lambda batch: batch.x.mul_(float(batch.y[0, 0])),
+    to_numpy=lambda batch: batch.x.mul_(float(batch.y.numpy().sum())),
+    printing=lambda batch: print("logits", batch.x),
+    python_max=lambda batch: batch.y.copy_(max(batch.x[0, 0], batch.x[0, 1])),
+    to_cpu=lambda batch: batch.x.add_(batch.y.cpu()),
+    to_cpu_by_name=lambda batch: batch.x.add_(batch.y.to("cpu")),
+    as_array=lambda batch: numpy.asarray(batch.n),
+    slice_by_a_tensor=lambda batch: batch.x[: batch.n[0]].zero_(),
+    sorting=lambda batch: sorted(batch.x[0, :3]),
+    operator_that_returns_a_number=lambda batch: batch.x.mul_(total(batch.y)),
+    conditional_expression=lambda batch: batch.x.mul_(2.0 if batch.flag[0] else 1.0),
+    multi_element_branch_by_all=lambda batch: batch.y.add_(1.0 if torch.all(batch.flag) else 0.0),
+)
+bad(
+    "data-dependent-shape",
+    boolean_mask=lambda batch: batch.y.add_(batch.x[batch.flag].sum()),
+    unique=lambda batch: batch.y.add_(torch.unique(batch.n).sum()),
+    masked_select=lambda batch: batch.y.add_(torch.masked_select(batch.x, batch.flag[:, None]).sum()),
+    repeat_interleave=lambda batch: batch.y.add_(torch.repeat_interleave(batch.n, batch.n.abs() + 1).sum()),
+    bincount=lambda batch: batch.y.add_(torch.bincount(batch.ids.clamp(0, 3)).sum()),
+    argwhere=lambda batch: batch.y.add_(torch.argwhere(batch.flag).sum()),
+)
+bad(
+    "host-data",
+    tensor_from_list=lambda batch: batch.x.add_(torch.tensor([1.0] * 8)),
+    tensor_from_scalar=lambda batch: batch.x.mul_(torch.tensor(0.5)),
+    as_tensor=lambda batch: batch.x.add_(torch.as_tensor([2.0] * 8)),
+    time_as_tensor=lambda batch: batch.x.add_(torch.tensor(time.time())),
+    list_as_index=lambda batch: batch.y[:2].copy_(batch.x[[0, 1]]),
+)
+bad(
+    "undeclared-input",
+    global_tensor=lambda batch: batch.x.add_(OUTSIDE),
+    writes_to_a_stranger=lambda batch: OUTSIDE.copy_(batch.x),
+    from_numpy=lambda batch: batch.x.add_(torch.from_numpy(OUTSIDE.numpy() * 1.0)),
+    module_that_nobody_declared=lambda batch: batch.y.copy_(MODULE(batch.x)),
+    weight_that_was_converted=lambda batch: batch.y.copy_(batch.x.half() @ HALF),
+)
+bad(
+    "torch-rng",
+    dropout=lambda batch: batch.y.copy_(torch.dropout(batch.x, 0.5, train=True)),
+    multinomial=lambda batch: batch.ids.copy_(torch.multinomial(batch.x.abs() + 1e-3, 1)[:, 0]),
+    noise=lambda batch: batch.x.add_(torch.randn_like(batch.x)),
+    exponential=lambda batch: batch.y.exponential_(),
+    bernoulli=lambda batch: batch.flag.copy_(torch.bernoulli(batch.x.abs().clamp(0, 1)[:, 0])),
+    bernoulli_by_tensor=lambda batch: batch.y.bernoulli_(batch.x.clamp(0, 1)),
+    permutation=lambda batch: batch.y.copy_(batch.x[torch.randperm(batch.size)]),
+)
+bad(
+    "constant-written",
+    weight_update=lambda batch: WEIGHT.mul_(1.0),
+    weight_slice_written=lambda batch: WEIGHT[0].copy_(WEIGHT[1]),
+    constant_as_out=lambda batch: torch.add(batch.x[0], 1.0, alpha=2, out=WEIGHT[0]),
+)
+bad(
+    "moved",
+    resizing=lambda batch: torch.empty(0).resize_(4, 8).copy_(batch.x),
+    slot_reshaped_in_place=lambda batch: batch.x.unsqueeze_(0),
+)
+bad("unregistered-launch", bare_triton_launch=lambda batch: unregistered_kernel[(1,)](batch.x, BLOCK=32))
+bad("raw-pointer", address=lambda batch: batch.x.data_ptr())
 
 
-@bad("moved")
-def slot_reshaped_in_place(batch) -> None:
-    batch.x.unsqueeze_(0)
+# steps that do something else each time, of which a graph would repeat the first
 
 
-@bad("torch-rng")
-def bernoulli_by_tensor(batch) -> None:
-    batch.y.bernoulli_(batch.x.clamp(0, 1))
+@bad("baked-value")
+def growing_slice(batch) -> None:
+    length = next(CONTEXTS)
+    batch.y[:, : length % 8].add_(1.0)
 
 
-@bad("torch-rng")
-def permutation(batch) -> None:
-    batch.y.copy_(batch.x[torch.randperm(batch.size)])
+@bad("baked-value")
+def branch_on_python_state(batch) -> None:
+    if next(COUNTER) % 2:
+        batch.x.sin_()
+    else:
+        batch.x.cos_()
 
 
-@bad("host-read")
-def multi_element_branch_by_all(batch) -> None:
-    batch.y.add_(1.0 if torch.all(batch.flag) else 0.0)
+@bad("baked-value")
+def loop_of_growing_length(batch) -> None:
+    for _ in range(next(CONTEXTS)):
+        batch.x.add_(1.0)
 
 
-@bad("undeclared-input")
-def weight_that_was_converted(batch) -> None:
-    batch.y.copy_(batch.x.half() @ HALF)
+@bad("baked-value")
+def position_in_arange(batch) -> None:
+    start = next(CONTEXTS)
+    batch.y.add_(torch.arange(start, start + 8))
+
+
+@bad("baked-value")
+def number_written_by_index(batch) -> None:
+    batch.x[0] = float(next(COUNTER))
+
+
+@bad("baked-value")
+def chosen_slot(batch) -> None:
+    chosen = batch.x if next(COUNTER) % 2 else batch.y
+    chosen.add_(1.0)
+
+
+@bad("baked-value")
+def skipped_step(batch) -> None:
+    if next(COUNTER) % 2:
+        return
+    batch.x.add_(1.0)
+
+
+bad(
+    "baked-value",
+    counter=lambda batch: batch.x.mul_(float(next(COUNTER))),
+    clock=lambda batch: batch.x.add_(time.perf_counter()),
+    host_random=lambda batch: batch.x.mul_(random.random()),
+    fill_value=lambda batch: batch.y.copy_(torch.full((8,), float(next(COUNTER)))),
+    chosen_row=lambda batch: batch.y[next(COUNTER) % 4].add_(1.0),
+)

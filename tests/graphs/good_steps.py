@@ -18,55 +18,10 @@ def good(step: Callable) -> Callable:
 
 
 @good
-def in_place(batch) -> None:
-    batch.x.mul_(2.0).add_(1.0)
-
-
-@good
-def product(batch) -> None:
-    batch.y.copy_(batch.x @ WEIGHT.T)
-
-
-@good
-def masked(batch) -> None:
-    batch.x.mul_(torch.where(batch.n.sum() > 3, 2.0, 1.0))
-
-
-@good
-def gather_by_index(batch) -> None:
-    batch.y.copy_(TABLE[batch.ids])
-
-
-@good
-def scatter_by_index(batch) -> None:
-    batch.y.index_copy_(0, batch.ids.clamp(0, 3), batch.x)
-
-
-@good
-def masked_fill(batch) -> None:
-    batch.x.masked_fill_(batch.flag[:, None], 0.0)
-
-
-@good
-def own_operator(batch) -> None:
-    rms_norm(batch.y, batch.x, WEIGHT[0], 1e-5)
-
-
-@good
-def own_operator_that_reads_in_host_memory(batch) -> None:
-    embedding(batch.y, batch.ids, TABLE, batch.live_rows)
-
-
-@good
 def factories(batch) -> None:
     rows = torch.arange(batch.size)
     ones, zeros, full = torch.ones(8), torch.zeros(8), torch.full((8,), 0.5)
     batch.y.copy_(torch.where((rows < batch.live_rows)[:, None], ones + full, zeros))
-
-
-@good
-def views(batch) -> None:
-    batch.x.view(-1, 4)[:, 1:3].transpose(0, 1).neg_()
 
 
 @good
@@ -90,24 +45,9 @@ def several_outputs(batch) -> None:
 
 
 @good
-def reductions(batch) -> None:
-    batch.y.copy_(torch.softmax(batch.x, -1).cumsum(-1) - batch.x.mean(-1, keepdim=True))
-
-
-@good
-def dtype_changes(batch) -> None:
-    batch.y.copy_(batch.x.to(torch.bfloat16).float() + batch.n.to(torch.float32)[:, None])
-
-
-@good
 def device_named_elsewhere(batch) -> None:
     """A step that follows its tensors: where they live, its own line does not say."""
     batch.y.add_(batch.x.to(str(batch.y.device)))
-
-
-@good
-def concatenation(batch) -> None:
-    batch.y.copy_(torch.cat([batch.x[:, 4:], batch.x[:, :4]], dim=-1))
 
 
 @torch.library.custom_op("graphdecode_tests::append", mutates_args={"total"})
@@ -115,11 +55,6 @@ def append(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Write into one tensor and return another."""
     total.add_(x)
     return total * 2.0
-
-
-@good
-def operator_that_writes_and_returns(batch) -> None:
-    batch.x.copy_(append(batch.y, batch.x))
 
 
 @good
@@ -147,19 +82,9 @@ def attention(batch) -> None:
 
 
 @good
-def dropout_of_a_model_in_eval(batch) -> None:
-    batch.y.copy_(torch.nn.functional.dropout(batch.x, 0.5, training=False))
-
-
-@good
 def scratch_on_the_batch(batch) -> None:
     batch.hidden = batch.x * 2.0
     batch.y.copy_(batch.hidden)
-
-
-@good
-def cast_to_a_device_that_is_given(batch) -> None:
-    batch.x.add_(torch.arange(8).to(batch.x.device))
 
 
 @good
@@ -170,24 +95,9 @@ def written_into_scratch(batch) -> None:
 
 
 @good
-def keyword_arguments(batch) -> None:
-    torch.add(batch.x, batch.y, alpha=2, out=batch.y)
-
-
-@good
 def loop_over_rows(batch) -> None:
     for row in batch.x.unbind(0):
         row.add_(1.0)
-
-
-@good
-def step_that_reads_nothing(batch) -> None:
-    batch.y.zero_()
-
-
-@good
-def einsum(batch) -> None:
-    batch.y.copy_(torch.einsum("bi,oi->bo", batch.x, WEIGHT))
 
 
 @good
@@ -195,3 +105,29 @@ def scratch_reshaped_in_place(batch) -> None:
     scratch = batch.x * 2.0
     scratch.transpose_(0, 1).unsqueeze_(0).mul_(3.0)
     batch.y.copy_(scratch[0].t())
+
+
+GOOD_STEPS |= {
+    "in_place": lambda batch: batch.x.mul_(2.0).add_(1.0),
+    "product": lambda batch: batch.y.copy_(batch.x @ WEIGHT.T),
+    "masked": lambda batch: batch.x.mul_(torch.where(batch.n.sum() > 3, 2.0, 1.0)),
+    "gather_by_index": lambda batch: batch.y.copy_(TABLE[batch.ids]),
+    "scatter_by_index": lambda batch: batch.y.index_copy_(0, batch.ids.clamp(0, 3), batch.x),
+    "masked_fill": lambda batch: batch.x.masked_fill_(batch.flag[:, None], 0.0),
+    "own_operator": lambda batch: rms_norm(batch.y, batch.x, WEIGHT[0], 1e-5),
+    "own_operator_that_reads_in_host_memory": lambda batch: embedding(batch.y, batch.ids, TABLE, batch.live_rows),
+    "views": lambda batch: batch.x.view(-1, 4)[:, 1:3].transpose(0, 1).neg_(),
+    "reductions": lambda batch: batch.y.copy_(torch.softmax(batch.x, -1).cumsum(-1) - batch.x.mean(-1, keepdim=True)),
+    "dtype_changes": lambda batch: batch.y.copy_(
+        batch.x.to(torch.bfloat16).float() + batch.n.to(torch.float32)[:, None]
+    ),
+    "concatenation": lambda batch: batch.y.copy_(torch.cat([batch.x[:, 4:], batch.x[:, :4]], dim=-1)),
+    "operator_that_writes_and_returns": lambda batch: batch.x.copy_(append(batch.y, batch.x)),
+    "dropout_of_a_model_in_eval": lambda batch: batch.y.copy_(
+        torch.nn.functional.dropout(batch.x, 0.5, training=False)
+    ),
+    "cast_to_a_device_that_is_given": lambda batch: batch.x.add_(torch.arange(8).to(batch.x.device)),
+    "keyword_arguments": lambda batch: torch.add(batch.x, batch.y, alpha=2, out=batch.y),
+    "step_that_reads_nothing": lambda batch: batch.y.zero_(),
+    "einsum": lambda batch: batch.y.copy_(torch.einsum("bi,oi->bo", batch.x, WEIGHT)),
+}

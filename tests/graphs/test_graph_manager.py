@@ -3,11 +3,14 @@
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from command_line import run_python
 
 from graphdecode import BucketLadder, CaptureError, FrozenError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
@@ -53,6 +56,12 @@ def manager(step: Callable, buffers: StepBuffers, weight: torch.Tensor, **option
     return GraphManager(step, buffers, BucketLadder([1, 2, 4], CAPACITY), constants=[weight], **options)
 
 
+def captured(*arguments: Any, **options: object) -> GraphManager:
+    graphs = manager(*arguments, **options)
+    graphs.capture(progress=False)
+    return graphs
+
+
 def fill(buffers: StepBuffers, seed: int) -> None:
     buffers.x.copy_(torch.randn(CAPACITY, 16, generator=torch.Generator().manual_seed(seed)))
     buffers.count.copy_(torch.arange(CAPACITY))
@@ -60,8 +69,7 @@ def fill(buffers: StepBuffers, seed: int) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_law_3_every_batch_size_runs_in_its_bucket(step, buffers, weight, backend: str) -> None:
-    graphs = manager(step, buffers, weight, backend=backend)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight, backend=backend)
     assert graphs.buckets == (1, 2, 4, 8)
     for batch_size in range(1, CAPACITY + 1):
         assert graphs.replay(batch_size) == graphs.bucket_for(batch_size) >= batch_size
@@ -69,8 +77,7 @@ def test_law_3_every_batch_size_runs_in_its_bucket(step, buffers, weight, backen
 
 @pytest.mark.parametrize("batch_size", range(1, CAPACITY + 1))
 def test_law_5_replay_is_eager_bit_for_bit(step, buffers, weight, batch_size: int) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     results = []
     for run in (graphs.run_eager, graphs.replay):
         fill(buffers, seed=batch_size)
@@ -82,8 +89,7 @@ def test_law_5_replay_is_eager_bit_for_bit(step, buffers, weight, batch_size: in
 
 
 def test_law_4_hostile_padding_changes_no_live_bit(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     for batch_size in range(1, CAPACITY):
         fill(buffers, seed=1)
         graphs.replay(batch_size)
@@ -95,8 +101,7 @@ def test_law_4_hostile_padding_changes_no_live_bit(step, buffers, weight) -> Non
 
 
 def test_law_1_a_replay_uses_the_memory_of_the_capture(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     before = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
     for batch_size in (3, 8, 1):
         graphs.replay(batch_size)
@@ -105,8 +110,7 @@ def test_law_1_a_replay_uses_the_memory_of_the_capture(step, buffers, weight) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks into recorded graphs")
 def test_what_intermediates_hold_between_replays_does_not_matter(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     fill(buffers, seed=2)
     graphs.replay(5)
     expected = buffers.y.clone()
@@ -128,8 +132,7 @@ def test_a_capture_leaves_the_slots_as_they_were(step, buffers, weight) -> None:
 
 @pytest.mark.parametrize("batch_size", [0, CAPACITY + 1])
 def test_law_7_a_batch_outside_the_capacity_changes_nothing(step, buffers, weight, batch_size: int) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     fill(buffers, seed=4)
     graphs.replay(3)
     before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
@@ -220,8 +223,7 @@ def test_frozen_graphs_refuse_every_way_to_change_what_they_point_at(buffers) ->
 
 
 def test_a_frozen_slot_that_is_reallocated_is_named(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     graphs.freeze()
     graphs.replay(2)
     buffers.tensors["x"].set_(torch.zeros_like(buffers.x))
@@ -230,8 +232,7 @@ def test_a_frozen_slot_that_is_reallocated_is_named(step, buffers, weight) -> No
 
 
 def test_frozen_graphs_refuse_to_capture_until_thawed(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight)
     graphs.freeze()
     with pytest.raises(FrozenError, match="frozen"):
         graphs.capture(progress=False)
@@ -251,13 +252,11 @@ def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> No
         return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
     for _ in range(3):
-        graphs = manager(step, buffers, weight)
-        graphs.capture(progress=False)
+        graphs = captured(step, buffers, weight)
         graphs.close()
     before = tensors_alive()
     for _ in range(100):
-        graphs = manager(step, buffers, weight)
-        graphs.capture(progress=False)
+        graphs = captured(step, buffers, weight)
         graphs.close()
     assert tensors_alive() <= before
 
@@ -266,8 +265,7 @@ def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> No
 def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> None:
     def resident_bytes_after(captures: int) -> int:
         for _ in range(captures):
-            graphs = manager(step, buffers, weight)
-            graphs.capture(progress=False)
+            graphs = captured(step, buffers, weight)
             graphs.replay(3)
             graphs.close()
         gc.collect()
@@ -280,8 +278,7 @@ def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> Non
 
 @pytest.mark.parametrize("batch_size", [3, 8])
 def test_a_bucket_is_captured_at_its_first_use(step, buffers, weight, batch_size: int) -> None:
-    graphs = manager(step, buffers, weight, capture_when="first-use")
-    graphs.capture(progress=False)
+    graphs = captured(step, buffers, weight, capture_when="first-use")
     eager = manager(step, buffers, weight, backend="eager")
     eager.capture(progress=False)
     results = []
@@ -333,3 +330,83 @@ def test_a_backend_of_another_device_is_refused(step, buffers, weight) -> None:
 def test_a_ladder_larger_than_the_buffers_is_refused(step, buffers, weight) -> None:
     with pytest.raises(ValueError, match="the ladder goes up to 16 rows, the buffers hold 8"):
         GraphManager(step, buffers, BucketLadder([1], 16))
+
+
+def make_graphs(step=None):
+    buffers = StepBuffers([Slot("x", ("batch", 4), torch.float32)], max_batch_size=2, device="cpu")
+    return buffers, GraphManager(step or (lambda batch: batch.x.add_(1.0)), buffers, [1, 2])
+
+
+@pytest.mark.parametrize("batch_size", [None, "1", 1.0, True, torch.tensor(1), 0, 3])
+def test_a_batch_size_that_is_none_is_refused_with_its_value(batch_size):
+    buffers, graphs = make_graphs()
+    graphs.capture(progress=False)
+    for call in (graphs.replay, graphs.run_eager, graphs.bucket_for):
+        with pytest.raises(ValueError, match=r"1\.\.max_batch_size=2, got "):
+            call(batch_size)
+    assert not buffers.x.any()
+
+
+def test_a_recording_holds_nothing_of_what_another_thread_runs():
+    running, over = threading.Event(), threading.Event()
+    elsewhere = torch.zeros(8)
+
+    def work():
+        while not over.is_set():
+            elsewhere.add_(1.0)
+            running.set()
+
+    def step(batch):
+        running.clear()
+        assert running.wait(10)  # the other thread is at work while this step is recorded
+        batch.x.add_(1.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        buffers, graphs = make_graphs(step)
+        report = graphs.capture(progress=False)
+    finally:
+        over.set()
+        thread.join()
+    assert all(bucket.nodes.total() == 1 for bucket in report.buckets)
+    before = elsewhere.clone()
+    graphs.replay(2)
+    assert torch.equal(elsewhere, before)
+    assert buffers.x.eq(1.0).all()
+
+
+LEFT_OPEN = """
+import atexit
+import torch
+import torch.distributed as dist
+from graphdecode import GraphManager, Slot, StepBuffers
+from graphdecode.graphs.recorded import RecordedStepGraph
+
+close = RecordedStepGraph.close
+RecordedStepGraph.close = lambda graph: (print("graph closed", flush=True), close(graph))
+dist.init_process_group("gloo", init_method="file://STORE", rank=0, world_size=1)
+atexit.register(lambda: (print("group destroyed", flush=True), dist.destroy_process_group()))
+buffers = StepBuffers([Slot("x", ("batch",), torch.float32)], max_batch_size=2, device="cpu")
+graphs = GraphManager(lambda batch: batch.x.add_(1.0), buffers, [1, 2])
+graphs.capture(progress=False)
+"""
+
+
+def test_graphs_that_were_left_open_end_before_the_process_group(tmp_path):
+    printed = run_python(LEFT_OPEN.replace("STORE", str(tmp_path / "store")))
+    assert printed.split("\n") == ["graph closed", "graph closed", "group destroyed", ""]
+
+
+def test_two_managers_replay_in_turn_and_one_outlives_the_other():
+    first_buffers, first = make_graphs()
+    second_buffers, second = make_graphs(lambda batch: batch.x.sub_(2.0))
+    first.capture(progress=False)
+    second.capture(progress=False)
+    for _ in range(3):
+        first.replay(2)
+        second.replay(2)
+    first.close()
+    second.replay(2)
+    assert first_buffers.x.eq(3.0).all()
+    assert second_buffers.x.eq(-8.0).all()

@@ -1,7 +1,12 @@
 """Several steps in one launch, over a step that knows nothing of models: the slots decide how many run."""
 
 import random
-from collections.abc import Iterator
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
-from graphdecode.graphs import Loop
+from graphdecode.graphs import Loop, cuda_loop
 
 ROWS, HISTORY = 8, 64
 
@@ -103,9 +108,7 @@ def countdown(device: str, backend: str) -> Iterator[Countdown]:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_launch_gives_what_single_steps_give(
-    countdown: Countdown, ends_early: bool, seed: int, num_steps: int
-) -> None:
+def test_a_launch_gives_what_single_steps_give(countdown, ends_early, seed, num_steps):
     rng = random.Random(seed)
     lefts = [rng.randint(0, 2 * num_steps) for _ in range(rng.randint(1, ROWS))]
     countdown.start(lefts)
@@ -288,3 +291,87 @@ def test_the_audit_names_what_an_epilogue_points_at_in_vain(device: str) -> None
     weight.data = torch.zeros(4, dtype=torch.float64, device=device)
     assert kept is not weight.data
     assert {pointer.owner for pointer in graphs.audit()} == {"constants[0]"}
+
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+
+class Code(IntEnum):
+    """What NVRTC answers."""
+
+    SUCCESS = 0
+    REFUSED = 5
+
+
+class FakeNvrtc:
+    """NVRTC's calls, any of which can be made to fail."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.calls: list[str] = []
+        self.failing = failing
+
+    def __getattr__(self, name: str) -> Callable[..., tuple]:
+        answers = {"nvrtcCreateProgram": ("program",), "nvrtcGetCUBINSize": (6,)}
+
+        def called(*arguments: Any) -> tuple:
+            self.calls.append(name)
+            if name == "nvrtcCompileProgram":
+                assert arguments == ("program", 1, [b"--gpu-architecture=sm_120"])
+            return (Code.REFUSED if name == self.failing else Code.SUCCESS, *answers.get(name, ()))
+
+        return called
+
+
+def test_the_condition_is_compiled_for_the_device_and_the_program_is_given_back(monkeypatch):
+    fake = FakeNvrtc()
+    monkeypatch.setattr(cuda_loop, "nvrtc", fake)
+    assert len(cuda_loop.compile_condition((12, 0))) == 6
+    steps = ["nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetCUBINSize", "nvrtcGetCUBIN", "nvrtcDestroyProgram"]
+    assert fake.calls == steps
+
+
+@pytest.mark.parametrize("call", ["nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetCUBINSize", "nvrtcGetCUBIN"])
+def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    fake = FakeNvrtc(failing=call)
+    monkeypatch.setattr(cuda_loop, "nvrtc", fake)
+    with pytest.raises(RuntimeError, match="NVRTC refused to compile the loop's condition: REFUSED"):
+        cuda_loop.compile_condition((12, 0))
+    assert ("nvrtcDestroyProgram" in fake.calls) == (call != "nvrtcCreateProgram")
+
+
+def test_without_cuda_python_the_condition_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_loop, "nvrtc", None)
+    with pytest.raises(RuntimeError, match="cuda-python is not installed"):
+        cuda_loop.compile_condition((9, 0))
+
+
+def has_nvrtc() -> bool:
+    try:
+        cuda_loop.nvrtc.nvrtcVersion()
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_nvrtc_compiles_the_condition(capability: tuple[int, int]) -> None:
+    if not has_nvrtc():
+        pytest.skip("no NVRTC here")
+    code = cuda_loop.compile_condition(capability)
+    assert code.startswith(b"\x7fELF")
+    assert cuda_loop.CONDITION in code
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_nvcc_compiles_the_condition_with_the_toolkits_own_declarations(arch: int, tmp_path: Path) -> None:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("no nvcc here")
+    # the toolkit's header declares what the source declares for NVRTC; with both, they would have to agree
+    source, cubin = tmp_path / "condition.cu", tmp_path / "condition.cubin"
+    kernel = re.sub(rb'typedef.*?;\n|extern "C" __device__.*?;\n', b"", cuda_loop.CONDITION_SOURCE)
+    source.write_bytes(kernel)
+    command = [compiler, "-cubin", f"-arch=sm_{arch}", "-o", str(cubin), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert cuda_loop.CONDITION in cubin.read_bytes()

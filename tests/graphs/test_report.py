@@ -2,12 +2,16 @@
 
 import json
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
+from graphdecode.graphs import check
 
 WEIGHT = torch.eye(8, device="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -150,3 +154,156 @@ def test_what_is_moved_is_called_a_bound_and_is_one(device: str) -> None:
     assert "moved MiB are at most: of caches and tables all is counted" in str(report)
     assert report.buckets[0].moved_bytes >= table.nbytes > gathered
     graphs.close()
+
+
+WIDTH = 16
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+def plain(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+def recurrent(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x[:, None])[0][:, 0]
+
+
+def attention(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x[None], x[None], x[None], need_weights=False)[0][0]
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)), plain),
+    "bfloat16": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(), nn.Linear(64, WIDTH)).bfloat16(),
+        lambda module, x: module(x.bfloat16()).float(),
+    ),
+    "norms": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH), nn.BatchNorm1d(WIDTH)), plain),
+    "dropout": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)), plain),
+    "convolution": (lambda: nn.Conv1d(1, 1, 3, padding=1), lambda module, x: module(x[:, None])[:, 0]),
+    "pooling": (
+        lambda: nn.Sequential(nn.AvgPool1d(3, 1, 1), nn.MaxPool1d(3, 1, 1)),
+        lambda module, x: module(x[:, None])[:, 0],
+    ),
+    "embedding": (lambda: nn.Embedding(8, WIDTH), lambda module, x: module((x[:, 0].abs() * 7).long().clamp(0, 7))),
+    "gru": (lambda: nn.GRU(WIDTH, WIDTH, batch_first=True), recurrent),
+    "lstm": (lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), recurrent),
+    "attention": (lambda: nn.MultiheadAttention(WIDTH, 4, batch_first=True), attention),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True),
+        lambda module, x: module(x[None])[0],
+    ),
+    "decoder layer": (
+        lambda: nn.TransformerDecoderLayer(WIDTH, 4, 32, batch_first=True),
+        lambda module, x: module(x[None], x[None])[0],
+    ),
+    "upsampling": (lambda: nn.Upsample(scale_factor=2), lambda module, x: module(x[:, None])[:, 0, ::2]),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_law_5_a_module_replays_as_it_runs(device: str, name: str) -> None:
+    make, call = MODULES[name]
+    torch.manual_seed(0)
+    module = make().to(device).eval()
+    rows = ("batch", WIDTH)
+    buffers = StepBuffers(
+        [Slot("x", rows, torch.float32), Slot("y", rows, torch.float32)], max_batch_size=4, device=device
+    )
+
+    def step(batch: Batch) -> None:
+        batch.y.copy_(call(module, batch.x))
+
+    graphs = GraphManager(step, buffers, [1, 4], constants=[module])
+    graphs.capture(progress=False)
+    for seed, batch_size in enumerate((4, 1, 3)):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        x[batch_size:] = 0.0  # what the slot declares, and is given when the batch size changes
+        buffers.set_live_rows(batch_size)
+        results = []
+        for run in (graphs.run_eager, graphs.replay):
+            buffers.x.copy_(x)
+            if device == "cpu":
+                for graph in graphs.graphs.values():
+                    graph.poison()
+            run(batch_size)
+            results.append(buffers.y.clone())
+        assert torch.isfinite(results[0]).all()
+        assert torch.equal(*results)
+
+
+ROWS, CAPACITY, VOCABULARY = 4, 32, 128
+
+
+class TransformersStep:
+    """A Llama, its cache, and the buffers that hold all that a step reads."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=CAPACITY,
+        )
+        self.model = LlamaForCausalLM(config).eval().to(device)
+        self.cache = StaticCache(config=config, max_cache_len=CAPACITY)
+        slots = [
+            Slot("tokens", ("batch",), torch.int64, pad=1),
+            Slot("position", (1,), torch.int64),
+            Slot("logits", ("batch", VOCABULARY), torch.float32),
+        ]
+        self.buffers = StepBuffers(slots, max_batch_size=ROWS, device=device)
+        with torch.no_grad():
+            self(self.buffers.narrow(ROWS))  # allocates the cache
+        self.state = [
+            value for layer in self.cache.layers for value in vars(layer).values() if isinstance(value, Tensor)
+        ]
+
+    def __call__(self, batch: Batch) -> None:
+        positions = batch.position[None].expand(batch.size, 1)
+        output = self.model(input_ids=batch.tokens[:, None], position_ids=positions, past_key_values=self.cache)
+        batch.logits.copy_(output.logits[:, -1])
+
+    def declare_cache(self) -> None:
+        for index, tensor in enumerate(self.state):
+            self.buffers.adopt(f"cache_{index}", tensor)
+
+    def generate(self, run: Callable[[int], int], count: int) -> list[Tensor]:
+        for tensor in self.state:
+            tensor.zero_()
+        self.buffers.position.zero_()
+        self.buffers.set_live_rows(ROWS)
+        self.buffers.tokens.copy_(torch.tensor([3, 5, 7, 9]))
+        logits = []
+        for _ in range(count):
+            run(ROWS)
+            logits.append(self.buffers.logits.clone())
+            self.buffers.tokens.copy_(logits[-1].argmax(-1))
+            self.buffers.position.add_(1)
+        return logits
+
+
+@pytest.fixture
+def llama(device: str) -> TransformersStep:
+    return TransformersStep(device)
+
+
+def test_the_check_names_the_state_that_the_cache_keeps_to_itself(llama: TransformersStep) -> None:
+    findings = check(llama, llama.buffers, constants=[llama.model])
+    assert {finding.kind for finding in findings} == {"undeclared-input"}
+    assert any("cache_utils.py" in (finding.file or "") for finding in findings)
+
+
+def test_law_5_it_replays_as_it_runs_once_its_state_is_declared(llama: TransformersStep) -> None:
+    llama.declare_cache()
+    assert not check(llama, llama.buffers, constants=[llama.model])
+    graphs = GraphManager(llama, llama.buffers, [ROWS], constants=[llama.model])
+    graphs.capture(progress=False)
+    eager, replayed = llama.generate(graphs.run_eager, 12), llama.generate(graphs.replay, 12)
+    for before, after in zip(eager, replayed, strict=True):
+        assert torch.equal(before, after)
+    assert len({tuple(logits.argmax(-1).tolist()) for logits in replayed}) > 1, "it does not always say the same"

@@ -119,9 +119,7 @@ def look(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("backend", ["recorded", "eager"])
-def test_tails_hold_their_pads_when_the_batch_size_changes_also_behind_an_upload(
-    staged: StepBuffers, backend: str
-) -> None:
+def test_tails_hold_their_pads_when_the_batch_size_changes_also_behind_an_upload(staged, backend):
     graphs = GraphManager(look, staged, [4, 8], backend=backend)
     graphs.capture(progress=False)
     for rows, bucket in ((3, 4), (6, 8), (2, 4), (7, 8)):

@@ -109,9 +109,7 @@ def test_a_pipe_is_refused_and_never_waited_for(sharded: Path, name: str) -> Non
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_code_of_a_checkpoint_is_run_where_it_is_trusted_and_nowhere_else(
-    folder: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_checkpoint_is_run_where_it_is_trusted_and_nowhere_else(folder, file, tmp_path, monkeypatch):
     """transformers would ask on standard input, and run it after "y"."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -1,14 +1,9 @@
-"""Lets the tests of this folder import what they share (`sampling_rows`) by name, and interprets kernels quickly."""
+"""Kernels are interpreted quickly."""
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from hostile_rows import quick_interpreter
 
 

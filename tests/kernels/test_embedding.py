@@ -1,9 +1,20 @@
+"""None"""
+
 import pytest
 import torch
+from compiled_kernels import NATIVE
+from quantized_weights import stored_weight
 
-from graphdecode.kernels.model.embedding import embedding, embedding_norm, embedding_norm_triton, embedding_triton
+from graphdecode.kernels.model.embedding import (
+    embedding,
+    embedding_norm,
+    embedding_norm_triton,
+    embedding_triton,
+    quantized_embedding,
+)
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
 native_embedding = versions("embedding").native
 embedding_torch = versions("embedding").torch
@@ -11,10 +22,8 @@ embedding_torch = versions("embedding").torch
 HOSTILE_IDS = [2**62, -(2**62), -1, 11]
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=["torch", NATIVE, "triton"])
 def gather(request, device):
-    if request.param == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
     where = device if request.param == "triton" else "cpu"
 
     def run(tokens, weight, live, scale=1.0):
@@ -95,3 +104,27 @@ def test_with_the_first_norm_the_residual_keeps_its_bits_and_the_norm_is_that_of
         tolerance = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(residual.cpu(), wanted, rtol=tolerance, atol=0.0)
         torch.testing.assert_close(out.cpu().double(), normed, rtol=tolerance, atol=tolerance)
+
+
+TOKENS_OF_BLOCKS = torch.tensor([0, 69, 31, 32, -1, 70, 2**40, 5, 33, 33, 68])
+LIVE = torch.tensor([9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
+def test_rows_are_those_of_the_undone_table(block_type, dtype, is_compiled):
+    if is_compiled and native.library() is None:
+        pytest.skip("needs compiled kernels")
+    stored, weight = stored_weight(block_type, (70, 512))
+    held = GgufBlocks(stored, block_type).panels()
+    for scale in (1.0, 22.5):
+        found, expected = torch.full((2, len(TOKENS_OF_BLOCKS), 512), torch.nan, dtype=dtype)
+        embedding(expected, TOKENS_OF_BLOCKS, weight.to(dtype), LIVE, scale)
+        if is_compiled:
+            quantized_embedding(found, TOKENS_OF_BLOCKS, held, LIVE, 70, scale)
+        else:
+            with native.switched_off():
+                quantized_embedding(found, TOKENS_OF_BLOCKS, held, LIVE, 70, scale)
+        torch.testing.assert_close(found, expected, rtol=2e-7 if dtype == torch.float32 else 2**-8, atol=1e-7)
+        assert (found == expected).float().mean() > 0.99  # a fused multiplication and addition rounds once

@@ -4,16 +4,15 @@ import math
 
 import pytest
 import torch
+from compiled_kernels import NATIVE, compiled
 
 from graphdecode.kernels.moe.expert_linear import GATES, Routed, expert_linear, expert_panels
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ALPHA, LIMIT = 1.702, 2.0
-needs_compiler = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
-VERSIONS = ["torch", "triton", pytest.param("native", marks=needs_compiler)]
+VERSIONS = ["torch", "triton", NATIVE]
 
 
 def run(version, name, *arguments):
@@ -150,7 +149,7 @@ def check_product(version, gate, dtype, with_bias, rows, depth, width):
         torch.testing.assert_close(out[pair].double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@needs_compiler
+@compiled
 @pytest.mark.parametrize(
     ("dtype", "depth"), [(torch.float32, 65), (torch.bfloat16, 65), (torch.bfloat16, 64), (torch.float16, 65)]
 )
@@ -159,19 +158,15 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(dtype, depth):
     experts, slots, rows, width = 4, 2, 90, 100
     weight = packed("native", random(experts, 2 * width, depth, seed=2, dtype=dtype), "silu")
     x, logits = random(rows, depth, seed=4, dtype=dtype), random(rows, experts, seed=5)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count, share in ((rows, 1), (rows, 3), (1, 1), (9, 3)):
-            torch.set_num_threads(share)
-            _, _, order, offsets = routed("native", logits[:count], slots, count)
-            out = torch.empty(count * slots, width, dtype=dtype)
-            given = x[:count].clone()
-            given[1:] = given[1:] if count == rows else torch.nan
-            expert_linear(out, given, weight, None, Routed(order, offsets, slots, "silu"))
-            results.append(out[:slots])
-    finally:
-        torch.set_num_threads(threads)
+    for count, share in ((rows, 1), (rows, 3), (1, 1), (9, 3)):
+        torch.set_num_threads(share)
+        _, _, order, offsets = routed("native", logits[:count], slots, count)
+        out = torch.empty(count * slots, width, dtype=dtype)
+        given = x[:count].clone()
+        given[1:] = given[1:] if count == rows else torch.nan
+        expert_linear(out, given, weight, None, Routed(order, offsets, slots, "silu"))
+        results.append(out[:slots])
     assert all(torch.equal(results[0], result) for result in results[1:])
 
 

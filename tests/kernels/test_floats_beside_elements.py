@@ -154,9 +154,7 @@ def bare(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "version"), [(name, version) for name, make in CASES.items() for version in make().versions]
 )
-def test_what_is_float32_is_not_rounded_whatever_stands_beside_it(
-    name: str, version: str, dtype: torch.dtype, device: str
-) -> None:
+def test_what_is_float32_is_not_rounded_whatever_stands_beside_it(name, version, dtype, device):
     """The same, all in float32, is the oracle: torch's version of it, over the same values."""
     if version == "native" and native.library() is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run_command, spawn_command
+from compiled_kernels import compiled
 
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
@@ -31,10 +32,7 @@ PROCESSORS = {
     "Sandy Bridge": ({"avx"}, ["portable"]),
     "Haswell": (HASWELL, ["portable", "avx2"]),
     "Skylake": (SKYLAKE, ["portable", "avx2", "avx512"]),
-    "Cascade Lake, whose VNNI is not used without VBMI": (
-        SKYLAKE | {"avx512_vnni"},
-        ["portable", "avx2", "avx512"],
-    ),
+    "Cascade Lake, whose VNNI is not used without VBMI": (SKYLAKE | {"avx512_vnni"}, ["portable", "avx2", "avx512"]),
     "Cooper Lake": (SKYLAKE | {"avx512_vnni", "avx512_bf16"}, ["portable", "avx2", "avx512", "avx512_bf16"]),
     "Ice Lake": (SKYLAKE | {"avx512_vnni", "avx512vbmi"}, ["portable", "avx2", "avx512", "avx512_vnni"]),
     "Zen 4": (
@@ -55,7 +53,6 @@ ABOVE = {  # what the compiler defines for the first extension that a set must n
     "avx512_bf16": "__AMX_TILE__",
 }
 ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets are those of x86-64")
-COMPILED = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -83,7 +80,7 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
     assert result.returncode == 2
 
 
-@COMPILED
+@compiled
 def test_the_set_that_kernels_use_is_told_with_the_versions() -> None:
     told = run_command("--version", "--debug").stdout
     assert f"instructions: {instructions().name}" in told.splitlines()
@@ -107,7 +104,7 @@ def unavailable_sets() -> list[str]:
 
 @pytest.mark.parametrize("name", unavailable_sets())
 @pytest.mark.parametrize("element", native.ELEMENTS.values())
-@COMPILED
+@compiled
 def test_the_kernels_of_a_set_that_this_processor_lacks_are_valid_c(name: str, element: str) -> None:
     """Nobody runs them here, so a compiler reads them at least: a mistake would leave such processors without any."""
     flags = sets_of_x86(PROCESSORS["Sapphire Rapids"][0])[name].flags
@@ -119,7 +116,7 @@ def test_the_kernels_of_a_set_that_this_processor_lacks_are_valid_c(name: str, e
 
 
 @ON_X86
-@COMPILED
+@compiled
 @pytest.mark.parametrize("name", [name for name in available() if name in ABOVE])
 def test_the_compiler_is_told_of_nothing_above_a_set(name: str) -> None:
     words = Compiler.found().command[0]
@@ -131,7 +128,7 @@ def test_the_compiler_is_told_of_nothing_above_a_set(name: str) -> None:
 
 
 @ON_X86
-@COMPILED
+@compiled
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_each_set_has_a_library_of_its_own_with_no_wider_vectors(tmp_path: Path) -> None:
     quickly = tmp_path / "cc"  # in a few seconds; the last level counts

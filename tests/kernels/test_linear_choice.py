@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from command_line import run_python
 
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_config
 from graphdecode.linear import linear_choice
@@ -230,11 +228,8 @@ def test_a_process_finds_what_another_measured(tmp_path):
         "load_model('demo', device='cpu')\n"
         "print(len(measured))\n"
     )
-    environment = {**os.environ, "GRAPHDECODE_CACHE_DIR": str(tmp_path), "GRAPHDECODE_NATIVE": "0"}
-    counts = [
-        int(subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True).stdout)
-        for _ in range(2)
-    ]
+    environment = {"GRAPHDECODE_CACHE_DIR": str(tmp_path), "GRAPHDECODE_NATIVE": "0"}
+    counts = [int(run_python(script, **environment)) for _ in range(2)]
     assert counts[0] > 0
     assert counts[1] == 0
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from compiled_kernels import NATIVE
 from sampling_rows import CAPACITY, logprob_outputs
 
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.logprobs import token_logprobs_triton
 from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE, LogprobOutputs
@@ -12,11 +12,9 @@ native_token_logprobs = versions("token_logprobs").native
 token_logprobs_torch = versions("token_logprobs").torch
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=["torch", NATIVE, "triton"])
 def compute(request, device):
     """Log-probabilities by one of the versions; a vocabulary of more than 16 ids takes several of Triton's blocks."""
-    if request.param == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(logits, sampled, flags, live=None, wanted=None):
         rows = logits.shape[0]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from sampling_rows import neutral_slots, random_rows, set_row
 
 from graphdecode.kernels.linear.linear import native_linear, quantize_int8, to_panels
 from graphdecode.kernels.model.act_mul import ACTIVATIONS
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sampling_slots import (
@@ -17,7 +17,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingSlots,
 )
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+pytestmark = compiled
 
 native_attention_plan = versions("attention_plan").native
 decode_attention_torch = versions("decode_attention").torch
@@ -136,19 +136,15 @@ def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, form,
     panels = to_panels(quantized)
     x = torch.randn(70, in_features, generator=generator).to(dtype)
     whole = torch.empty(70, 1000, dtype=dtype)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        native_linear(whole, x, panels, scales)
-        torch.set_num_threads(3)
-        for rows in (1, 2, 5, 8, 13, 33, 49):
-            part = torch.empty(rows, 1000, dtype=dtype)
-            hostile = x[:rows].clone()
-            hostile[1:] = torch.nan
-            native_linear(part, hostile, panels, scales)
-            assert torch.equal(part[0], whole[0]), rows
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)
+    native_linear(whole, x, panels, scales)
+    torch.set_num_threads(3)
+    for rows in (1, 2, 5, 8, 13, 33, 49):
+        part = torch.empty(rows, 1000, dtype=dtype)
+        hostile = x[:rows].clone()
+        hostile[1:] = torch.nan
+        native_linear(part, hostile, panels, scales)
+        assert torch.equal(part[0], whole[0]), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,15 +283,11 @@ def test_a_draw_does_not_depend_on_company_or_threads(generator):
         set_row(slots, row, temperature=1.1, top_p=0.95, top_k=400, min_p=0.01, seed=5)
     positions = torch.full((rows,), 9, dtype=torch.int32)
     logits[:] = logits[0]
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        together = sampled_by(run_native_sample, logits, positions, slots, None, None, rows)
-        torch.set_num_threads(1)
-        one = SamplingSlots(*(slot[:1] for slot in slots))
-        alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, None, 1)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(3)
+    together = sampled_by(run_native_sample, logits, positions, slots, None, None, rows)
+    torch.set_num_threads(1)
+    one = SamplingSlots(*(slot[:1] for slot in slots))
+    alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, None, 1)
     assert together == alone * rows
 
 

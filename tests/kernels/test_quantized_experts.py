@@ -2,20 +2,15 @@
 
 import pytest
 import torch
+from compiled_kernels import NATIVE, compiled
 from quantized_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
 
 from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, quantized_panels
-from graphdecode.kernels.moe.expert_linear import (
-    Routed,
-    interleaved_panels,
-    quantized_expert_linear,
-    stacked_panels,
-)
+from graphdecode.kernels.moe.expert_linear import Routed, interleaved_panels, quantized_expert_linear, stacked_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
-compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXPERTS, SLOTS, NOBODYS = 6, 2, 3
 WIDTH, DEPTH = 40, 512  # no whole panels, and blocks of several chunks
@@ -105,7 +100,7 @@ def test_torch_computes_the_same_without_a_compiler(gate):
         check("Q4_K", gate, torch.float32, (7,), with_bias=True)
 
 
-@pytest.mark.parametrize("version", ["torch", pytest.param("native", marks=compiled)])
+@pytest.mark.parametrize("version", ["torch", NATIVE])
 def test_columns_may_have_an_order_of_their_own_in_each_expert(version):
     held, weight = experts_of((4, True), is_gated=False)
     generator = torch.Generator().manual_seed(9)
@@ -135,17 +130,14 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(kind, dtype):
     """Law 9, on a CPU."""
     held, _ = experts_of(kind, is_gated=True)
     x, logits = random(700, DEPTH, seed=4, dtype=dtype), random(700, EXPERTS, seed=5)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count, share in ((700, 1), (700, 3), (1, 1), (30, 3), (150, 2)):
-            torch.set_num_threads(share)
-            _, _, order, offsets = routed("native", logits[:count], SLOTS, count)
-            out = torch.empty(count * SLOTS, WIDTH, dtype=dtype)
-            pairs = Routed(order, offsets, SLOTS, "silu")
-            quantized_expert_linear(out, x[:count], held, None, None, pairs, batch_invariant=True)
-            results.append(out)
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count, share in ((700, 1), (700, 3), (1, 1), (30, 3), (150, 2)):
+        torch.set_num_threads(share)
+        _, _, order, offsets = routed("native", logits[:count], SLOTS, count)
+        out = torch.empty(count * SLOTS, WIDTH, dtype=dtype)
+        pairs = Routed(order, offsets, SLOTS, "silu")
+        quantized_expert_linear(out, x[:count], held, None, None, pairs, batch_invariant=True)
+        results.append(out)
     for result in results[1:]:
         assert torch.equal(results[0][: len(result)], result)
 

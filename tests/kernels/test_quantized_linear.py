@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from quantized_weights import check, float8_weight, integer_weight, product, stored_weight
 
 from graphdecode.kernels.linear.quantized_linear import (
@@ -15,7 +16,6 @@ from graphdecode.kernels.linear.quantized_linear import (
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
-compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(70, 512), (1, 256), (257, 1280)]  # no whole panels, and in_features of one chunk of the kernel and of some
 
@@ -52,15 +52,12 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
     held = GgufBlocks(stored, block_type).panels()
     wide = torch.randn(700, 1024, generator=torch.Generator().manual_seed(3)).to(dtype)
     x = wide[:, 128:896]  # rows that are apart
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected, alone = product(x, held, 1030), product(x[:1], held, 1030)
-        torch.set_num_threads(3)
-        assert torch.equal(product(x, held, 1030), expected)
-        assert torch.equal(product(x[:1], held, 1030), alone)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)
+    expected, alone = product(x, held, 1030), product(x[:1], held, 1030)
+    torch.set_num_threads(3)
+    assert torch.equal(product(x, held, 1030), expected)
+    assert torch.equal(product(x[:1], held, 1030), alone)
+    torch.set_num_threads(1)
     assert torch.equal(product(x[:2], held, 1030)[:1], alone)
     for rows in (3, 4, 7, 8, 16, 17, 33, 70):
         assert torch.equal(product(x[:rows], held, 1030), expected[:rows]), f"{rows} rows"

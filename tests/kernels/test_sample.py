@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from compiled_kernels import NATIVE
 from sampling_rows import ended_step, kept_probabilities, make_hostile, neutral_slots, random_rows, set_row
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from graphdecode.kernels.native import library as native
+from graphdecode.kernels.model.cap_logits import cap_logits, cap_logits_triton
+from graphdecode.kernels.native.optional_triton import tl, triton
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.sampling.philox import uniform_bits
+from graphdecode.kernels.sampling.philox import philox_words, uniform_bits, uniform_bits_of
 from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -27,11 +29,9 @@ sample_torch = versions("sample").torch
 BLOCK = 16
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=["torch", NATIVE, "triton"])
 def draw(request, device):
     """Sample with one of the versions; a vocabulary of more than 16 ids takes several of Triton's blocks."""
-    if request.param == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(logits, slots, positions=None, counts=None, recent=None, live=None):
         rows = logits.shape[0]
@@ -423,3 +423,161 @@ def test_the_operator_passes_opcheck():
     sampled = torch.zeros(3, dtype=torch.int64)
     arguments = (sampled, logits, positions, live, *slots, *books)
     torch.library.opcheck(torch.ops.graphdecode.sample.default, arguments)
+
+
+# Random123's known answers for philox4x32, 10 rounds: counter, key, output.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, 0xFFFFFFFF_FFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        0x299F31D0_A4093822,
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_words(counter, key, words):
+    assert philox_words(key, counter) == words
+
+
+@triton.jit
+def _draw_kernel(out, seeds, positions):
+    row = tl.program_id(0)
+    tl.store(out + row, uniform_bits_of(tl.load(seeds + row), tl.load(positions + row)))
+
+
+def test_the_kernel_draws_the_same_bits_as_the_host(device):
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 0x299F31D0A4093822]
+    positions = [0, 1, 77, 2**31 - 1, 5, 0x243F6A88]
+    out = torch.zeros(len(seeds), dtype=torch.int64, device=device)
+    _draw_kernel[(len(seeds),)](
+        out, torch.tensor(seeds, device=device), torch.tensor(positions, dtype=torch.int32, device=device)
+    )
+    assert out.tolist() == [uniform_bits(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    assert out[0] == 0x6627E8D5 >> 8
+
+
+def test_draws_fill_the_unit_interval_evenly():
+    draws = torch.tensor([uniform_bits(12345, position) for position in range(20_000)]).double() / 2**24
+    counts = torch.histc(draws, bins=50, min=0, max=1)
+    statistic = ((counts - 400) ** 2 / 400).sum()
+    assert torch.special.gammaincc(torch.tensor(24.5), statistic / 2) > 1e-4
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of the cap
+CAP = 30.0
+
+
+@pytest.mark.parametrize("version", ["torch", "triton", NATIVE])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [1, 16, 2100])
+def test_it_is_the_formula(version, dtype, width, device):
+    logits = torch.randn(3, width, generator=torch.Generator().manual_seed(1)) * 40
+    logits[0] = 1e-3
+    logits[1, 0], logits[2, -1] = 1e4, -1e4
+    logits = logits.to(dtype)
+    expected = CAP * torch.tanh(logits.double() / CAP)
+    run = {
+        "torch": versions("cap_logits").torch,
+        "triton": cap_logits_triton,
+        "native": lambda *given: versions("cap_logits").native(*given)(),
+    }[version]
+    given = logits.to(device if version == "triton" else "cpu")
+    run(given, CAP)
+    torch.testing.assert_close(given.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=CAP * TOLERANCE[dtype])
+
+
+def test_cap_logits_passes_opcheck(device):
+    torch.library.opcheck(torch.ops.graphdecode.cap_logits.default, (torch.randn(2, 16, device=device), CAP))
+    logits = torch.full((1, 4), 1e9, device=device)
+    cap_logits(logits, CAP)
+    assert (logits == CAP).all()
+
+
+SAMPLERS = {
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 1.8},
+    "top_k": {"temperature": 1.0, "top_k": 6},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "all": {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_p": 0.03},
+}
+
+
+def chi_square_p_value(wish: dict[str, float], draws: int, by_position: bool) -> float:
+    vocab = 30
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(8)) * 1.5
+    slots = neutral_slots(draws)
+    for name, value in wish.items():
+        getattr(slots, name)[:] = value
+    slots.sampling_flags[:] = 1
+    numbers = torch.arange(draws)
+    if not by_position:
+        slots.seed[:] = numbers * 7919
+    positions = numbers.int() if by_position else torch.zeros(draws, dtype=torch.int32)
+    sampled = torch.zeros(draws, dtype=torch.int64)
+    sample(sampled, logits.repeat(draws, 1), positions, torch.tensor([draws], dtype=torch.int32), slots)
+    p = kept_probabilities(logits, **wish)
+    assert torch.bincount(sampled, minlength=vocab)[p == 0].sum() == 0, "a token was drawn that the filters drop"
+    return fit_p_value(sampled, p)
+
+
+def fit_p_value(sampled: torch.Tensor, p: torch.Tensor) -> float:
+    """How likely draws so far from the probabilities `p` are: Pearson's chi-square test. Impossible draws: 0."""
+    counts = torch.bincount(sampled, minlength=len(p)).double()
+    if counts[p == 0].sum() > 0:
+        return 0.0
+    expected = p[p > 0] * len(sampled)
+    statistic = ((counts[p > 0] - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, statistic / 2).item()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_draws_of_many_seeds_follow_the_distribution(name):
+    assert chi_square_p_value(SAMPLERS[name], 5000, by_position=False) > 1e-4
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_100k_draws_of_one_seed_follow_the_distribution(name):
+    assert chi_square_p_value(SAMPLERS[name], 100_000, by_position=True) > 1e-4
+
+
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 0.8},
+    "frequency": {"frequency_penalty": 0.3},
+    "all": {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 0.4, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_100k_draws_under_penalties_and_bias_follow_the_distribution(name):
+    """Tokens 0..5 were in the prompt; 4..9 were generated, each once more than the one before; 10 has a bias."""
+    vocab, draws, wish = 30, 100_000, PENALTIES[name]
+    top_p = wish.get("top_p", 1.0)
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(12)) * 1.5
+    generated = torch.zeros(vocab, dtype=torch.int32)
+    generated[4:10] = torch.arange(1, 7)
+    counts = generated.clone()
+    counts[:6] |= PROMPT_BIT
+    one = neutral_slots(1)
+    set_row(one, 0, temperature=0.9, seed=21, biases={10: 0.7}, **wish)
+    slots = SamplingSlots(*(slot.repeat(draws, *[1] * (slot.dim() - 1)) for slot in one))
+    sampled = torch.zeros(draws, dtype=torch.int64)
+    live = torch.tensor([draws], dtype=torch.int32)
+    sample(
+        sampled, logits.repeat(draws, 1), torch.arange(draws, dtype=torch.int32), live, slots, counts.expand(draws, -1)
+    )
+    exact = logits.double()
+    exact[10] += 0.7
+    for token in range(10):
+        repetition = wish.get("repetition_penalty", 1.0)
+        exact[token] = exact[token] / repetition if exact[token] > 0 else exact[token] * repetition
+        times = int(generated[token])
+        exact[token] -= wish.get("presence_penalty", 0.0) * (times > 0) + wish.get("frequency_penalty", 0.0) * times
+    p = kept_probabilities(exact, 0.9, top_p=top_p)
+    assert fit_p_value(sampled, p) > 1e-4
+    assert fit_p_value(sampled, kept_probabilities(logits, 0.9, top_p=top_p)) < 1e-9  # as if nothing was asked

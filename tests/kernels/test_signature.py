@@ -72,10 +72,7 @@ def test_groups_go_in_whole_and_through_the_dispatcher_one_by_one(signature):
     face = signature.face(lambda *flat: seen.append(flat))
     face("out", Pair(1, 2), None, scale=0.5)
     face("out", pair=Pair(1), also=Other(4), x=3, mode="odd", scale=0.5, is_last=True)
-    assert seen == [
-        ("out", 1, 2, None, None, "plain", 0.5, False),
-        ("out", 1, None, 4, 3, "odd", 0.5, True),
-    ]
+    assert seen == [("out", 1, 2, None, None, "plain", 0.5, False), ("out", 1, None, 4, 3, "odd", 0.5, True)]
     again = []
     flat = signature.flat(lambda out, pair, also, *, mode, is_last: again.append((out, pair, also, mode, is_last)))
     for arguments in seen:

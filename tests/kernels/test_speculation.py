@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
+from compiled_kernels import NATIVE
 
-from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sampling_slots import DEAD_TOKEN
 from graphdecode.kernels.speculation.ngram_draft import ngram_draft
@@ -30,11 +30,9 @@ OPERATORS = {
 ROWS, MOST, RING, WIDTH, PAGES, TRASH = 5, 7, 16, 40, 6, 99
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=["torch", NATIVE, "triton"])
 def run(request, device):
     """Run an operator in one of its versions over its arguments, in order."""
-    if request.param == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(name, *arguments):
         found = versions(name)

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from test_experts import ALPHA, LIMIT, product, random, routed
 from test_fused_linear import exact as fused_exact
 from test_fused_linear import gain_of, residual_of
 from test_small_linear import EPS, TOLERANCE
@@ -14,7 +15,9 @@ from test_small_linear import EPS, TOLERANCE
 from graphdecode.kernels.linear.code_words import CODES, from_words, to_words, values_of
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
-from graphdecode.kernels.linear.weight_tiles import layout_of, tiled
+from graphdecode.kernels.linear.weight_tiles import joined_tiles, layout_of, tiled
+from graphdecode.kernels.model.embedding import tiled_embedding, tiled_embedding_triton
+from graphdecode.kernels.moe.expert_linear import Routed, tiled_expert_linear, tiled_expert_linear_triton
 from graphdecode.linear.gguf_blocks import TILED_BLOCKS, GgufBlocks
 
 pytest.importorskip("triton")
@@ -227,19 +230,7 @@ def test_products_that_begin_early_one_after_another_are_the_products(name, stri
     partials = [torch.full((2, 2, 2 * 129), torch.nan) for _ in tiles]
     with early_starts(strict_launches):
         for given, (weight, _), out, partial in zip([x, *outs], tiles, outs, partials, strict=False):
-            tiled_linear_triton(
-                out,
-                given,
-                weight,
-                None,
-                None,
-                partial,
-                counters,
-                EPS,
-                "store",
-                1.0,
-                chosen,
-            )
+            tiled_linear_triton(out, given, weight, None, None, partial, counters, EPS, "store", 1.0, chosen)
     expected = x.double() @ tiles[0][1].T @ tiles[1][1].T
     torch.testing.assert_close(outs[1].double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
@@ -288,3 +279,79 @@ def test_replays_give_the_bits_of_eager_runs(name, rows):
         graph.replay()
         assert all(torch.equal(out, outs[0]) for out in outs[1:])
     assert not counters.any()
+
+
+IDS = [3, 49, 0, -1, 50, 1 << 40, 7, 9]  # three that no row has
+LIVE_IDS = 7
+READ_ROWS = [3, 49, 0, 0, 0, 0, 7, 0]
+
+
+def expected_rows(weight, hidden, dtype, scale):
+    return (weight[READ_ROWS, :hidden].to(dtype).float() * scale).to(dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_undone_as_they_are_gathered(name, device):
+    tiles, weight = weight_of(name, 50, 300)
+    tokens, live = torch.tensor(IDS, device=device), torch.tensor([LIVE_IDS], dtype=torch.int32, device=device)
+    out = torch.full((len(IDS), 290), torch.nan, device=device)
+    tiles = on(device, tiles)
+    tiled_embedding_triton(out, tokens, tiles, live, 3.0)
+    torch.testing.assert_close(out.cpu(), expected_rows(weight, 290, torch.float32, 3.0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["int8", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_torch_version_gathers_the_same(name, dtype):
+    tiles, weight = weight_of(name, 50, 300)
+    out = torch.full((len(IDS), 290), torch.nan, dtype=dtype)
+    tiled_embedding(out, torch.tensor(IDS), tiles, torch.tensor([LIVE_IDS], dtype=torch.int32), 1.5)
+    torch.testing.assert_close(out, expected_rows(weight, 290, dtype, 1.5), rtol=1e-6, atol=1e-7)
+
+
+EXPERTS, SLOTS, NOBODYS = 4, 2, 2
+KINDS = ["fp4", "MXFP4", "int4 by 128", "int4 by 64 with zeros", "int8", "fp8 by 128", "Q4_0", "Q8_0", "Q4_K", "Q6_K"]
+CASES = [(name, *case) for name in KINDS for case in (("none", 8), ("swiglu_clamped", 16))]
+CASES += [("Q4_0", "swiglu_clamped", 32), ("Q4_K", "swiglu_clamped", 8), ("int8", "none", 64)]
+
+
+def experts_of(name, width, depth):
+    """Return the tiles of all experts and their values in float64; of the one where nobody goes they are no numbers."""
+    made = [weight_of(name, width + expert, depth) for expert in range(EXPERTS)]  # seeded by their sizes
+    rows = [(tiles._replace(words=tiles.words[:, :width]), weight[:width]) for tiles, weight in made]
+    parts = [
+        tiles._replace(
+            high=None if tiles.high is None else tiles.high[:, :width],
+            scales=tiles.scales[:, :width] if tiles.scales.shape[1] > 1 else tiles.scales,
+            seconds=None if tiles.seconds is None else tiles.seconds[:, :width],
+        )
+        for tiles, _ in rows
+    ]
+    return joined_tiles(parts), torch.stack([weight for _, weight in rows])
+
+
+@pytest.mark.parametrize(("name", "gate", "block_m"), CASES)
+def test_an_experts_product_is_that_of_its_values(name, gate, block_m, device):
+    halves, width, depth, rows = 1 + (gate != "none"), 20, 300, 7
+    config = SmallLinearConfig("dot", 32, 0, 1, num_warps=2, num_stages=2, pdl=False, block_m=block_m)
+    tiles, weight = experts_of(name, width * halves, depth)
+    depth = weight.shape[2]  # whole blocks
+    bias = random(EXPERTS, width * halves, seed=3)
+    x = random(rows, depth + 3, seed=4)[:, 1:-2]
+    logits = random(rows, EXPERTS, seed=5)
+    logits[:, NOBODYS] = -9.0
+    ids, _, order, offsets = routed("torch", logits, SLOTS, rows - 1)
+    outs = [torch.full((rows * SLOTS, width), torch.nan, device=device) for _ in range(2)]
+    moved = on(device, tiles)
+    pairs = Routed(order.to(device), offsets.to(device), SLOTS, gate, ALPHA, LIMIT)
+    for version, out in zip((tiled_expert_linear_triton, tiled_expert_linear), outs, strict=True):
+        version(out, x.to(device), moved, bias.to(device), pairs, config)
+    chosen = ids.view(-1).tolist()
+    assert NOBODYS not in chosen
+    for out in outs:
+        for pair, expert in enumerate(chosen):
+            if expert < 0:
+                assert out[pair].isnan().all()
+                continue
+            expected = product(x[pair // SLOTS], weight[expert], bias[expert], gate)
+            torch.testing.assert_close(out[pair].double().cpu(), expected, rtol=1e-4, atol=1e-4)

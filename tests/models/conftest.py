@@ -1,13 +1,9 @@
 """Checkpoints to load, written once."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests are imported one by one, not as a package
-
 from family_checkpoints import save_checkpoint
 
 

@@ -7,56 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    OlmoHybridConfig,
-    OlmoHybridForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+import transformers
 
 from graphdecode.models import resolve_model_path
 
@@ -88,16 +39,14 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-GRANITE_4 = {
+GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+GRANITE_4 = GRANITE | {
     "layer_types": ["full_attention"] * 3,
     "num_local_experts": 0,
     "shared_intermediate_size": 96,
-    "embedding_multiplier": 6.0,
-    "attention_multiplier": 0.1,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 3.0,
     "mamba_n_heads": 4,
 }
+RECURRENT_AROUND = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
 FALCON_MULTIPLIERS = {
     "mamba_d_ssm": 96,
@@ -121,8 +70,7 @@ NEMOTRON_H = {
     "ssm_state_size": 16,
     "n_groups": 2,
 }
-DELTA_NET = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+DELTA_NET = RECURRENT_AROUND | {
     "head_dim": 32,
     "linear_key_head_dim": 16,
     "linear_num_key_heads": 2,
@@ -139,137 +87,95 @@ def longrope(original: int, pairs: int) -> dict[str, Any]:
     return {"rope_parameters": scaling, "original_max_position_embeddings": original}
 
 
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama-2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
-    "llama-3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
-    "llama-3.1": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
-    "llama-3.2": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-linear": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
-    ),
-    "llama-yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
+# name: transformers' classes without "ForCausalLM" and "Config", what the configuration has beside SMALL
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("Llama", {"num_key_value_heads": 4}),
+    "llama-3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama-3.1": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-3.2": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "llama-yarn-factors": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "Llama",
         {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}},
     ),
-    "llama-biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "llama-head-dim": (LlamaConfig, LlamaForCausalLM, {"head_dim": 24, "hidden_act": "gelu_pytorch_tanh"}),
-    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 20}),
-    "mistral-full": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen2-window": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
-    ),
-    "qwen2.5-yarn-tied": (Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN, "tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "sliding_window": 20}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 24, "hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-window": ("Mistral", {"sliding_window": 20}),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "qwen2.5-yarn-tied": ("Qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": 20}),
     "qwen2-moe": (
-        Qwen2MoeConfig,
-        Qwen2MoeForCausalLM,
+        "Qwen2Moe",
         EXPERTS  # the router, with the shared expert's gate, gives as many numbers as that expert has channels
         | {"num_experts": 15, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]}
         | {"use_sliding_window": True, "sliding_window": 12},
     ),
-    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "gpt-oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
+        "GptOss",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 1.5}
         | {"rope_parameters": YARN | {"truncate": False}},
     ),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20}),
+    "gemma2": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20}),
     "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
+        "Gemma3",
         {"head_dim": 256, "sliding_window": 20, "rope_parameters": TWO_ROPES, "layer_types": GEMMA3_LAYERS},
     ),
-    "gemma3-cap": (Gemma3TextConfig, Gemma3ForCausalLM, {"head_dim": 16, "final_logit_softcapping": 8.0}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 20}),
-    "phi3-longrope-short": (Phi3Config, Phi3ForCausalLM, longrope(256, 8)),
-    "phi4-longrope-long": (
-        Phi3Config,
-        Phi3ForCausalLM,
-        {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, **longrope(8, 6)},
-    ),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
-    "olmo3": (
-        Olmo3Config,
-        Olmo3ForCausalLM,
-        {"sliding_window": 20, "rope_parameters": OLMO3_ROPES, "num_hidden_layers": 4},
-    ),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1]}),
-    "granite": (
-        GraniteConfig,
-        GraniteForCausalLM,
-        {
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.1,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 3.0,
-            "mlp_bias": True,
-        },
-    ),
-    "granite-4": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE_4 | {"position_embedding_type": "rope"}),
-    "granite-4-nope": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE_4),
-    "granite-4-mamba": (
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
-        GRANITE_4 | MAMBA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-    ),
+    "gemma3-cap": ("Gemma3", {"head_dim": 16, "final_logit_softcapping": 8.0}),
+    "phi3": ("Phi3", {"sliding_window": 20}),
+    "phi3-longrope-short": ("Phi3", longrope(256, 8)),
+    "phi4-longrope-long": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, **longrope(8, 6)}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 20, "rope_parameters": OLMO3_ROPES, "num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "granite": ("Granite", GRANITE | {"mlp_bias": True}),
+    "granite-4": ("GraniteMoeHybrid", GRANITE_4 | {"position_embedding_type": "rope"}),
+    "granite-4-nope": ("GraniteMoeHybrid", GRANITE_4),
+    "granite-4-mamba": ("GraniteMoeHybrid", GRANITE_4 | MAMBA | RECURRENT_AROUND),
     "granite-4-experts": (
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
+        "GraniteMoeHybrid",
         GRANITE_4
         | MAMBA
-        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | RECURRENT_AROUND
         | {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
     ),
-    "falcon-h1": (FalconH1Config, FalconH1ForCausalLM, MAMBA | {"mamba_d_ssm": None}),
-    "falcon-h1-multipliers": (FalconH1Config, FalconH1ForCausalLM, MAMBA | FALCON_MULTIPLIERS),
+    "falcon-h1": ("FalconH1", MAMBA | {"mamba_d_ssm": None}),
+    "falcon-h1-multipliers": ("FalconH1", MAMBA | FALCON_MULTIPLIERS),
     "falcon-h1-biases": (
-        FalconH1Config,
-        FalconH1ForCausalLM,
+        "FalconH1",
         MAMBA
         | FALCON_MULTIPLIERS
         | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True}
         | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False},
     ),
-    "nemotron-h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON_H),
+    "nemotron-h": ("NemotronH", NEMOTRON_H),
     "nemotron-h-biases": (
-        NemotronHConfig,
-        NemotronHForCausalLM,
+        "NemotronH",
         NEMOTRON_H
         | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.5}
         | {"layers_block_type": ["mlp", "full_attention", "mlp", "linear_attention"]},
     ),
-    "olmo-hybrid": (OlmoHybridConfig, OlmoHybridForCausalLM, {}),
+    "olmo-hybrid": ("OlmoHybrid", {}),
     "olmo-hybrid-nope": (
-        OlmoHybridConfig,
-        OlmoHybridForCausalLM,
+        "OlmoHybrid",
         DELTA_NET
         | {"linear_allow_neg_eigval": False, "attention_bias": True, "head_dim": 16}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
-    "bamba": (BambaConfig, BambaForCausalLM, MAMBA | {"attn_layer_indices": [1]}),
-    "mamba2": (Mamba2Config, Mamba2ForCausalLM, {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
-    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {"layer_types": ["conv", "full_attention", "conv"]}),
+    "bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-biases": (
-        Lfm2Config,
-        Lfm2ForCausalLM,
+        "Lfm2",
         {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
-    "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, DELTA_NET),
-    "qwen3-next": (
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
-        DELTA_NET | EXPERTS | {"num_experts": 15, "shared_expert_intermediate_size": 16},
-    ),
+    "qwen3.5": ("Qwen3_5", DELTA_NET),
+    "qwen3-next": ("Qwen3Next", DELTA_NET | EXPERTS | {"num_experts": 15, "shared_expert_intermediate_size": 16}),
 }
 OFFSET_NORMS = ("gemma", "qwen3.5", "qwen3-next")  # whose gains are kept as their distance from 1
 RECURRENT = (
@@ -281,9 +187,10 @@ RECURRENT = (
 
 def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
     """Write a family's random checkpoint, with the demo's tokenizer beside it."""
-    config_class, model_class, changes = FAMILIES[name]
+    model_name, changes = FAMILIES[name]
     torch.manual_seed(sum(map(ord, name)))
-    model = model_class(config_class(**(SMALL | changes)))
+    model_class = getattr(transformers, f"{model_name}ForCausalLM")
+    model = model_class(model_class.config_class(**(SMALL | changes)))
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("bias", "norm.weight", "sinks", "A_log")):
             is_gain = "norm" in parameter_name and not name.startswith(OFFSET_NORMS)

@@ -4,26 +4,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import family_checkpoints
 import gguf
 import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+SMALL: dict[str, Any] = family_checkpoints.SMALL | {"num_hidden_layers": 2, "tie_word_embeddings": False}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + 0.5 * i for i in range(8)]}
@@ -95,13 +83,21 @@ _NUMBERS = {  # transformers' name -> how the writer calls it
 }
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write all that the writer was given, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def random_model(name: str) -> Any:
     """Return an architecture's random model of transformers, in float32."""
     _, kind, changes = ARCHITECTURES[name]
-    family = {"Gemma3": "Gemma3Text"}.get(kind, kind)
-    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    config = model_class.config_class(**(SMALL | changes))
     torch.manual_seed(sum(map(ord, name)))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("bias", "norm.weight", "sinks", "_bias")):
             torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
@@ -122,10 +118,7 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
     edit(writer)
     for tensor_name, tensor in _tensors(model, *ARCHITECTURES[name][:2]):
         writer.add_tensor(tensor_name, np.ascontiguousarray(tensor.numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -146,10 +139,7 @@ def quantized_file(path: Path, name: str, types: dict[str, str]) -> Path:
         else:
             kind = gguf.GGMLQuantizationType[block_type]
             writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

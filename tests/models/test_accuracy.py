@@ -4,7 +4,6 @@ The reference and the comparison are those of `tools/bench accuracy`; which figu
 """
 
 import os
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,11 +45,8 @@ def reference(path: Path, tokens: int) -> tuple[list[int], Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def few_threads(own_threads: None) -> None:
     torch.set_num_threads(min(os.cpu_count() or 1, 2))
-    yield
-    torch.set_num_threads(before)
 
 
 def check(found: dict[str, Distance], mean: float, other_first: float) -> None:

@@ -83,9 +83,7 @@ def logarithms(output: RequestOutput) -> Tensor:
     [("fp8", (in_fp8, in_fp8), SCALES), ("int8", (mixed_in_int8, in_int8), NO_SCALES)],
     ids=["fp8", "int8"],
 )
-def test_logarithms_are_those_over_rounded_keys_and_values(
-    scaled: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rounded: Rounded, scales: list
-) -> None:
+def test_logarithms_are_those_over_rounded_keys_and_values(scaled, monkeypatch, kind, rounded, scales):
     limits = {"max_batch_size": 2, "max_sequence_length": 96, "page_size": 8, "max_prefill_tokens": 16}
     with LLM(scaled, kv_cache_dtype=kind, dtype="float32", **limits) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

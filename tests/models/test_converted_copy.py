@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from command_line import run_command
-from gguf_checkpoints import ARCHITECTURES, quantized_file, random_model, write
+from gguf_checkpoints import ARCHITECTURES, finish, quantized_file, random_model, write
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -78,10 +78,7 @@ def test_blocks_are_expanded_into_the_type_that_is_asked_for(tmp_path: Path) -> 
     with_vocabulary(writer)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     for asked, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
         folder = converted_copy(tmp_path / "whole.gguf", tmp_path / asked, dtype=asked)
         assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
@@ -104,9 +101,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_left(tmp_path: Path)
         converted_copy(file, tmp_path / "folder")
 
 
-def test_a_tokenizer_that_cannot_be_read_is_said_before_weights_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_said_before_weights_are_written(tmp_path, monkeypatch):
     def with_another(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("unheard-of")

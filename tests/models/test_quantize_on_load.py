@@ -9,12 +9,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from compiled_kernels import compiled
 from family_checkpoints import save_checkpoint
 from quantized_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM, ArgumentError, SamplingParams
 from graphdecode.engine.loading import load_runner
-from graphdecode.kernels.native import library as native
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.plain import Int8
@@ -22,8 +22,6 @@ from graphdecode.linear.weight_form import Shard
 from graphdecode.models import load_model
 from graphdecode.models.gguf.quantize import quantized_blocks
 from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
-
-compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 
 
 def weight(seed: int = 0, shape: tuple[int, int] = (96, 512)) -> torch.Tensor:

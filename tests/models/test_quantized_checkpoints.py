@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from family_checkpoints import edit_config, save_checkpoint
 from quantized_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.kernels.native import library as native
 from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.plain import Panels
@@ -55,7 +55,7 @@ def test_a_part_is_that_of_the_whole(pair: tuple[Path, Path], shard: Shard) -> N
         torch.testing.assert_close(groups.dequantized(), expected, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+@compiled
 def test_a_layer_keeps_its_codes(pair: tuple[Path, Path]) -> None:
     packed, plain = (load_model(folder, device="cpu", dtype="float32") for folder in pair)
     is_kept = Checkpoint(pair[0]).tensors[MLP].dtype != "NF4"
@@ -121,11 +121,9 @@ def test_what_is_not_known_is_refused_by_its_configuration(tmp_path: Path, setti
         check_model(tmp_path)
 
 
-@pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+@compiled
 @pytest.mark.parametrize(("ignored", "place"), [("mlp.down_proj", "down"), ("self_attn.k_proj", "qkv")])
-def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(
-    tmp_path: Path, ignored: str, place: str
-) -> None:
+def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(tmp_path, ignored, place):
     form = FORMS["int4 group"]
     module = f"model.layers.0.{ignored}"
     form = form._replace(settings=form.settings | {"ignore": ["lm_head", module]})

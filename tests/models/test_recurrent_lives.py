@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.native import library as native
 
-needs_kernels = pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
 # one of each kind of layer: Mamba2 beside attention and in its place, gated delta net, short convolution, nothing
 MODELS = ("falcon-h1-multipliers", "qwen3.5", "olmo-hybrid", "granite-4-experts", "nemotron-h", "lfm2", "mamba2")
 ENGINES: tuple[dict[str, Any], ...] = (  # chunks of 7, mixed steps, few pages, several steps a launch
@@ -112,7 +109,7 @@ def live(llm: LLM, alone: list[Answer], rng: random.Random) -> None:
         assert logprobs == wanted_logprobs[: len(logprobs)], f"request {index}"
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Callable[[str], Engines], name: str) -> None:
     engines = engines_of(name)
@@ -121,12 +118,10 @@ def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Calla
     assert engines[1].num_preemptions > 0
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
-def test_a_request_has_the_bits_of_a_run_alone_in_two_hundred_lives(
-    engines_of: Callable[[str], Engines], seed: int
-) -> None:
+def test_a_request_has_the_bits_of_a_run_alone_in_two_hundred_lives(engines_of, seed):
     rng = random.Random(1000 + seed)
     engines = engines_of(MODELS[seed % len(MODELS)])
     live(engines[rng.randrange(len(ENGINES))], engines.alone, rng)
@@ -152,26 +147,20 @@ def test_what_needs_earlier_states_is_refused_before_anything_is_loaded(
         LLM(checkpoint(name), **options)
 
 
-def test_a_draft_model_with_states_is_refused_before_anything_is_loaded(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_with_states_is_refused_before_anything_is_loaded(checkpoint, monkeypatch):
     monkeypatch.setattr("graphdecode.engine.loading.load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     with pytest.raises(ArgumentError, match="speculation='model' needs the states before each draft"):
         LLM(checkpoint("llama-2"), speculation="model", draft_model=str(checkpoint("mamba2")))
 
 
-def test_a_model_with_states_says_that_it_shares_no_prefixes(
-    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_states_says_that_it_shares_no_prefixes(checkpoint, caplog):
     with caplog.at_level("INFO", "graphdecode"), LLM(checkpoint("lfm2"), dtype="float32") as llm:
         assert not llm.cache.prefix_caching
     assert "prefixes are not shared: the model has recurrent states" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "paged", "stateful"), [("falcon-h1", 3, 3), ("nemotron-h", 1, 2), ("mamba2", 0, 3)])
-def test_pages_and_states_are_counted_as_they_are_kept(
-    checkpoint: Callable[[str], Path], name: str, paged: int, stateful: int
-) -> None:
+def test_pages_and_states_are_counted_as_they_are_kept(checkpoint, name, paged, stateful):
     from graphdecode.engine.capacity import plan_capacity, state_bytes_of
     from graphdecode.models import describe_model
 

@@ -1,25 +1,24 @@
 """Rotary angles are those of transformers, for every rope type, option and spelling, to the end of a long context."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import family_checkpoints
 import pytest
 import torch
+from family_checkpoints import edit_config
+from test_against_transformers import assert_greedy
 from torch import Tensor
-from transformers import LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.models.rope import RopeConfig, UnsupportedRopeError, cos_sin_table, inverse_frequencies
 
 MAX_POSITIONS = 131072
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = family_checkpoints.LLAMA3 | {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -119,10 +118,7 @@ def test_a_layer_without_rope_has_a_table_of_no_channels() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "'dynamic' is not .* default, linear, llama3, yarn",
-        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not .* default, linear, llama3, yarn"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor to be a number > 0, got None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor to be a number > 0, got '2'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "'llama3' needs factor"),
@@ -140,3 +136,40 @@ def test_a_layer_without_rope_has_a_table_of_no_channels() -> None:
 def test_a_rope_that_cannot_be_computed_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedRopeError, match=message):
         RopeConfig.from_dict(settings, MAX_POSITIONS)
+
+
+CONTEXT = 64  # that the model was first trained for
+
+
+@pytest.fixture
+def folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    """Phi-3 whose context was stretched fourfold."""
+    for file in checkpoint("phi3-longrope-short").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_config(tmp_path, lambda settings: settings.update(original_max_position_embeddings=CONTEXT))
+    edit_config(tmp_path, lambda settings: settings["rope_parameters"].pop("original_max_position_embeddings"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("capacity", "lengths"), [(CONTEXT, (3, 17, 40)), (160, (65, 70, 130))])
+def test_greedy_tokens_are_those_of_transformers_where_all_its_passes_take_the_same_factors(folder, capacity, lengths):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+    config = BucketConfig(max_batch_size=3, max_sequence_length=capacity, page_size=8)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with LLM(folder, config=config, dtype="float32", max_prefill_tokens=32) as llm:
+        outputs = llm.generate(prompts, params)
+    for output in outputs:
+        assert_greedy(model, output.prompt_token_ids, output.outputs[0].token_ids)
+
+
+def test_a_short_sequence_has_the_factors_of_the_longest_that_there_may_be(folder: Path) -> None:
+    """Or its keys in the cache would be wrong once it has grown."""
+    prompt, params = list(range(40, 70)), SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    answers = []
+    for capacity in (CONTEXT, CONTEXT + 1, 200):
+        config = BucketConfig(max_batch_size=1, max_sequence_length=capacity, page_size=8)
+        with LLM(folder, config=config, dtype="float32") as llm:
+            answers.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+    assert answers[0] != answers[1] == answers[2]

@@ -4,16 +4,19 @@ What is rounded are activations that products take, keys, values and queries; ne
 are, nor what compiled products give. With all of these rounded the error is some 1.4 times as large.
 """
 
-from collections.abc import Callable
+import random
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
-from test_logits import STEPS, decoded_logits, texts
+from test_against_transformers import STEPS, decoded_logits, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
 
 BOUNDS = {  # mean |difference of log-probability|: with compiled kernels, and without
@@ -36,9 +39,7 @@ def exact_logits(folder: Path, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("name", "dtype"), BOUNDS)
-def test_16_bits_lose_no_more_than_their_products_inputs_do(
-    checkpoint: Callable[[str], Path], name: str, dtype: str, compiled: bool
-) -> None:
+def test_16_bits_lose_no_more_than_their_products_inputs_do(checkpoint, name, dtype, compiled):
     if compiled and native.library() is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     expected = exact_logits(checkpoint(name), getattr(torch, dtype))
@@ -47,3 +48,83 @@ def test_16_bits_lose_no_more_than_their_products_inputs_do(
     apart = torch.cat([(a.log_softmax(-1) - b.log_softmax(-1)).abs() for a, b in zip(given, expected, strict=True)])
     found, bound = float(apart.mean()), BOUNDS[name, dtype][not compiled]
     assert found <= bound, f"{found:.5f} is more than {bound}"
+
+
+NEW_TOKENS = 48
+PROMPT_LENGTHS = (3, 9, 15, 16, 17, 33, 50, 70)
+NEAR_TIE = 6 * 2**-8  # of the largest logit: six roundings to bfloat16, whose unit roundoff is 2^-8
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return model.generate(ids, **given, pad_token_id=0)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def logits_along(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """The logits from which each token of an answer was chosen, [tokens, vocabulary]."""
+    return model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("name", ["llama-3.2", "qwen3"])
+def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(checkpoint, name):
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.bfloat16).eval()
+    exact = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(checkpoint(name), dtype="bfloat16", max_batch_size=8, max_sequence_length=160, page_size=8) as llm:
+        outputs = llm.generate(prompts(), params, use_tqdm=False)
+    parted, gaps = 0, []
+    for output in outputs:
+        ours, other = output.outputs[0].token_ids, greedy(theirs, output.prompt_token_ids)
+        logits = logits_along(exact, output.prompt_token_ids, ours)
+        tie = NEAR_TIE * float(logits.abs().max())
+        best = logits.max(-1).values
+        lost = best - logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
+        assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
+        gaps.append(float((best - logits.topk(2).values[:, 1]).median()) / tie)
+        places = [place for place, pair in enumerate(zip(ours, other, strict=True)) if pair[0] != pair[1]]
+        if places:
+            parted += 1
+            apart = float(logits[places[0], ours[places[0]]] - logits[places[0], other[places[0]]])
+            assert abs(apart) < tie, f"texts part at {places[0]}, where the tokens are {abs(apart):.4f} apart"
+    assert parted, "no texts part: nothing was shown"
+    assert min(gaps) > 1, "most places must be no near-ties, or this shows nothing"
+
+
+@pytest.mark.parametrize("settings", [{"num_tokens": 7}, {"num_tokens": "auto", "steps_per_launch": 3}], ids=str)
+def test_where_texts_part_from_those_without_speculation_the_two_tokens_are_near_ties(checkpoint, settings):
+    """A product of the rows' eight queries may round otherwise than one of a query each."""
+    rng = random.Random(9)
+    repeating = [[rng.randrange(256) for _ in range(rng.randrange(2, 6))] * rng.randrange(2, 6) for _ in range(8)]
+    prompts = [{"prompt_token_ids": prompt} for prompt in repeating]
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    limits: dict[str, Any] = {"dtype": "bfloat16", "max_batch_size": 4, "max_sequence_length": 96, "page_size": 8}
+    limits["steps_per_launch"] = settings.get("steps_per_launch", 1)
+    drafting = {"method": "ngram", "num_tokens": settings["num_tokens"], "ngram_min": 1}
+    answers = []
+    for speculation in (None, drafting):
+        with LLM(checkpoint("qwen3"), speculation=speculation, **limits) as llm:
+            found = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in found])
+            accepted = llm.stats.spec_decode_num_accepted_tokens
+    assert accepted > NEW_TOKENS
+    exact = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.float32).eval()
+    gaps: list[float] = []
+    for prompt, plain, fast in zip(repeating, *answers, strict=True):
+        logits = logits_along(exact, prompt, fast)
+        tie, best = NEAR_TIE * float(logits.abs().max()), logits.topk(2).values
+        lost = best[:, 0] - logits.gather(1, torch.tensor(fast)[:, None])[:, 0]
+        assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
+        gaps += ((best[:, 0] - best[:, 1]) / tie).tolist()
+        place = next((place for place, pair in enumerate(zip(plain, fast, strict=True)) if pair[0] != pair[1]), None)
+        if place is not None:
+            apart = float(logits[place, plain[place]] - logits[place, fast[place]])
+            assert abs(apart) < tie, f"texts part at {place}, where the tokens are {abs(apart):.4f} apart"
+    assert median(gaps) > 1, "most places must be no near-ties, or this shows nothing"

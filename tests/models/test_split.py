@@ -1,9 +1,12 @@
 """A rank has its part of a model and no more, reads no more, and gets the logits of all."""
 
+import itertools
 import math
 import os
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
@@ -12,27 +15,30 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from compiled_kernels import compiled
 from driven_decoder import DrivenDecoder
 from gguf_checkpoints import ARCHITECTURES, quantized_file
 from quantized_checkpoints import FORMS, write_pair
 
-from graphdecode import LLM
-from graphdecode.distributed import Collectives, SharedCollectives
+from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
+from graphdecode.distributed import Collectives, Leader, RankError, SharedCollectives
 from graphdecode.distributed.started import new_board
+from graphdecode.engine.loading import load_engine, start_ranks_of
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.native import library as native
 from graphdecode.linear.across_ranks import Summed
+from graphdecode.linear.experts import ExpertPanels
+from graphdecode.linear.forms import load_linear
 from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.weight_form import Shard
+from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, WeightForm
 from graphdecode.models import Model, load_model
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import BlocksStem, family_of
 from graphdecode.models.shapes import RandomWeights, shape_config
 from graphdecode.models.split import SplitSource, split_config
-from graphdecode.models.weight_map import parts
+from graphdecode.models.weight_map import Part, parts
 
 T = TypeVar("T")
-compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 
 
 class Watched(Checkpoint):
@@ -184,9 +190,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_siz
 
 @compiled
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(ARCHITECTURES, "wide", ("llama", "Llama", WIDE))
     path = quantized_file(tmp_path / "wide.gguf", "wide", {"weight": kind})
 
@@ -222,9 +226,7 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
 
 @compiled
 @pytest.mark.parametrize("quantize", ["int8", "q8_0"])
-def test_ranks_share_experts_that_are_rounded_while_they_are_read(
-    checkpoint: Callable[[str], Path], quantize: str
-) -> None:
+def test_ranks_share_experts_that_are_rounded_while_they_are_read(checkpoint, quantize):
     path = checkpoint("gpt-oss")
     found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize=quantize))
     assert same_bits(found)
@@ -236,3 +238,219 @@ def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None
     packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
     with pytest.raises(ArgumentError, match=r"o_proj.weight, \[64, 64\], has columns of all groups.*desc_act"):
         split(Checkpoint(packed), 0, 2).read_quantized("model.layers.0.self_attn.o_proj.weight")
+
+
+OPTIONS = FormOptions(torch.device("cpu"), torch.float32, LinearTuner())
+RANKS = 2
+
+
+def product(form: WeightForm, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape[0], form.out_features)
+    form.apply(out, x)
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama-3", "llama-biases", "qwen2", "qwen3-tied"])
+def test_the_shards_of_every_product_are_the_product(checkpoint: Callable[[str], Path], name: str) -> None:
+    source = Watched(checkpoint(name))
+    config = source.config()
+    places = family_of(config.architecture).weights(config)
+    products = {place: parts for place, parts in places.items() if len(parts[0].shape) == 2 and place != "embedding"}
+    assert len(products) == 4 * config.num_hidden_layers + (not config.tie_word_embeddings)
+
+    def names(parts: tuple[Part, ...]) -> tuple[str, ...]:
+        return tuple(part.name for part in parts)
+
+    for place, own in products.items():
+        linear = LinearNames(names(own), names(places.get(f"{place}.bias", ())))
+        whole = load_linear(source, linear, None, OPTIONS)
+        x = torch.randn(3, whole.in_features, generator=torch.Generator().manual_seed(1))
+        axis = own[0].split
+        assert axis in (0, 1)
+        shards = [load_linear(source, linear, Shard(rank, RANKS, axis), OPTIONS) for rank in range(RANKS)]
+        assert sum(shard.shape[axis] for shard in shards) == whole.shape[axis]
+        assert max(shard.shape[axis] for shard in shards) <= -(-whole.shape[axis] // RANKS)
+        expected = product(whole, x)
+        if axis == 1:
+            columns = x.chunk(RANKS, dim=1)
+            given = sum(product(shard, part.contiguous()) for shard, part in zip(shards, columns, strict=True))
+        else:  # each fused part is dealt out by itself: a shard of QKV is whole heads of queries, keys and values
+            sizes = [[part.shape[0] * end // RANKS for part in own] for end in range(RANKS + 1)]
+            dealt = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(sizes)]
+            pieces = [product(shard, x).split(size, dim=1) for shard, size in zip(shards, dealt, strict=True)]
+            given = torch.cat([torch.cat(piece, dim=1) for piece in zip(*pieces, strict=True)], dim=1)
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_more_than_the_shard_is_read(checkpoint: Callable[[str], Path]) -> None:
+    source = Watched(checkpoint("llama-3"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    shape = source.tensors[name].shape
+    load_linear(source, LinearNames((name,)), Shard(1, 4, 1), OPTIONS)
+    assert source.elements == shape[0] * shape[1] // 4
+
+
+def test_random_shards_are_parts_of_one_weight() -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    whole = torch.empty(RandomWeights("shape:llama-100m").tensors[name].shape)
+    RandomWeights("shape:llama-100m").read(name, whole)
+    part = torch.empty(whole.shape[0], whole.shape[1] // 2)
+    RandomWeights("shape:llama-100m").read(name, part, Shard(1, 2, 1))
+    assert torch.equal(part, whole[:, whole.shape[1] // 2 :])
+
+
+LIMIT_SECONDS = 5.0
+
+
+def settings(count: int, **changes: Any) -> EngineConfig:
+    """Return small settings: prompts come in chunks, and pages run out soon."""
+    defaults = {
+        "max_batch_size": 4,
+        "batch_sizes": [4],
+        "page_size": 4,
+        "max_sequence_length": 64,
+        "max_prefill_tokens": 12,
+        "dtype": "float32",
+        "rank_limit_seconds": LIMIT_SECONDS,
+    }
+    return EngineConfig.of(None, tensor_parallel_size=count, **(defaults | changes))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Leader]:
+    """Processes that load one model after the other."""
+    leader = start_ranks_of(settings(2))
+    yield leader
+    leader.close()
+
+
+def sampled(seed: int, length: int, **fields: Any) -> Request:
+    """Return a request of a prompt whose first tokens others have, too."""
+    params = SamplingParams(**{"temperature": 0.8, "seed": seed, "max_tokens": 12, "ignore_eos": True} | fields)
+    return Request([5, 6, 7, 8, 9, 10, 11, 12, *range(20 + seed, 20 + seed + length)], params)
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[int], list[int]]]:
+    """Return each request's tokens, the most likely ones beside them, and those of its prompt."""
+    found = {engine.add(request): ([], [], []) for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            tokens, tops, prompt = found[event.request_id]
+            tokens += event.token_ids
+            tops += [place.top[0][0] for place in event.logprobs or () if place.top]
+            prompt += [place.top[0][0] for place in event.prompt_logprobs or () if place and place.top]
+    return list(found.values())
+
+
+def same_on_one_and_on_two(
+    folder: Path,
+    ranks: Leader,
+    requests: list[Request],
+    prepare: Callable[[Engine], None] = lambda _: None,
+    **wish: Any,
+) -> Engine:
+    """Compare the answers; return the engine of two ranks, closed."""
+    alone = load_engine(folder, settings(1, **wish))
+    prepare(alone)
+    expected = answers(alone, requests)
+    alone.close()
+    shared = load_engine(folder, settings(2, **wish), ranks=ranks)
+    prepare(shared)
+    assert answers(shared, requests) == expected
+    shared.close()
+    return shared
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied", "phi3", "qwen2-moe", "gpt-oss", "gemma3-cap", "olmo2"])
+def test_two_ranks_give_the_tokens_of_one(checkpoint: Callable[[str], Path], ranks: Leader, name: str) -> None:
+    requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
+    same_on_one_and_on_two(checkpoint(name), ranks, requests)
+
+
+@pytest.mark.parametrize(("name", "gate_up", "down"), [("mixtral", "Q4_0", "Q8_0"), ("gpt-oss", "MXFP4", "MXFP4")])
+def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(tmp_path, monkeypatch, ranks, name, gate_up, down):
+    architecture, kind, changes = ARCHITECTURES[name]
+    monkeypatch.setitem(ARCHITECTURES, name, (architecture, kind, changes | {"intermediate_size": 128}))
+    types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
+    file = quantized_file(tmp_path / "model.gguf", name, types)
+    requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
+    engine = same_on_one_and_on_two(file, ranks, requests, quantize="gguf")
+    whole = load_model(file, device="cpu", dtype="float32", quantize="gguf")
+    for own, layer in zip(engine.runner.model.layers, whole.layers, strict=True):
+        for place in ("gate_up", "down"):
+            half, all_of_it = getattr(own.mlp.part.experts, place), getattr(layer.mlp.experts, place)
+            assert isinstance(half, ExpertPanels)
+            sizes = [
+                sum(part.nbytes for part in form.weight._replace(table=None) if isinstance(part, torch.Tensor))
+                for form in (half, all_of_it)
+            ]
+            assert 2 * sizes[0] == sizes[1]
+
+
+def test_preemption_shared_prefixes_and_launches_ahead_change_no_token(checkpoint, ranks):
+    def look_ahead(engine: Engine) -> None:
+        engine.loop.lookahead = 1
+
+    requests = [sampled(seed, 3 * seed, max_tokens=20) for seed in range(7)]
+    engine = same_on_one_and_on_two(
+        checkpoint("llama-3"), ranks, requests, look_ahead, total_num_pages=20, batch_sizes=[1, 2, 4]
+    )
+    assert engine.num_preemptions > 0
+    assert engine.stats.prefilled_tokens > 0
+
+
+def test_logprobs_penalties_and_biases_are_those_of_one(checkpoint: Callable[[str], Path], ranks: Leader) -> None:
+    requests = [
+        sampled(0, 2, logprobs=2, repetition_penalty=1.3, presence_penalty=0.5),
+        sampled(1, 9, prompt_logprobs=2, max_tokens=3),
+        sampled(2, 1, logit_bias={7: 4.0, 9: -4.0}, frequency_penalty=0.4),
+        sampled(3, 1, allowed_token_ids=[3, 5, 8, 13], logprobs=1),
+    ]
+    same_on_one_and_on_two(checkpoint("llama-3"), ranks, requests, capture_when="first-use")
+
+
+def test_several_steps_a_launch_and_batch_invariance_hold_too(checkpoint: Callable[[str], Path], ranks: Leader) -> None:
+    requests = [sampled(seed, 5 + seed) for seed in range(3)]
+    same_on_one_and_on_two(checkpoint("qwen3"), ranks, requests, steps_per_launch=4, batch_invariant=True)
+
+
+def test_a_rank_that_stalls_is_named_within_the_limit(checkpoint: Callable[[str], Path], ranks: Leader) -> None:
+    engine = load_engine(checkpoint("llama-3"), settings(2), ranks=ranks)
+    (pid,) = ranks.pids
+    engine.add(sampled(0, 3, max_tokens=50))
+    engine.step()
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 (has stalled|did not come)"):
+        answers(engine, [])
+    assert time.monotonic() - began < 3 * LIMIT_SECONDS
+    with pytest.raises(RankError, match="rank 1 of 2"):
+        answers(engine, [sampled(1, 3)])
+    ranks.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_library_starts_ranks_holds_answers_to_forms_and_names_the_dead() -> None:
+    choice = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
+    schema = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+    wishes = [
+        SamplingParams(temperature=0.9, seed=1, max_tokens=20, structured_outputs=choice),
+        SamplingParams(temperature=0.9, seed=2, max_tokens=20, structured_outputs=schema),
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    ]
+    texts = []
+    options = {"max_batch_size": 4, "batch_sizes": [4], "max_sequence_length": 64, "speculation": "ngram"}
+    for count in (1, 2):
+        llm = LLM("demo", tensor_parallel_size=count, dtype="float32", **options)
+        texts.append([output.outputs[0].token_ids for output in llm.generate(["rev abcabc="] * 3, wishes)])
+        if count == 1:
+            llm.close()
+    assert texts[0] == texts[1]
+    (pid,) = llm.engine.runner.ranks.pids
+    pieces = llm.stream("sort hello=", SamplingParams(max_tokens=40, ignore_eos=True))
+    next(pieces)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"rank 1 of 2 was ended by SIGKILL"):
+        list(pieces)
+    llm.close()
+    assert not Path(f"/proc/{pid}").exists()

@@ -68,9 +68,7 @@ def fused_products(form: WeightForm, x: torch.Tensor, gain: torch.Tensor) -> lis
     return [normed, activated, added]
 
 
-def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_their_values(
-    tmp_path: Path, forms_of_a_gpu: None
-) -> None:
+def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_their_values(tmp_path, forms_of_a_gpu):
     path = quantized_file(tmp_path / "small.gguf", "llama", SMALL)
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     assert isinstance(model, Decoder)
@@ -124,9 +122,7 @@ def test_groups_in_tiles_have_the_same_values(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8", "q8_0"])
-def test_weights_that_are_rounded_while_they_are_read_are_tiles(
-    quantize: str, checkpoint: Callable[[str], Path], forms_of_a_gpu: None
-) -> None:
+def test_weights_that_are_rounded_while_they_are_read_are_tiles(quantize, checkpoint, forms_of_a_gpu):
     plain = load_model(checkpoint("qwen3"), device="cpu", dtype="float32")
     model = load_model(checkpoint("qwen3"), device="cpu", dtype="float32", quantize=quantize)
     assert isinstance(model, Decoder)
@@ -245,9 +241,7 @@ def test_a_layer_of_int8_weights_is_five_launches_on_a_gpu_and_reads_half_the_by
     ("name", "gate_up", "down"),
     [("mixtral", "Q4_0", "Q8_0"), ("gpt-oss", "MXFP4", "MXFP4"), ("qwen3moe", "F16", "Q4_0")],
 )
-def test_experts_of_a_file_are_tiles_too(
-    tmp_path: Path, forms_of_a_gpu: None, name: str, gate_up: str, down: str
-) -> None:
+def test_experts_of_a_file_are_tiles_too(tmp_path, forms_of_a_gpu, name, gate_up, down):
     types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
     path = quantized_file(tmp_path / "small.gguf", name, types)
     kept, plain = (load_model(path, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
@@ -258,9 +252,7 @@ def test_experts_of_a_file_are_tiles_too(
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "q8_0"])
-def test_experts_that_are_rounded_while_they_are_read_are_tiles(
-    tmp_path: Path, forms_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch, quantize: str
-) -> None:
+def test_experts_that_are_rounded_while_they_are_read_are_tiles(tmp_path, forms_of_a_gpu, monkeypatch, quantize):
     random_model("gpt-oss").save_pretrained(tmp_path)
     kept = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
     monkeypatch.setattr(ExpertTiles, "load", classmethod(lambda *_arguments: None))
@@ -270,9 +262,7 @@ def test_experts_that_are_rounded_while_they_are_read_are_tiles(
         assert all(type(each) is form for experts in experts_in(model) for each in (experts.gate_up, experts.down))
 
 
-def test_experts_in_groups_are_tiles_and_those_with_an_order_of_columns_are_undone(
-    tmp_path: Path, forms_of_a_gpu: None
-) -> None:
+def test_experts_in_groups_are_tiles_and_those_with_an_order_of_columns_are_undone(tmp_path, forms_of_a_gpu):
     for form, kind in (("int4 group with zeros", ExpertTiles), ("gptq desc_act", PlainExperts)):
         folders = write_pair(FORMS[form], tmp_path / form, "mixtral")
         kept, plain = (load_model(folder, device="cpu", dtype="float32") for folder in folders)

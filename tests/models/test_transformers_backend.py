@@ -225,9 +225,7 @@ def test_what_needs_another_cache_is_refused_before_its_weights_are_read(tmp_pat
     ],
     ids=lambda given: given if isinstance(given, str) and "{" not in given else "",
 )
-def test_what_is_no_causal_decoder_of_text_is_told_so_in_whole_words(
-    tmp_path: Path, config: Any, architecture: str, why: str
-) -> None:
+def test_what_is_no_causal_decoder_of_text_is_told_so_in_whole_words(tmp_path, config, architecture, why):
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=re.escape(why.format(architecture))):

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_or_gpu
+from known_models import KNOWN_MODELS, sizes
 from test_against_transformers import assert_greedy
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -16,13 +18,9 @@ from graphdecode.cli import app
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.steps import step as step_module
-from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model
 from graphdecode.models.family import config_of
 
-needs_kernels = pytest.mark.skipif(
-    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
-)
 LENGTH = 256
 SMALL = {"max_sequence_length": LENGTH, "page_size": 4, "max_batch_size": 4, "max_prefill_tokens": 7, "device": "cpu"}
 WINDOWED = ["gemma3", "gpt-oss", "mistral-window", "qwen2-window"]  # two kinds of layers, sinks, one kind, 12 keys
@@ -99,7 +97,7 @@ def alone(checkpoint: Callable[[str], Path]) -> Callable[[str, str], tuple[Any, 
     return make
 
 
-@needs_kernels
+@compiled_or_gpu
 @pytest.mark.parametrize(
     "settings",
     [
@@ -131,9 +129,7 @@ def test_rolling_pages_change_no_bit_of_an_answer(alone: Any, name: str, setting
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "olmo3", "phi3", "gemma2"])
-def test_tokens_are_those_of_transformers_many_windows_long(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_tokens_are_those_of_transformers_many_windows_long(checkpoint, monkeypatch, name):
     monkeypatch.setattr(step_module, "CACHED_BYTES", 0)  # so that steps take prompts along
     reference = AutoModelForCausalLM.from_pretrained(
         checkpoint(name), dtype=torch.float32, experts_implementation="eager"
@@ -175,25 +171,16 @@ def test_padding_and_rows_of_nobody_write_to_no_ring(checkpoint: Callable[[str],
     assert answers_of[0] == answers_of[1]
 
 
-GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-    "max_position_embeddings": 131072, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4,
-}  # fmt: skip
-
-
 def gemma3(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, window: int) -> dict[str, Any]:
-    return {
-        "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "hidden_size": hidden,
-        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": 256, "max_position_embeddings": 131072,
-        "sliding_window": window, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
-    }  # fmt: skip
+    return sizes(
+        "Gemma3ForCausalLM", 262144, hidden, intermediate, heads, kv_heads, num_hidden_layers=layers, head_dim=256,
+        sliding_window=window, sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4,
+        query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh",
+    )  # fmt: skip
 
 
 SHAPES = {  # and the share of today's memory that their keys and values may take
-    "gpt-oss-20b": (GPT_OSS_20B, 0.55),
+    "gpt-oss-20b": (KNOWN_MODELS["gpt-oss-20b"] | {"num_hidden_layers": 24, "layer_types": None}, 0.55),
     "gemma-3-1b": (gemma3(26, 1152, 6912, 4, 1, 512), 0.25),
     "gemma-3-4b": (gemma3(34, 2560, 10240, 8, 4, 1024), 0.25),
     "gemma-3-27b": (gemma3(62, 5376, 21504, 32, 16, 1024), 0.25),

@@ -4,22 +4,34 @@ import copy
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from graphdecode import BucketConfig
+from graphdecode import BucketConfig, EngineConfig
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.cli import app
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.loading import load_runner, make_runner
 from graphdecode.engine.steps import DecodeStep
 from graphdecode.models import Chunks, load_model
+from graphdecode.profiling import report
 from graphdecode.profiling.comparison import compare_profiles, read_profile
-from graphdecode.profiling.latency import LatencyProfiler
+from graphdecode.profiling.latency import Histogram, LatencyProfiler, spread_of
+from graphdecode.profiling.report import (
+    floor_columns,
+    new_figure,
+    plot_profile,
+    profile_tables,
+    summary,
+    time_columns,
+    write_report,
+)
 
 
 def profile_of(step_ms: dict[tuple[int, int], list[float]], noise: float = 0.01) -> dict:
@@ -147,9 +159,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, delays_us: dict[int, float]) -> di
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_ten_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ten_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(monkeypatch, tmp_path):
     # what memory can do is not compared, and takes longer to measure than the steps
     monkeypatch.setattr("graphdecode.profiling.latency.read_bandwidth", lambda *_, **__: 1e10)
     profiles = [measured(monkeypatch, {}) for _ in range(11)]
@@ -159,3 +169,243 @@ def test_ten_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(
     fifth = {row["bucket"]: 200 * min(row["round_ms"]) for row in profiles[-1]["rows"]}
     code, output = exit_code(profiles[-1], measured(monkeypatch, fifth), tmp_path)
     assert code == 1, output
+
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def trace_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace.json"
+
+
+@pytest.fixture(scope="module")
+def profile(trace_path: Path) -> dict:
+    runner = load_runner("demo", BucketConfig(max_batch_size=4, max_sequence_length=128, batch_sizes=[1, 4]))
+    runner.graphs.capture(progress=False, kinds=["steps"])
+    profiler = LatencyProfiler(runner, steps=STEPS)
+    result = profiler.profile([16, 64], model="demo", progress=False)
+    profiler.write_trace(trace_path, 16)
+    assert runner.cache.pool.used == 0
+    with pytest.raises(ValueError, match=r"a context must be in 1\.\."):
+        profiler.profile([1000], model="demo", progress=False)
+    with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
+        LatencyProfiler(runner, steps=0)
+    runner.close()
+    return json.loads(json.dumps(result))
+
+
+def test_an_engine_that_speculates_is_measured_by_rows_and_queries(profile: dict) -> None:
+    assert profile["wide_steps"] == []
+    limits = {"max_batch_size": 4, "max_sequence_length": 64, "batch_sizes": [1, 4]}
+    speculation = {"method": "ngram", "num_tokens": 3}
+    runner = load_runner("demo", EngineConfig.of(None, speculation=speculation, **limits))
+    runner.graphs.capture(progress=False, kinds=["steps"])
+    found = LatencyProfiler(runner, steps=1).profile([16], model="demo", progress=False)
+    points = [(row["bucket"], row["queries"]) for row in found["wide_steps"]]
+    assert points == [(bucket, queries) for bucket in (1, 4) for queries in (1, 2, 4)]
+    assert all(row["context"] == 16 and row["step_ms"] > 0 for row in found["wide_steps"])
+    captured = {(each["bucket"], each["queries"]) for each in found["captures"]["buckets"]}
+    assert captured == set(points)
+    assert runner.cache.pool.used == 0
+    runner.close()
+
+
+@pytest.mark.alone
+def test_every_bucket_is_measured_at_every_context(profile: dict) -> None:
+    assert {(row["bucket"], row["context"]) for row in profile["rows"]} == {(1, 16), (4, 16), (1, 64), (4, 64)}
+    for row in profile["rows"]:
+        for kind in ("launch_us", "step_ms", "token_ms", "eager_ms"):
+            assert 0 < row[kind]["p50"] <= row[kind]["p90"] <= row[kind]["p99"] <= row[kind]["max"]
+        assert row["token_ms"]["p50"] >= row["step_ms"]["p50"] * 0.9
+        assert row["replay_speedup"] == pytest.approx(row["eager_ms"]["p50"] / row["step_ms"]["p50"])
+        assert sum(row["histogram_ms"]["counts"]) + row["histogram_ms"]["above"] == profile["steps"] == STEPS
+        assert (
+            len(row["eager_round_ms"])
+            == len(row["round_ms"])
+            == profile["rounds"]
+            == len(profile["read_bandwidth_rounds"])
+            == 5
+        )
+
+
+def test_every_step_stands_next_to_its_floor(profile: dict) -> None:
+    token_bytes = 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, channels, float32
+    bandwidth = profile["read_bandwidth"]
+    for row in profile["rows"]:
+        moved = profile["weight_bytes"] + row["bucket"] * (row["context"] + 1) * token_bytes
+        seconds = row["step_ms"]["p50"] / 1000
+        assert row["bytes_moved"] == moved
+        assert row["floor_ms"] == pytest.approx(1000 * moved / bandwidth)
+        assert row["achieved_bytes_per_second"] == pytest.approx(moved / seconds)
+        assert row["bandwidth_share"] == pytest.approx(moved / seconds / bandwidth)
+        assert row["times_floor"] == pytest.approx(1 / row["bandwidth_share"])
+        assert row["in_cache"] == (moved <= profile["environment"]["cache_bytes"])
+
+
+def test_no_share_of_the_bandwidth_is_told_of_what_lies_in_the_cache(profile: dict) -> None:
+    heads, rows = floor_columns(profile)
+    told = [row[heads.index("of bandwidth")] for row in rows]
+    assert all((text == "in cache") == row["in_cache"] for text, row in zip(told, profile["rows"], strict=True))
+    assert "in cache" in told
+
+
+def test_the_profile_says_what_it_was_taken_on(profile: dict) -> None:
+    facts = profile["environment"]
+    for fact in ("device_name", "torch", "triton", "commit", "cpu_mhz", "threads", "load_average"):
+        assert facts[fact] not in ("", None), fact
+    assert (profile["model"], profile["dtype"], profile["backend"]) == ("demo", "float32", "recorded")
+    for capture in profile["captures"]["buckets"]:
+        assert capture["capture_ms"] > 0
+        assert sum(capture["nodes"].values()) > 0
+
+
+def test_the_tables_hold_every_figure(profile: dict) -> None:
+    times, floors, captures = profile_tables(profile)
+    assert [len(table.columns) for table in (times, floors, captures)] == [14, 12, 5]
+    assert times.row_count == floors.row_count == 4
+    assert captures.row_count == 2
+
+
+def test_long_times_keep_their_column(profile: dict) -> None:
+    long = {"p50": 71896.4, "p90": 9406.5, "p99": 105.34, "max": 9.4}
+    cells = time_columns({"rows": [profile["rows"][0] | {"launch_us": long}]})[1][0]
+    assert cells[2:6] == ["71896", "9406", "105", "9.4"]
+
+
+def test_a_busy_machine_is_named(profile: dict) -> None:
+    at_rest = {"noise": 0.01, "noisy": False, "eager_noise": 0.01}
+    quiet = {**profile, "rows": [{**row, **at_rest} for row in profile["rows"]]}
+    assert not any("too noisy" in line for line in summary(quiet))
+    quiet["rows"][0] |= {"noise": 0.4, "noisy": True}
+    assert "too noisy to tell at 1 of 4 points" in summary(quiet)[-1]
+    quiet["rows"][1] |= {"eager_noise": 0.2}
+    assert any("eager steps were too noisy to tell the ratio to a tenth at 1 of 4 points" in s for s in summary(quiet))
+    assert [cells[4].endswith("?") for cells in floor_columns(quiet)[1]] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("medians", "spread"), [([2.0], 0.0), ([1.0, 1.2], 0.1 / 1.1), ([1, 1, 1, 9], 0.0), ([1, 1.1, 1.2, 9], 0.1 / 1.15)]
+)
+def test_one_spoilt_round_is_no_noise_and_two_are(medians: list[float], spread: float) -> None:
+    assert spread_of(medians) == pytest.approx(spread)
+
+
+def test_a_stall_does_not_squeeze_the_histogram() -> None:
+    values = [*np.linspace(1.0, 1.1, 99), 50.0]
+    histogram = Histogram.of(values)
+    assert histogram.high < 1.3
+    assert (sum(histogram.counts), histogram.above) == (99, 1)
+    assert sum(Histogram.of([2.0, 2.0]).counts) == 2
+
+
+def test_the_report_is_self_contained(profile: dict, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = {path.name for path in write_report(profile, tmp_path)}
+    assert written == {"latency.png", "padding.png", "replay.png", "histogram.png", "report.html"}
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "://" not in page
+    for text in (profile["environment"]["device_name"], "capture ms", "pool bytes", "of bandwidth", "recorded backend"):
+        assert text in page
+
+
+def axes_of(draw: Callable[[Any, dict], None], profile: dict) -> Any:
+    figure = new_figure((4, 3))
+    draw(figure, profile)
+    return figure.axes[0]
+
+
+def test_pictures_of_wide_ranges_show_the_small_buckets_too(profile: dict) -> None:
+    pytest.importorskip("matplotlib")
+    narrow = axes_of(report.draw_latency, profile)
+    wide = axes_of(report.draw_latency, profile | {"rows": [*profile["rows"], profile["rows"][-1] | {"bucket": 64}]})
+    for axes, scale in ((narrow, "linear"), (wide, "log")):
+        assert (axes.get_xscale(), axes.get_yscale()) == (scale, scale)
+        assert "(rows)" in axes.get_xlabel()
+        assert "(ms)" in axes.get_ylabel()
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels[0] == "context 16"
+        assert labels[1].startswith("floor at 16")
+    assert [label.get_text() for label in wide.get_xticklabels()] == ["1", "4", "64"]
+
+
+def test_the_staircase_says_where_there_is_no_padding(profile: dict) -> None:
+    pytest.importorskip("matplotlib")
+    padded = axes_of(report.draw_padding, profile)
+    rows = [row | {"bucket": min(row["bucket"], 2)} for row in profile["rows"]]
+    full = axes_of(report.draw_padding, profile | {"rows": rows})
+    for axes, shown in ((padded, True), (full, False)):
+        assert any("padding" in text.get_text() for text in axes.get_legend().get_texts()) == shown
+        assert ("no padding" in axes.get_title()) != shown
+
+
+def test_without_matplotlib_there_is_a_report_and_a_reason(profile, tmp_path, monkeypatch):
+    assert [path.name for path in write_report(profile, tmp_path, draw=False)] == ["report.html"]
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"pip install 'graphdecode\[plot\]'"):
+        plot_profile(profile)
+
+
+def test_the_trace_holds_ten_steps(profile: dict, trace_path: Path) -> None:
+    events = json.loads(trace_path.read_text())["traceEvents"]
+    assert sum(event.get("name") == "decode step" for event in events) == 10
+
+
+def test_the_command_writes_everything_that_it_names(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "b.toml").write_text("[capacity]\nmax_batch_size = 2\nmax_sequence_length = 64\n")
+    out = tmp_path / "p"
+    options = ["--config", str(tmp_path / "b.toml"), "--contexts", "8", "--steps", "2", "--trace", "--out", str(out)]
+    result = CliRunner().invoke(app, ["profile", *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    names = {"profile.json", "report.html", "trace.json", "latency.png", "padding.png", "replay.png", "histogram.png"}
+    assert {path.name for path in out.iterdir()} == names
+    assert all(name in result.output for name in names)
+    assert "…" not in result.output
+    written = json.loads((out / "profile.json").read_text())
+    assert (written["schema"], written["steps"], written["rounds"]) == (2, 2, 2)
+    assert [row["bucket"] for row in written["rows"]] == [1, 2]
+
+
+def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for_its_contexts(monkeypatch, tmp_path):
+    seen = []
+
+    def record(model: str, settings: EngineConfig, **_: object) -> None:
+        seen.append(settings.buckets)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("graphdecode.engine.loading.load_runner", record)
+    with pytest.raises(ValueError, match="seen"):
+        CliRunner().invoke(
+            app,
+            ["profile", "--contexts", "32,400", "--out", str(tmp_path)],
+            catch_exceptions=False,
+            standalone_mode=False,
+        )
+    assert seen[0].ladder == BucketConfig().ladder
+    assert seen[0].max_sequence_length == 416
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be >= 1, got 0"),
+        (["--contexts", "a"], "--contexts must be whole numbers separated by commas, such as 1,8,64; got 'a'"),
+        (["--contexts", ""], "--contexts must be whole numbers"),
+        (["--contexts", "100000"], r"a context must be in 1\.\."),
+        (["--model", "shape:llama-7t"], "unknown shape"),
+        (["--compare", "none.json", "none.json"], "none.json"),
+        (["--out", "FILE"], "--out must be a folder, or not exist"),
+        (["--contexts", "0"], r"a context must be in 1\.\."),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(
+            app,
+            ["profile", "--out", str(tmp_path / "p"), *(__file__ if word == "FILE" else word for word in arguments)],
+            catch_exceptions=False,
+            standalone_mode=False,
+        )
+    assert not list(tmp_path.iterdir())

@@ -6,17 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from graphdecode.models import resolve_model_path
+from benchmarks import attention as attention_module
+from benchmarks.attention import PEERS as KERNEL_PEERS
+from benchmarks.attention import SHAPES, AttentionProblem, AttentionShape, compare_attention, sdpa
+from graphdecode.models import describe_model, resolve_model_path
 from peers import contest as contest_module
 from peers.contest import PEERS, Reference, compare_engines, contest_notes, contest_table, parse_peers
+from peers.llama_cpp import interleaved, why_not_gguf
 from peers.peer import Peer, Transformers, TransformersStatic, Workload
 
 ROOT = Path(__file__).parents[2]
@@ -99,10 +107,7 @@ def test_unknown_peers_are_refused_with_those_that_there_are() -> None:
 
 @pytest.mark.alone  # what the tests behind it look at is measured here
 def test_absent_and_broken_peers_are_left_out_with_their_reason(record: dict) -> None:
-    assert record["left_out"] == {
-        "absent": "not installed: no-such-package",
-        "broken": "OSError: out of luck",
-    }
+    assert record["left_out"] == {"absent": "not installed: no-such-package", "broken": "OSError: out of luck"}
 
 
 def test_peers_with_other_tokens_are_told_apart_and_have_no_time(record: dict) -> None:
@@ -195,9 +200,7 @@ def test_every_peer_says_why_it_is_not_there(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compiler(tmp_path, monkeypatch):
     one_row = replace(SMALL, batch_sizes=(1,))
     monkeypatch.setattr(contest_module, "read_bandwidth", lambda device, repeats: 1e10)
     compiled = compare_engines(parse_peers("transformers-compiled"), DEMO, one_row, repeats=1)
@@ -229,3 +232,154 @@ def test_the_script_lists_who_was_left_out_and_refuses_unknown_names(tmp_path: P
     refused = run("--peers", "nobody")
     assert refused.returncode == 2
     assert all(name in refused.stderr for name in ("nobody", *itertools.islice(PEERS, 2)))
+
+
+SMALL_CONFIG: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+
+
+def checkpoint(folder: Path, **changes: Any) -> Path:
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**SMALL_CONFIG | changes)).save_pretrained(folder)
+    return folder
+
+
+def test_rotary_pairs_become_neighbours() -> None:
+    weight = torch.arange(2 * 6.0).view(12, 1)  # two heads of six channels
+    assert interleaved(weight, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "default rope"),
+        ({"attention_bias": True}, "without biases"),
+        ({"mlp_bias": True}, "without biases"),
+        ({"hidden_act": "gelu"}, "silu"),
+        ({}, ""),
+    ],
+)
+def test_models_that_are_not_written_are_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    found = why_not_gguf(describe_model(checkpoint(tmp_path, **changes)))
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+def test_other_families_are_not_written(tmp_path: Path) -> None:
+    Qwen3ForCausalLM(Qwen3Config(**SMALL_CONFIG, head_dim=16)).save_pretrained(tmp_path)
+    assert "this is Qwen3ForCausalLM" in why_not_gguf(describe_model(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+        {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ],
+    ids=["plain", "tied", "wide-heads"],
+)
+def test_llama_cpp_gives_the_greedy_tokens_of_every_row(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    folder = checkpoint(tmp_path, **changes)
+    workload = Workload("cpu", dtype, (1, 3), prompt_tokens=9, new_tokens=11, threads=1)
+    peer, reference = PEERS["llama-cpp"](), Reference(folder, workload)
+    assert peer.why_not(folder, workload) == ""
+    peer.open(folder, workload)
+    try:
+        for size in (1, 3, 1):
+            prompts = torch.randint(3, 301, (size, 9), generator=torch.Generator().manual_seed(size)).tolist()
+            answers = peer.generate(prompts, 11)
+            assert reference.judge(prompts, answers, 11)[1] == ""
+            assert peer.generate(prompts, 4) == [answer[:4] for answer in answers]
+    finally:
+        peer.close()
+
+
+SMALL_SHAPES = AttentionShape("small", 4, 2, 16, torch.float16, torch.float16)
+Calls = list[Callable[[], Tensor]]
+
+
+def broken(problem: AttentionProblem) -> Calls:
+    raise RuntimeError("no kernel\nfor this")
+
+
+def short(problem: AttentionProblem) -> Calls:
+    """Forgets the newest key."""
+    q = problem.q.unsqueeze(2)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    return [partial(attend, q, k[:, :, :-1], v[:, :, :-1]) for k, v in problem.contiguous]
+
+
+@pytest.fixture
+def problem(monkeypatch: pytest.MonkeyPatch, device: str) -> AttentionProblem:
+    monkeypatch.setattr(attention_module, "_MOST_COPIES", 2)
+    monkeypatch.setattr(attention_module, "read_bandwidth", lambda device, repeats: 1e10)
+    torch.manual_seed(0)
+    return AttentionProblem(SMALL_SHAPES, 3, 37, torch.device(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_outputs_are_compared_before_times_and_wrong_ones_have_none(problem, dtype):
+    problem.shape = replace(SMALL_SHAPES, dtype=dtype, kv_dtype=dtype)
+    problem.q, problem.out = problem.q.to(dtype), problem.out.to(dtype)
+    problem.caches = [(k.to(dtype), v.to(dtype)) for k, v in problem.caches]
+    peers = {name: KERNEL_PEERS[name] for name in ("sdpa", "gather+sdpa")} | {"broken": broken, "short": short}
+    results = {row["peer"]: row for row in compare_attention(peers, problem)}
+    assert list(results) == ["graphdecode", "sdpa", "gather+sdpa", "broken", "short"]
+    for name in ("graphdecode", "sdpa", "gather+sdpa"):
+        assert results[name]["note"] == ""
+        assert results[name]["error"] <= problem.shape.tolerance
+        assert len(results[name]["rounds_us"]) == attention_module.ROUNDS
+        assert results[name]["us"] > 0
+        assert results[name]["of_read_bandwidth"] == pytest.approx(results[name]["bytes_per_s"] / 1e10)
+    assert results["graphdecode"]["times_graphdecode"] == 1.0
+    assert results["broken"]["note"] == "RuntimeError: no kernel"
+    assert results["short"]["note"].startswith("gives another output: ")
+    assert results["short"]["error"] > problem.shape.tolerance
+    assert [results[name]["us"] for name in ("broken", "short")] == [None] * 2
+
+
+def test_every_cache_is_attended_over(problem: AttentionProblem) -> None:
+    def stuck(problem: AttentionProblem) -> Calls:
+        """Is right for the first cache, and then gives that output again."""
+        return [sdpa(problem)[0]] * len(problem.caches)
+
+    assert len(problem.caches) == 2
+    assert compare_attention({"stuck": stuck}, problem)[1]["note"].startswith("gives another output: ")
+
+
+def test_an_output_that_is_no_number_is_infinitely_far(problem: AttentionProblem) -> None:
+    assert problem.error(torch.full_like(problem.q, torch.nan), 0) == torch.inf
+
+
+@pytest.mark.slow
+def test_flex_attention_is_compiled_or_says_why_not(problem: AttentionProblem) -> None:
+    result = compare_attention({"flex": KERNEL_PEERS["flex"]}, problem)[1]
+    assert result["note"] or result["error"] <= SMALL_SHAPES.tolerance
+
+
+@pytest.mark.slow
+def test_the_script_writes_its_points_and_refuses_unknown_names(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "tools" / "bench"), "attention", "--out", str(tmp_path), "--device", "cpu"]
+    script += ["--batches", "1", "--contexts", "64", "--shapes", "qwen3"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment, check=False)
+    done = run([*script, "--peers", "sdpa,gather+sdpa"])
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "attention.json").read_text())
+    assert [row["peer"] for row in report["rows"]] == ["graphdecode", "sdpa", "gather+sdpa"]
+    assert report["tolerance"].keys() == {shape.name for shape in SHAPES}
+    refused = run([*script, "--peers", "sdpo"])
+    assert refused.returncode == 2
+    assert "unknown peers: sdpo; there are sdpa, gather+sdpa, flex" in refused.stderr

@@ -1,17 +1,31 @@
 """An open-loop load is played as it was written, and counted right."""
 
+import itertools
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.serving import Arrival, check_fits, main, serve, weighted_percentiles
+from benchmarks.servers import Setting, parse_servers
+from benchmarks.serving import (
+    Arrival,
+    Lengths,
+    check_fits,
+    main,
+    offered_rate,
+    poisson_arrivals,
+    serve,
+    weighted_percentiles,
+)
 from graphdecode import LLM, BucketConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -154,3 +168,85 @@ def test_ctrl_c_keeps_the_loads_that_were_finished(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     assert "500/s" in output
     assert [row["load"] for row in json.loads((tmp_path / "out" / "serving.json").read_text())["rows"]] == ["500/s"]
+
+
+def test_poisson_arrivals_keep_rate_and_lengths() -> None:
+    def made(rate: float) -> list[Arrival]:
+        return poisson_arrivals(rate, 4000, Lengths(3, 9), Lengths(1, 5), seed=1)
+
+    arrivals = made(50.0)
+    assert arrivals == made(50.0)
+    assert offered_rate(arrivals) == pytest.approx(50.0, rel=0.06)
+    gaps = [later.at - earlier.at for earlier, later in itertools.pairwise(arrivals)]
+    assert statistics.stdev(gaps) == pytest.approx(statistics.mean(gaps), rel=0.1)  # as of an exponential distribution
+    assert {a.prompt_tokens for a in arrivals} == set(range(3, 10))
+    assert {a.answer_tokens for a in arrivals} == set(range(1, 6))
+    assert [(a.prompt_tokens, a.answer_tokens) for a in made(5.0)] == [
+        (a.prompt_tokens, a.answer_tokens) for a in arrivals
+    ]
+
+
+def test_bursts_arrive_together_at_the_same_mean_rate() -> None:
+    arrivals = poisson_arrivals(50.0, 40000, Lengths(3, 9), Lengths(1, 5), burst=40)
+    assert sorted(Counter(arrival.at for arrival in arrivals).values()) == [40] * 1000
+    assert offered_rate(arrivals) == pytest.approx(50.0, rel=0.1)
+
+
+def test_lengths_are_drawn_from_what_was_asked_for() -> None:
+    rng = random.Random(2)
+    assert {Lengths.parse("--l", "7").draw(rng) for _ in range(20)} == {7}
+    lengths = Lengths.parse("--l", "lognormal:64:0.8:400")
+    drawn = [lengths.draw(rng) for _ in range(4000)]
+    assert statistics.median(drawn) == pytest.approx(64, rel=0.08)
+    assert min(drawn) >= 1
+    assert max(drawn) == 400
+    assert statistics.mean(drawn) > 75  # the long tail
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "9-3", "-3", "lognormal:64", "lognormal:64:0.8", "lognormal:a:1:9"])
+def test_impossible_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--l must be"):
+        Lengths.parse("--l", text)
+
+
+@pytest.mark.parametrize("text", ["lognormal:0.5:1:9", "lognormal:10:1:9", "lognormal:5:-1:9", "lognormal:5:nan:9"])
+def test_impossible_distributions_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="sigma in 0..10, got"):
+        Lengths.parse("--l", text)
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0, 1), (-1, 1), (float("nan"), 1), (float("inf"), 1), (1, 0)])
+def test_impossible_loads_are_refused(rate: float, count: int) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        poisson_arrivals(rate, count, Lengths(1, 2), Lengths(1, 1))
+    with pytest.raises(ValueError, match="a burst >= 1, got 1, 1 and 0"):
+        poisson_arrivals(1, 1, Lengths(1, 2), Lengths(1, 1), burst=0)
+
+
+BENCH = Path(__file__).parents[2] / "tools" / "bench"
+
+
+def test_our_server_is_measured_beside_the_engine_below_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH), "servers", "--clients", "3", "--answer-tokens", "6", "--rounds", "2"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "server.json").read_text())
+    assert list(told["medians"]) == ["library", "server"]
+    for name, turns in told["rounds"].items():
+        assert len(turns) == 2
+        assert all(value > 0 for turn in turns for value in turn.values()), name
+    assert "of the library's" in done.stdout
+
+
+def test_peers_are_named_with_the_python_that_has_them(tmp_path: Path) -> None:
+    llama, vllm = parse_servers(["llama-cpp=/opt/python", "vllm"])
+    file, folder = tmp_path / "model.gguf", tmp_path
+    assert (llama.why_not(file), vllm.why_not(folder)) == ("", "")
+    assert "GGUF" in llama.why_not(folder)
+    assert "--checkpoint" in vllm.why_not(file)
+    command = llama.command(Setting(file, 8, 512, (0, 1)), 1234)
+    assert command[0] == "/opt/python"
+    assert command[command.index("--n_threads") + 1] == "2"
+    assert vllm.command(Setting(folder, 8, 512, (0,)), 1234)[0] == sys.executable
+    with pytest.raises(ValueError, match="unknown peer: other; there are llama-cpp, vllm"):
+        parse_servers(["other"])

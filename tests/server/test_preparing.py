@@ -70,9 +70,7 @@ def test_too_many_words_are_refused_before_one_of_them_is_spelled(preprocessor: 
     assert (refused.value.status, refused.value.param, preprocessor.tokenizer.texts) == (400, "bad_words", before)
 
 
-def test_parameters_are_checked_once_for_all_prompts_and_answers(
-    preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_checked_once_for_all_prompts_and_answers(preprocessor, monkeypatch):
     checked = []
     check = SamplingParams.__post_init__
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (checked.append(1), check(self))[1])
@@ -80,20 +78,18 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(
         preprocessor, prompt=["a"] * 100, n=3, seed=7, prompt_logprobs=1, allowed_token_ids=[48, 49]
     )
     assert len(checked) <= 3
-    assert len({id(prompt.asked) for prompt in pickle.loads(pickle.dumps(completion)).prompts}) == 1
-    orders = [preprocessor.input_processor.opened(prompt, None, turn=2.5) for prompt in completion.prompts]
+    assert len({id(prompt.params) for prompt in pickle.loads(pickle.dumps(completion)).prompts}) == 1
+    orders = [preprocessor.input_processor.parent_request(prompt, None, turn=2.5) for prompt in completion.prompts]
     assert len(checked) <= 3
-    requests = [request for request, _ in orders[1].requests]
+    requests = [request for request, _ in orders[1].children]
     assert [request.sampling_params.seed for request in requests] == [7, 8, 9]
     assert [request.sampling_params.prompt_logprobs for request in requests] == [1, None, None]
     assert {(request.turn, request.sampling_params.n) for request in requests} == {(2.5, 1)}
-    assert completion.prompts[0].asked.params.seed == 7
+    assert completion.prompts[0].params.sampling.seed == 7
 
 
 @pytest.mark.parametrize(("prompts", "answers"), [(301, 1), (100, 4), (3, 101)])
-def test_more_answers_than_can_ever_be_open_are_refused_for_good(
-    preprocessor: Preprocessor, prompts: int, answers: int
-) -> None:
+def test_more_answers_than_can_ever_be_open_are_refused_for_good(preprocessor, prompts, answers):
     with pytest.raises(HttpError, match="300 answers at most run and wait at a time") as refused:
         prepared(preprocessor, prompt=["a"] * prompts, n=answers)
     assert (refused.value.status, refused.value.headers) == (400, {})
@@ -155,17 +151,19 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
     input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
-    alone = [input_processor.asked(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)]
-    assert input_processor.asked(SamplingParams(bad_words=words)).bad_words == [
+    alone = [
+        input_processor.tokenized_params(SamplingParams(bad_words=[word])).bad_words for word in dict.fromkeys(words)
+    ]
+    assert input_processor.tokenized_params(SamplingParams(bad_words=words)).bad_words == [
         spelling for each in alone for spelling in each
     ]
-    many = input_processor.asked(
+    many = input_processor.tokenized_params(
         SamplingParams(allowed_token_ids=[50, 49] * 5000, stop_token_ids=[49] * 5000)
-    ).of_answer
+    ).per_output
     assert (many.allowed_token_ids, many.stop_token_ids) == ((50, 49), (49,))  # what each answer takes along
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
     input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bad_words"):
-        input_processor.asked(SamplingParams(bad_words=["\ud800"]))
+        input_processor.tokenized_params(SamplingParams(bad_words=["\ud800"]))

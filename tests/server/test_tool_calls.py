@@ -2,14 +2,38 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 from command_line import run_command
-from served import serving
+from served import Served, serving
 
-from graphdecode.server.tool_calls import FORMATS, ToolCall, ToolCallReader, ToolFormat, format_of
+from graphdecode import SamplingParams
+from graphdecode.config import ServerConfig
+from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.request import RequestRules
+from graphdecode.errors import ArgumentError
+from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
+from graphdecode.models import resolve_model_path
+from graphdecode.models.source import installable
+from graphdecode.server.completions import prepared_chat
+from graphdecode.server.messages import EngineReady
+from graphdecode.server.preprocessing import Preprocessor
+from graphdecode.server.protocol import ChatCompletion
+from graphdecode.server.reply import Prepared
+from graphdecode.server.tool_calls import (
+    BARE_JSON,
+    FORMATS,
+    ToolCall,
+    ToolCallReader,
+    ToolFormat,
+    format_of,
+    messages_with_tools,
+)
+from graphdecode.text.tokenizer import load_tokenizer
 
 HERMES, MISTRAL, GRANITE, LLAMA = FORMATS
 NAMES = frozenset({"add", "look_up"})
@@ -72,9 +96,7 @@ def splits(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS, ids=lambda value: getattr(value, "name", ""))
-def test_a_call_is_found_however_the_text_is_split(
-    form: ToolFormat, text: str, content: str, calls: list[ToolCall]
-) -> None:
+def test_a_call_is_found_however_the_text_is_split(form, text, content, calls):
     for pieces in splits(text):
         found, called = read(form, pieces)
         assert (found, [call.name for call in called]) == (content, [call.name for call in calls]), pieces
@@ -150,3 +172,164 @@ def test_a_file_without_a_template_is_refused_before_a_model_is_loaded(tmp_path:
         result = run_command("serve", "--chat-template", str(tmp_path / name))
         assert result.returncode == 2
         assert said in result.stderr
+
+
+# as SmolLM2's: no tools, and a system's message of its own where there is none
+TEMPLATE = """{% if messages[0].role != 'system' %}system: none\n{% endif %}{% for message in messages -%}
+{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + TEMPLATE
+# as Mistral's: users and assistants by turns, and no other roles
+ALTERNATING = (
+    "{% for message in messages %}{% if message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+) + TEMPLATE
+# short ones: the demo's tokens are bytes, and it has 512 of them
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"enum": [{"place": "Oslo"}]}}}
+SQUARE = {"type": "function", "function": {"name": "square", "parameters": {"enum": [{"n": 7}, {"n": 8}]}}}
+NAMED = {"type": "function", "function": {"name": "square"}}
+ASKED = [{"role": "user", "content": "What is 7 times 7?"}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "square", "arguments": '{"n": 7}'}}
+CALLED = [
+    *ASKED,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "49"},
+]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("templates") / "plain.jinja"
+    file.write_text(TEMPLATE)
+    (file.parent / "settings.toml").write_text("[server]\ntrust_request_chat_template = true\n")
+    options = ("--chat-template", str(file), "--config", str(file.parent / "settings.toml"))
+    with serving(*options, "--max-sequence-length", "2048") as server:
+        yield server
+
+
+def answer_of(served: Served, messages: list[dict[str, Any]] = ASKED, **fields: Any) -> dict[str, Any]:
+    body = {"messages": messages, "tools": [WEATHER, SQUARE], "max_tokens": 64, "temperature": 1, "seed": 3, **fields}
+    response = httpx.post(f"{served.address}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def prompt_of(served: Served, **fields: Any) -> str:
+    address = served.address
+    tokens = httpx.post(f"{address}/tokenize", json={"messages": ASKED, **fields}, timeout=60).json()["tokens"]
+    return str(httpx.post(f"{address}/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"])
+
+
+def test_a_call_that_must_come_has_the_form_of_its_function(served: Served) -> None:
+    for choice, names in (("required", {"weather", "square"}), (NAMED, {"square"})):
+        for seed in range(4):
+            answer = answer_of(served, tool_choice=choice, seed=seed)
+            (call,) = answer["message"]["tool_calls"]
+            assert call["function"]["name"] in names
+            told = WEATHER if call["function"]["name"] == "weather" else SQUARE
+            assert json.loads(call["function"]["arguments"]) in told["function"]["parameters"]["enum"]
+            assert answer["finish_reason"] == ("stop" if choice == NAMED else "tool_calls")
+            assert answer["message"]["content"] is None
+
+
+def test_the_same_call_comes_as_a_stream(served: Served) -> None:
+    whole = answer_of(served, tool_choice=NAMED)["message"]["tool_calls"][0]["function"]
+    body = {"messages": ASKED, "tools": [SQUARE], "tool_choice": NAMED, "max_tokens": 64, "temperature": 1, "seed": 3}
+    text = httpx.post(f"{served.address}/v1/chat/completions", json={**body, "stream": True}, timeout=60).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["square"]
+    assert whole["name"] == "square"
+
+
+def test_an_answer_that_may_be_words_is_held_to_nothing(served: Served) -> None:
+    free = answer_of(served, tool_choice="auto", temperature=0)
+    assert "tool_calls" not in free["message"]
+    assert free["message"]["content"]
+    assert "tool_calls" not in answer_of(served, tool_choice="none", temperature=0)["message"]
+
+
+def test_the_prompt_tells_of_the_tools_and_of_what_was_called(served: Served) -> None:
+    prompt = prompt_of(served, messages=CALLED, tools=[SQUARE])
+    assert prompt.startswith("system: You can call these functions")
+    assert json.dumps(SQUARE["function"]) in prompt
+    assert 'assistant: {"name": "square", "arguments": {"n": 7}}\nuser: square returned:\n49\n' in prompt
+    assert "functions" not in prompt_of(served)
+    in_user = prompt_of(served, tools=[SQUARE], chat_template=NO_SYSTEM)
+    assert "user: You can call these functions" in in_user
+    assert in_user.rstrip().endswith("What is 7 times 7?\nassistant:")
+
+
+def test_earlier_calls_are_in_words_where_no_tools_are_offered(served: Served) -> None:
+    answered = [*CALLED, {"role": "assistant", "content": "49."}, {"role": "user", "content": "And 8?"}]
+    said = 'assistant: {"name": "square", "arguments": {"n": 7}}\nuser: square returned:\n49\nassistant: 49.\n'
+    for template in (TEMPLATE, ALTERNATING):
+        for tools in ({}, {"tools": []}):
+            prompt = prompt_of(served, messages=answered, chat_template=template, **tools)
+            assert prompt.startswith("system: none\nuser: What is 7 times 7?\n")
+            assert said in prompt
+    refused = answer_of(served, answered, chat_template=ALTERNATING, tool_choice="none", return_token_ids=True)
+    assert "tool_calls" not in refused["message"]
+    ids = {"tokens": refused["prompt_token_ids"]}
+    prompt = httpx.post(f"{served.address}/detokenize", json=ids, timeout=60).json()["prompt"]
+    assert said in prompt
+    assert "functions" not in prompt
+
+
+def test_of_several_templates_the_one_for_tools_says_how_calls_are_written() -> None:
+    tokenizer = load_tokenizer(resolve_model_path("demo"))
+    rules = RequestRules(512, (0,), Capacity(2048, 128, 512, 1, 16, 2048), 16, SamplingCapacity())
+    preprocessor = Preprocessor(
+        "demo", tokenizer, ServerConfig(), SamplingParams(), EngineReady(rules, 0, (), None), max_open=1
+    )
+
+    def prepared(**fields: Any) -> Prepared:
+        return prepared_chat(preprocessor, ChatCompletion(messages=ASKED, **fields))
+
+    taught = "{{ tools | tojson }}<tool_call>" + TEMPLATE
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": taught}
+    offered, refused = prepared(tools=[SQUARE]), prepared(tools=[SQUARE], tool_choice="none")
+    assert offered.tools == format_of(taught)
+    assert str(offered.prompts[0].prompt).startswith('[{"type"')
+    assert "You can call" not in str(offered.prompts[0].prompt)
+    assert str(refused.prompts[0].prompt).startswith("system: none")
+    tokenizer.chat_template = {"default": TEMPLATE}
+    assert prepared(tools=[SQUARE]).tools is BARE_JSON
+    for none in (None, {"other": TEMPLATE}):
+        tokenizer.chat_template = none
+        with pytest.raises(ArgumentError, match="chat.template"):
+            prepared(tools=[SQUARE])
+
+
+def test_what_is_said_follows_the_choice_and_the_messages() -> None:
+    tools, system = [WEATHER], {"role": "system", "content": "Be short."}
+
+    def content(choice: Any, messages: list[Any]) -> str:
+        return str(messages_with_tools(messages, tools, choice)[0]["content"])
+
+    assert content("required", ASKED).endswith("Call one of them.")
+    assert content({"type": "function", "function": {"name": "weather"}}, ASKED).endswith("Call weather.")
+    assert content("auto", ASKED).endswith("Where none of them helps, answer in words.")
+    assert content("auto", [system, *ASKED]).endswith("answer in words.\nBe short.")
+    results = [{"role": "tool", "name": name, "content": f"of {name}"} for name in ("one", "two")]
+    told = messages_with_tools([*ASKED, *results], tools, "auto")
+    assert [message["role"] for message in told] == ["system", "user", "user"]
+    assert told[-1]["content"] == "one returned:\nof one\ntwo returned:\nof two"
+    malformed = ["words", {"role": "assistant", "tool_calls": [3]}, {"role": "tool", "content": [3]}]
+    assert messages_with_tools(malformed, tools, "auto")[1:3] == malformed[:2]
+
+
+SMOLLM2 = installable("smollm2")
+
+
+@pytest.mark.skipif(SMOLLM2 is None or SMOLLM2.installed_file() is None, reason="needs smollm2: tools/quickstart")
+def test_smollm2_calls_the_function_that_must_be_called() -> None:
+    place = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": place}}, SQUARE]
+    with serving(model="smollm2") as server:
+        said = [{"role": "user", "content": "What is the weather in Paris?"}]
+        answer = answer_of(server, said, tools=tools, tool_choice="required", temperature=0)
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["place"].startswith("Paris")

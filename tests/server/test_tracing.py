@@ -1,9 +1,7 @@
 """One span for each prompt, with vLLM's attributes."""
 
-import subprocess
-import sys
-
 import pytest
+from command_line import run_python
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
@@ -11,15 +9,15 @@ from graphdecode.config import ConfigError, ServerConfig
 from graphdecode.engine import RequestMetrics
 from graphdecode.server.protocol import Completion
 from graphdecode.server.telemetry import Tracer, otlp_tracer
-from graphdecode.text.input_processor import Order
+from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def order(metrics: RequestMetrics, finish_reason: str | None) -> Order:
+def order(metrics: RequestMetrics, finish_reason: str | None) -> ParentRequest:
     answers = [CompletionOutput(index, token_ids=[7, 8], finish_reason=finish_reason) for index in range(2)]
-    return Order(RequestOutput(0, "a secret", [1, 2, 3], answers, metrics), [])
+    return ParentRequest(RequestOutput(0, "a secret", [1, 2, 3], answers, metrics), [])
 
 
 def test_a_span_has_vllms_attributes_the_callers_trace_and_nothing_of_the_text() -> None:
@@ -73,4 +71,4 @@ def test_an_endpoint_makes_a_tracer_and_a_wrong_one_is_refused() -> None:
 
 def test_opentelemetry_is_imported_by_who_asks_for_traces_alone() -> None:
     code = "import sys, graphdecode.server.service; print('opentelemetry' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    assert run_python(code).strip() == "False"

@@ -20,11 +20,11 @@ def rotated(x, base=10000.0, interleaved=False):
 
 
 def attended(q, k, v, window=-1, scale=None):
-    """Causal attention of [n, h, d] over [n, g, d], heads repeated."""
+    """Causal attention of the last tokens [n, h, d] over all [m, g, d], heads repeated."""
     n, heads, dim = q.shape
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, k) * (1 / math.sqrt(dim) if scale is None else scale)
-    distance = torch.arange(n)[:, None] - torch.arange(n)
+    distance = torch.arange(len(k) - n, len(k))[:, None] - torch.arange(len(k))
     hidden = (distance < 0) | ((distance > window) if window >= 0 else False)
     return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -math.inf).softmax(-1), v)
 

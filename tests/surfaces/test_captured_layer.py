@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from layer_oracle import attended
 
 from graphdecode import GraphManager, InferenceParams, Slot, StepBuffers
 from graphdecode.attention import cached_attention
@@ -133,16 +134,8 @@ def test_replayed_steps_agree_with_float64_attention_over_each_sequence(paged, d
                 keys, values = history[i][2 * layer : 2 * layer + 2]
                 keys += list(k * (layer + 1))
                 values += list(v + out[:, :KV_HEADS])
-                out = out + attend(out, torch.stack(keys), torch.stack(values))
+                out = out + attended(out, torch.stack(keys), torch.stack(values))
             torch.testing.assert_close(results[row].double().cpu(), out, atol=2e-5, rtol=2e-5)
-
-
-def attend(q, k, v):
-    """Causal attention of the last len(q) tokens over all of them: bottom-right, in float64."""
-    k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
-    last = torch.arange(len(q))[:, None] + len(k) - len(q)
-    return torch.einsum("hqk,khd->qhd", logits.masked_fill(torch.arange(len(k)) > last, -torch.inf).softmax(-1), v)
 
 
 def test_the_layer_of_the_examples(device):

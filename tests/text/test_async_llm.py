@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphdecode import LLM, AsyncLLM, BucketConfig, SamplingParams, StructuredOutputsParams
-from graphdecode.text.async_llm import Bell
+from graphdecode.text.async_llm import Waker
 
 CONFIG = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
 PROMPTS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30=", "abc", "rev graph=", "999+1=", "x"]
@@ -136,9 +136,7 @@ def test_rounds_that_another_thread_does_bring_news_too() -> None:
     asyncio.run(main())
 
 
-def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(monkeypatch):
     async def main() -> None:
         async with AsyncLLM("demo", config=CONFIG) as llm:
             grammars, seen = llm.llm.input_processor.grammars, []
@@ -168,15 +166,15 @@ def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(
 @pytest.mark.parametrize("line", range(8))
 def test_no_ring_is_lost_wherever_a_thread_stands_while_another_one_rings(line: int) -> None:
     async def main() -> None:
-        bell = Bell(asyncio.get_running_loop())
+        waker = Waker(asyncio.get_running_loop())
         first, second = asyncio.Event(), asyncio.Event()
-        other = threading.Thread(target=bell.ring, args=(second,))
+        other = threading.Thread(target=waker.wake, args=(second,))
         lines = 0
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
             nonlocal lines
             if event == "call":
-                return trace if frame.f_code is Bell.ring.__code__ else None
+                return trace if frame.f_code is Waker.wake.__code__ else None
             if lines == line and event == "line":
                 other.start()
                 other.join(0.1)  # it may have to wait for this one
@@ -185,7 +183,7 @@ def test_no_ring_is_lost_wherever_a_thread_stands_while_another_one_rings(line: 
 
         def rings() -> None:
             sys.settrace(trace)
-            bell.ring(first)
+            waker.wake(first)
             sys.settrace(None)
 
         thread = threading.Thread(target=rings)

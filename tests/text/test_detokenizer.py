@@ -1,11 +1,20 @@
 """Streaming text: whole characters only, and nothing of a stop string."""
 
+import copy
+import pickle
 import random
+import tracemalloc
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
+from graphdecode.models import resolve_model_path
 from graphdecode.text.detokenizer import Detokenizer
+from graphdecode.text.outputs import CompletionOutput, RequestOutput
+from graphdecode.text.request_state import RequestState
+from graphdecode.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +69,7 @@ def test_bytes_that_never_become_a_character_show_up_at_the_end(byte_tokenizer: 
         ("stop", ("stop",), "", "stop"),
     ],
 )
-def test_text_is_cut_before_a_stop_string_across_token_borders(
-    byte_tokenizer: Tokenizer, text: str, stops: tuple[str, ...], shown: str, hit: str | None
-) -> None:
+def test_text_is_cut_before_a_stop_string_across_token_borders(byte_tokenizer, text, stops, shown, hit):
     pieces, found = stream(byte_tokenizer, text, stops)
     assert ("".join(pieces), found) == (shown, hit)
 
@@ -78,9 +85,7 @@ def test_text_is_cut_before_a_stop_string_across_token_borders(
         (("cd",), 11, "abcdxxyabcd", None),
     ],
 )
-def test_a_stop_string_that_is_complete_too_early_never_counts(
-    byte_tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, shown: str, hit: str | None
-) -> None:
+def test_a_stop_string_that_is_complete_too_early_never_counts(byte_tokenizer, stops, min_tokens, shown, hit):
     detokenizer, found = Detokenizer(byte_tokenizer, stops, min_tokens=min_tokens), None
     for token in byte_tokenizer.encode("abcdxxyabcd").ids:
         found = detokenizer.push(token)
@@ -102,3 +107,51 @@ def test_no_prefix_of_a_stop_string_is_ever_shown_too_early(byte_tokenizer: Toke
             expected = text[: min(first - len(stop) for stop in stops if text[:first].endswith(stop))]
         pieces, _ = stream(byte_tokenizer, text, stops)
         assert "".join(pieces) == expected, (case, text, stops)
+
+
+def fresh(params: SamplingParams) -> RequestState:
+    tokenizer = load_tokenizer(resolve_model_path("demo"))
+    request = RequestOutput(0, "", [1], [CompletionOutput(0)], RequestMetrics(0.0))
+    return RequestState(request.outputs[0], request, params, getattr(tokenizer, "backend_tokenizer", tokenizer))
+
+
+def event(token: int, *, ends: bool = False, scored: bool = True) -> Event:
+    logprobs = [TokenLogprobs(-0.5, 1, ((token, -0.5),))] if scored else None
+    return Event(0, [token], logprobs, "length" if ends else None, None, RequestMetrics(0.0))
+
+
+def test_a_snapshot_is_what_there_was_whenever_it_is_read() -> None:
+    draw = random.Random(4)
+    answer = fresh(SamplingParams(max_tokens=200, logprobs=1))
+    tokens = [draw.randrange(97, 123) for _ in range(200)]
+    taken, texts = [answer.snapshot()], [""]
+    for place, token in enumerate(tokens):
+        answer.take(event(token, ends=place == 199))
+        taken.append(answer.snapshot())
+        texts.append(texts[-1] if draw.random() < 0.5 else answer.output.text)  # others are not read as they come
+    assert taken[0] == CompletionOutput(0)
+    for count in draw.sample(range(201), 201):
+        found = taken[count]
+        assert found.token_ids == tokens[:count]
+        assert found.token_ids is found.token_ids
+        assert len(found.text) == count
+        assert answer.output.text.startswith(found.text)
+        assert len(found.logprobs or []) == count
+        for again in (copy.copy(found), pickle.loads(pickle.dumps(found)), replace(found)):
+            assert again == found
+    assert answer.output == taken[-1]
+    assert all(answer.output.text.startswith(text) for text in texts)
+
+
+def test_snapshots_of_every_event_take_memory_that_grows_with_the_events() -> None:
+    kept, peaks = [], []
+    for count in (500, 2000):
+        answer = fresh(SamplingParams(max_tokens=count + 1))
+        tracemalloc.start()
+        for _ in range(count):
+            answer.take(event(97, scored=False))
+            kept.append(answer.snapshot())
+        peaks.append(tracemalloc.get_traced_memory()[1] / count)
+        tracemalloc.stop()
+        kept.clear()
+    assert peaks[1] < 1.5 * peaks[0], f"{peaks} bytes an event"

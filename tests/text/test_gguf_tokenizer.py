@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
+from gguf_checkpoints import finish
 
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
 from graphdecode.models.gguf.container import stop_token_ids
@@ -39,10 +40,7 @@ def write(path: Path, vocabulary: str, edit: Edit = lambda writer: None, archite
         writer.add_token_scores(own["scores"])
         writer.add_unk_token_id(0)
     edit(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -161,9 +159,7 @@ def test_merges_that_make_no_token_are_named(tmp_path: Path) -> None:
         (["a"], {}, []),
     ],
 )
-def test_an_answer_ends_with_what_the_file_names_and_what_ends_a_turn(
-    tokens: list[str], named: dict[str, int], expected: list[int]
-) -> None:
+def test_an_answer_ends_with_what_the_file_names_and_what_ends_a_turn(tokens, named, expected):
     fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * len(tokens)}
     fields |= {f"tokenizer.ggml.{name}_token_id": index for name, index in named.items()}
     assert stop_token_ids(fields) == expected
@@ -192,9 +188,6 @@ def test_of_a_merge_that_is_listed_twice_the_first_place_counts(tmp_path: Path) 
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_add_bos_token(False)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert load_tokenizer(tmp_path / "v.gguf")("he").input_ids == [4]
     assert load_tokenizer(tmp_path / "v.gguf").backend_tokenizer.model.tokenize("the")[-1].id == 4

@@ -85,9 +85,7 @@ def answers(folder: Path, **options: object) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("quantize", "size"), [("int4", None), ("int8", 32), ("fp8", None)])
-def test_a_copy_answers_as_the_model_rounded_while_it_is_read(
-    model: Path, tmp_path: Path, quantize: str, size: int | None
-) -> None:
+def test_a_copy_answers_as_the_model_rounded_while_it_is_read(model, tmp_path, quantize, size):
     made = copy(model, tmp_path / "copy", quantize, group_size=size)
     assert (made / "NOTICE").read_text() == "kept"
     assert load_tokenizer(made)(TEXT).input_ids == load_tokenizer(model)(TEXT).input_ids
@@ -130,9 +128,7 @@ SPARSE = [("Mixtral", True), ("Mixtral", False), ("Qwen3Moe", True), ("GptOss", 
 
 
 @pytest.mark.parametrize(("kind", "one_by_one"), SPARSE)
-def test_copies_of_models_with_experts_answer_as_these_rounded_while_they_are_read(
-    tmp_path: Path, kind: str, one_by_one: bool
-) -> None:
+def test_copies_of_models_with_experts_answer_as_these_rounded_while_they_are_read(tmp_path, kind, one_by_one):
     model = sparse_checkpoint(kind, tmp_path / "model", save_original_format=one_by_one)
     assert answers(copy(model, tmp_path / "copy", "int4")) == answers(model, quantize="int4")
     made = copy(model, tmp_path / "copy.gguf", "q8_0")
@@ -177,9 +173,7 @@ def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_large_model_is_written_in_files_with_an_index(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_is_written_in_files_with_an_index(model, tmp_path, monkeypatch):
     monkeypatch.setattr("graphdecode.convert.folders._SHARD_BYTES", 40_000)
     made = copy(model, tmp_path / "copy", "int4")
     files = sorted(path.name for path in made.glob("*.safetensors"))
@@ -190,9 +184,7 @@ def test_a_large_model_is_written_in_files_with_an_index(
     assert answers(made) == answers(model, quantize="int4")
 
 
-def test_an_interrupted_copy_leaves_nothing_and_what_was_there(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_copy_leaves_nothing_and_what_was_there(model, tmp_path, monkeypatch):
     made = copy(model, tmp_path / "copy", "int4")
     before = (made / "model.safetensors").read_bytes()
 
@@ -247,12 +239,7 @@ REFUSED = {
     "no name": ("int4", "..", {}, "needs a name of its own"),
     "a word for nothing": ("int3", "copy", {}, "quantize must be int8, int4, fp8, q8_0, q4_k, got 'int3'"),
     "a format that there is not": ("int4", "copy", {"file_format": "onnx"}, "must be one of safetensors, gguf"),
-    "a format of others": (
-        "int4",
-        "copy.gguf",
-        {"file_format": "gguf"},
-        "int4 is not written as gguf; what is so",
-    ),
+    "a format of others": ("int4", "copy.gguf", {"file_format": "gguf"}, "int4 is not written as gguf; what is so"),
     "a folder for a file": ("q8_0", "copy", {}, "needs a name that ends in .gguf"),
     "a file for a folder": ("int8", "copy.gguf", {}, "needs a folder"),
     "a folder in none": ("int8", "no/copy", {}, "is no folder, so copy cannot be made"),
@@ -261,9 +248,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("quantize", "out", "options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_and_nothing_written(
-    model: Path, tmp_path: Path, quantize: str, out: str, options: dict, message: str
-) -> None:
+def test_what_cannot_be_is_refused_and_nothing_written(model, tmp_path, quantize, out, options, message):
     with pytest.raises(ArgumentError, match=message):
         copy(model, tmp_path / out, quantize, **options)
     assert not list(tmp_path.iterdir())

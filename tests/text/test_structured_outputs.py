@@ -204,9 +204,7 @@ def test_law_9_a_form_changes_nothing_beside_it_and_nothing_beside_it_changes_an
     assert together == [alone[index] for index in mixed]
 
 
-def test_law_9_masks_that_are_filled_beside_the_step_give_the_same_answers(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_law_9_masks_that_are_filled_beside_the_step_give_the_same_answers(llm, monkeypatch):
     forms: list[dict[str, Any]] = [
         {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 5}},
         {"json_object": True},
@@ -303,9 +301,7 @@ def test_forms_of_each_kind(llm: LLM) -> None:
         ({"json": {"description": "x" * 2**20}}, "json must have at most 1048576 characters"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_its_keyword_and_touches_no_other_answer(
-    llm: LLM, form: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_kept_is_refused_with_its_keyword_and_touches_no_other_answer(llm, form, message):
     plain = SamplingParams(temperature=0.0, max_tokens=8)
     outputs = llm.generate(["417+385=", "x", "rev abc="], [plain, wild(1, **form), plain], use_tqdm=False)
     assert outputs[1].outputs[0].finish_reason == "refused"

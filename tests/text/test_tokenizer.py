@@ -1,17 +1,20 @@
 """A folder's tokenizer is the one that transformers would choose, though less of transformers is imported for it."""
 
 import json
+import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_line import run_python
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from graphdecode.models import resolve_model_path
 from graphdecode.text import load_tokenizer
 from graphdecode.text.light_tokenizer import LightTokenizer
+from tests.text.test_gguf_tokenizer import LINES, Edit, write
 
 TEXT = "417+385= <|bos|> rev wörld\n\n  日本"
 CHANGES = [
@@ -44,8 +47,7 @@ def test_it_costs_no_import_of_models() -> None:
         "from graphdecode.text.tokenizer import load_tokenizer\n"
         "load_tokenizer(resolve_model_path('demo'))\nprint('transformers.activations' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout == "False\n"
+    assert run_python(script) == "False\n"
 
 
 def changed(folder: Path, **changes: object) -> Path:
@@ -65,9 +67,7 @@ def changed(folder: Path, **changes: object) -> Path:
         ({"added_tokens_decoder": {"0": {"content": "<|bos|>", "special": False}}}, False),
     ],
 )
-def test_what_asks_for_more_than_its_json_says_is_left_to_transformers(
-    tmp_path: Path, changes: dict, is_light: bool
-) -> None:
+def test_what_asks_for_more_than_its_json_says_is_left_to_transformers(tmp_path, changes, is_light):
     folder = changed(Path(shutil.copytree(resolve_model_path("demo"), tmp_path / "model")), **changes)
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, LightTokenizer) is is_light
@@ -77,3 +77,81 @@ def test_what_asks_for_more_than_its_json_says_is_left_to_transformers(
     if ours.chat_template is not None:
         said = [{"role": "user", "content": "Hello"}]
         assert ours.apply_chat_template(said, tokenize=False) == theirs.apply_chat_template(said, tokenize=False)
+
+
+PLAIN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is <|im_end|> é 日本?"}]
+TEMPLATES = {
+    "loop": "{% for m in messages %}\n  {% if loop.first %}\n{{ bos_token }}{% endif %}\n{{ m.role }}: "
+    "{{ m['content'] | trim }}{% if m.role == 'none' %}{% break %}{% endif %}\n{% endfor %}\n"
+    "{% if add_generation_prompt %}A:{% endif %}",
+    "kept": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+    "{{ m | tojson }}{{ tools is none }}{{ documents is none }}{% endfor %}{{ style }}{{ absent is defined }}",
+    "parts": "{% macro said(m) -%}  {{ m.content }}  {%- endmacro %}{{ messages | map(attribute='role') | join(',') }}"
+    "{% for m in messages[1:] %}{{- said(m) -}}{% endfor %}{{ dict(a=1) | tojson(indent=2) }}{{ eos_token }}",
+}
+
+
+def pair(path: Path, vocabulary: str, edit: Edit) -> tuple[Any, Any]:
+    light = load_tokenizer(write(path, vocabulary, edit))
+    return light, light.whole
+
+
+@pytest.mark.parametrize("vocabulary", ["byte_level", "pieces"])
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_tokens_and_texts_are_those_of_transformers(tmp_path: Path, vocabulary: str, begins: bool, ends: bool) -> None:
+    def edit(writer: Any) -> None:
+        if vocabulary == "byte_level":
+            writer.add_tokenizer_pre("gpt-2")
+        writer.add_add_bos_token(begins)
+        writer.add_add_eos_token(ends)
+
+    light, whole = pair(tmp_path / "v.gguf", vocabulary, edit)
+    for special in (True, False):
+        alone = [light(line, add_special_tokens=special).input_ids for line in LINES]
+        assert alone == [whole(line, add_special_tokens=special).input_ids for line in LINES]
+        assert alone == light(LINES, add_special_tokens=special).input_ids
+        for skipped in (True, False):
+            texts = [light.decode(ids, skip_special_tokens=skipped) for ids in alone]
+            assert texts == [whole.decode(ids, skip_special_tokens=skipped) for ids in alone]
+    assert (light.bos_token_id, light.eos_token_id, len(light)) == (whole.bos_token_id, whole.eos_token_id, len(whole))
+    assert light.special_tokens_map == whole.special_tokens_map
+
+
+def test_what_a_call_of_the_whole_tokenizer_asked_for_is_not_kept(tmp_path: Path) -> None:
+    light, _ = pair(tmp_path / "v.gguf", "pieces", lambda writer: None)
+    before = light(LINES[:3]).input_ids
+    light(LINES[:3], truncation=True, max_length=4)
+    assert light(LINES[:3]).input_ids == before
+    assert light(LINES[0]).input_ids == before[0]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
+@pytest.mark.parametrize("prompted", [False, True])
+def test_conversations_are_those_of_transformers(tmp_path: Path, template: str, prompted: bool) -> None:
+    light, whole = pair(tmp_path / "v.gguf", "pieces", lambda writer: writer.add_chat_template(template))
+    how = {"tokenize": False, "add_generation_prompt": prompted, "style": "short"}
+    for messages in (PLAIN, PLAIN[1:]):
+        assert light.apply_chat_template(messages, **how) == whole.apply_chat_template(messages, **how)
+    with pytest.raises(ValueError, match="empty conversation"):
+        light.apply_chat_template([], **how)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no system') }}", "{{ ().__class__.__bases__ }}", "{% set ns = namespace(__x=1) %}"],
+)
+def test_a_template_that_refuses_or_reaches_out_fails_in_both(tmp_path: Path, template: str) -> None:
+    light, whole = pair(tmp_path / "v.gguf", "pieces", lambda writer: writer.add_chat_template(template))
+    for tokenizer in (light, whole):
+        with pytest.raises(TemplateError):
+            tokenizer.apply_chat_template(PLAIN, tokenize=False)
+
+
+def test_it_goes_to_another_process_with_all_that_it_needs(tmp_path: Path) -> None:
+    light, whole = pair(tmp_path / "v.gguf", "pieces", lambda writer: writer.add_chat_template(TEMPLATES["loop"]))
+    for sent in (light, load_tokenizer(resolve_model_path("demo"))):
+        there = pickle.loads(pickle.dumps(sent))
+        assert there(LINES).input_ids == sent(LINES).input_ids
+        assert there.whole(LINES).input_ids == sent.whole(LINES).input_ids
+    assert light.whole.special_tokens_map == whole.special_tokens_map

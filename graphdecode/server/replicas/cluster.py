@@ -28,11 +28,15 @@ from graphdecode.server.replicas.routing import prompt_blocks
 from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 
-Way = Literal["proxy", "direct", "calls"]  # to the replicas: Ray's proxies, HTTP, or calls of this process
+Transport = Literal["proxy", "direct", "calls"]  # to the replicas: Ray's proxies, HTTP, or calls of this process
 
 _STORE_BYTES = 200 << 20  # of Ray's object store
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-_CARE: dict[str, Any] = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0, "logging_config": _LOGGING}
+_COMMON_OPTIONS: dict[str, Any] = {
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "logging_config": _LOGGING,
+}
 _MAX_REQUESTS = 2**31 - 1  # that Ray can count
 _ATTEMPTS = 2  # at starting a replica
 _STATS_SECONDS = 1.0  # how often the router learns which engines serve
@@ -50,13 +54,13 @@ class Cluster:
         config: EngineConfig,
         limits: ServerConfig,
         replicas: ReplicaConfig,
-        way: Way,
+        transport: Transport,
         application: str = "graphdecode",
     ) -> None:
         self._make_service = make_service
         self._config = config
         self._replicas = replicas
-        self._way = way
+        self._transport = transport
         self._application = application
         self._deployed_at: float | None = None  # by the clock of the cluster; None: not deployed
         self.limits = limits
@@ -87,23 +91,25 @@ class Cluster:
         if self._replicas.ray_address is None:
             _check_devices(resources, self._replicas.bounds[0])
         address = {"host": self.limits.host, "port": self.limits.port}
-        location = "Disabled" if self._way != "proxy" else "EveryNode" if self._replicas.ray_address else "HeadOnly"
-        replica = self._deployment(resources).bind(self._make_service, self._way == "direct")
+        location = (
+            "Disabled" if self._transport != "proxy" else "EveryNode" if self._replicas.ray_address else "HeadOnly"
+        )
+        replica = self._deployment(resources).bind(self._make_service, self._transport == "direct")
         ingress = serve.deployment(
             name="front",
             num_replicas=self._replicas.fronts,
             max_ongoing_requests=self.limits.max_connections,
             ray_actor_options={"num_cpus": 0},
             graceful_shutdown_timeout_s=self.limits.drain_timeout_s,
-            **_CARE,
+            **_COMMON_OPTIONS,
         )(serve.ingress()(Ingress))
         try:
             serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
-            if self._way == "proxy":
+            if self._transport == "proxy":
                 self._check_proxy()  # before anything is replaced
             before = self._latest()
             try:
-                if self._way == "proxy":
+                if self._transport == "proxy":
                     serve.run(ingress.bind(replica, self.limits), name=self._application)
                 else:
                     serve.run(replica, name=self._application, route_prefix=None)
@@ -132,7 +138,6 @@ class Cluster:
         return None if application is None else application.last_deployed_time_s
 
     def _resources(self) -> dict[str, float]:
-        """Return the resources of one replica, all on one machine."""
         devices = self._config.tensor_parallel_size
         needs: dict[str, float] = {"CPU": devices * self._replicas.cpus_per_device}
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -169,18 +174,18 @@ class Cluster:
                 "request_routing_stats_period_s": _STATS_SECONDS,
             },
             graceful_shutdown_timeout_s=self.limits.drain_timeout_s,
-            **_CARE,
+            **_COMMON_OPTIONS,
             **size,
         )(Replica)
 
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Serve behind Ray's proxies until SIGTERM or Ctrl-C, and finish the requests in flight."""
-        asked = asyncio.Event()
+        ending = asyncio.Event()
         try:
             await self.start()
-            on_signals(lambda _: asked.set())
+            on_signals(lambda _: ending.set())
             on_ready()
-            await asked.wait()
+            await ending.wait()
             log.warning("finishing what runs; ask again to end at once")
             off_signals()  # Ray's processes end with this one
         finally:
@@ -228,7 +233,6 @@ def _join_ray(replicas: ReplicaConfig) -> None:
 
 
 def _check_devices(resources: dict[str, float], count: int) -> None:
-    """Refuse more replicas than there are devices for."""
     there = ray.cluster_resources()
     for name, needed in resources.items():
         if needed * count > there.get(name, 0):

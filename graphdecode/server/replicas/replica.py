@@ -93,7 +93,6 @@ class Replica:
             del self._leases[number]
 
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request over HTTP, and end its lease."""
         number = next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == _LEASE_KEY), "")
         came, ended = self._leases.get(number) or (asyncio.Event(), asyncio.Event())
         came.set()

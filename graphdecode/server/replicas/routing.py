@@ -117,19 +117,17 @@ def prompt_blocks(body: Any) -> list[int]:
 
     Prompts that begin alike share their first blocks, as far as that shows without tokenizer and chat template.
     """
-    text = _beginning(body) if isinstance(body, dict) else ""
+    body = body if isinstance(body, dict) else {"prompt": ""}
+    if "messages" in body:  # tools stand before the messages in most chat templates
+        text = json.dumps([body.get("tools"), body["messages"]], ensure_ascii=False)
+    else:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]  # the others mostly begin alike
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
     blocks, digest = [], b""
     for end in range(BLOCK_CHARACTERS, min(len(text), MAX_BLOCKS * BLOCK_CHARACTERS) + 1, BLOCK_CHARACTERS):
         piece = text[end - BLOCK_CHARACTERS : end].encode("utf-8", "surrogatepass")
         digest = blake2b(digest + piece, digest_size=8).digest()
         blocks.append(int.from_bytes(digest))
     return blocks
-
-
-def _beginning(body: dict[str, Any]) -> str:
-    if "messages" in body:  # tools stand before the messages in most chat templates
-        return json.dumps([body.get("tools"), body["messages"]], ensure_ascii=False)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # the others mostly begin alike
-    return prompt if isinstance(prompt, str) else json.dumps(prompt)

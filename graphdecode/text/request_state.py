@@ -10,10 +10,10 @@ from typing import Any
 
 from graphdecode.engine import Event, SamplingParams, TokenLogprobs
 from graphdecode.text.detokenizer import Detokenizer
-from graphdecode.text.outputs import CompletionOutput, Later, Logprob, RequestOutput
+from graphdecode.text.outputs import CompletionOutput, Lazy, Logprob, RequestOutput
 
 
-class Answer:
+class RequestState:
     """Makes one output of a prompt from the engine's events of one request.
 
     Tokens end an output in the engine; a stop string ends it here, and nothing behind it is shown or counted.
@@ -29,7 +29,7 @@ class Answer:
         self.output = output
         self.request = request
         self.pieces: deque[str] = deque()  # text that was not read yet
-        self.on_news: Callable[[], None] = lambda: None  # called at each change, in the thread that brought it
+        self.on_change: Callable[[], None] = lambda: None  # called at each change, in the thread that brought it
         self._tokenizer = tokenizer
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = None
@@ -77,15 +77,15 @@ class Answer:
             else:
                 self.request.metrics.num_preemptions += event.metrics.num_preemptions
                 self._end(reason, stop_reason, event.error, event.error_code)
-        self.on_news()
+        self.on_change()
         return stop is not None
 
-    def give_up(self, error: str | None = None) -> None:
+    def abort(self, error: str | None = None) -> None:
         """End it where it is, with an error if its reader did not ask for that."""
         with self._changing:
             if self.output.finish_reason is None:
                 self._end("abort", None, error)
-        self.on_news()
+        self.on_change()
 
     def fail(self, error: str) -> None:
         """End it with an error, without detokenizing the rest."""
@@ -93,7 +93,7 @@ class Answer:
             if self.output.finish_reason is None:
                 self.request.error = error
                 self.output.finish_reason = "error"
-        self.on_news()
+        self.on_change()
 
     def snapshot(self) -> CompletionOutput:
         """Return the output so far, which later events do not change; it is copied when it is read."""
@@ -103,11 +103,11 @@ class Answer:
             so_far = slice(len(tokens))
             ended, total = (output.finish_reason, output.stop_reason), output.cumulative_logprob
             snapshot = CompletionOutput(output.index, "", [], *ended, None, total)
-            deferred: dict[str, Later[Any]] = {"token_ids": Later(lambda: tokens[so_far])}
+            deferred: dict[str, Lazy[Any]] = {"token_ids": Lazy(lambda: tokens[so_far])}
             if self._detokenizer is not None:
                 deferred["text"] = self._detokenizer.shown()
             if logprobs is not None:
-                deferred["logprobs"] = Later(lambda: logprobs[so_far])
+                deferred["logprobs"] = Lazy(lambda: logprobs[so_far])
             snapshot.defer(deferred)
             return snapshot
 
@@ -131,7 +131,6 @@ class Answer:
     def _end(
         self, reason: str, stop_reason: str | int | None, error: str | None, error_code: str | None = None
     ) -> None:
-        """Show all text, and finish."""
         if self._detokenizer is not None and not isinstance(stop_reason, str):
             late_stop = self._detokenizer.finish()
             if late_stop is not None:
