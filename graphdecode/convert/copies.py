@@ -18,10 +18,10 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
 from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
+from graphdecode.models.gguf.tokenizer import vocabulary_fields
 from graphdecode.models.load import check_model, open_source
 from graphdecode.models.quantized.on_load import FORMS_OF, quantized_on_load
 from graphdecode.models.weight_map import parts
-from graphdecode.text.gguf_tokenizer import vocabulary_fields
 from graphdecode.text.tokenizer import load_tokenizer
 
 FORMATS = ("safetensors", "gguf")

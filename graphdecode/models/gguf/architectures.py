@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.gguf.container import GgufTensor, Metadata, TensorView, stop_token_ids
+from graphdecode.models.gguf.container import GgufTensor, Metadata, TensorView
 from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
+from graphdecode.models.gguf.tokenizer import stop_token_ids
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by other than their heads' channels
 EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

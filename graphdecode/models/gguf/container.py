@@ -239,17 +239,8 @@ class _Header:
         return CheckpointError(f"{self._path} is truncated: it ends within {field}, at byte {self._size}")
 
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
-# what ends a message or a text where a file does not say it, as in llama.cpp
-_ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>",
-)  # fmt: skip
-_HARMONY = {"<|return|>", "<|call|>"}  # where these end the output, <|end|> ends a part of it
-
-
 class Metadata:
-    """The fields of a file, and of its architecture; each reader raises `UnsupportedModelError` for what is wrong."""
+    """The fields of a file and its architecture; each method raises `UnsupportedModelError` for a wrong value."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._all = fields
@@ -290,22 +281,6 @@ class Metadata:
             kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
             raise UnsupportedModelError(f"{key} must be {kinds}, got {value!r:.80}")
         return value
-
-
-def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end the output: those that the file names, and those that are known to."""
-    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
-    known = {}
-    if isinstance(tokens, list) and isinstance(kinds, (list, np.ndarray)):  # else the tokenizer says what is wrong
-        known = {
-            token: index
-            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-            if token in _ENDS and kind == CONTROL
-        }
-    if known.keys() >= _HARMONY:
-        known.pop("<|end|>", None)
-    return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
 
 
 _VALUES_AT_ONCE = 1 << 19  # are dequantized together: what that needs beside the result is a few MB

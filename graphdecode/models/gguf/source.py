@@ -49,7 +49,7 @@ class Gguf:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.path}: {error}") from error
         kinds = {tensor.block for tensor in self._stored.values()}
-        return replace(config, few_bits=any(kind.values > 1 for kind in kinds))
+        return replace(config, integer_quantized=any(kind.values > 1 for kind in kinds))
 
     @property
     def settings(self) -> dict[str, Any]:
