@@ -10,7 +10,6 @@ from torch import Tensor
 from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .layer_cache import LayerCache, LayerState, Recurrent, layer_state, paged
 from .ledger import PageLedger
-from .pool import PagePool
 from .rolling import RollingPages, StateRows
 
 
@@ -41,6 +40,7 @@ class PagedKVCache:
         layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
             first size is that of all rings and a trash page if it has rings; or recurrent states.
         ledger: the pages of each sequence.
+        pool: counts pages: `free`, `used`, `shared` and `evictable`.
         trash_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
 
     Raises:
@@ -78,6 +78,7 @@ class PagedKVCache:
         self.max_pages_per_row = max_pages_per_row
         self.prefix_caching = prefix_caching
         self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
+        self.pool = self.ledger.pool
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
         rolls = [False] * num_layers if rolling is None else rolling.layers
@@ -105,11 +106,6 @@ class PagedKVCache:
         self.trash_state_row = state_rows
         self._state_rows = StateRows(state_rows, rolling)
         self._hidden: set[Hashable] = set()  # sequences whose rings are not to be cached
-
-    @property
-    def pool(self) -> PagePool:
-        """The page pool, which counts pages: `free`, `used`, `shared` and `evictable`."""
-        return self.ledger.pool
 
     @property
     def available_pages(self) -> int:

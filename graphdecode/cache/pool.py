@@ -27,7 +27,7 @@ class PagePool:
         self._counts = [0] * self.total
         self._free = list(range(self.total - 1, -1, -1))  # a stack, from which ascending runs are taken
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._shared = 0
+        self.shared = 0  # pages with two owners or more
 
     @property
     def free(self) -> int:
@@ -43,11 +43,6 @@ class PagePool:
     def used(self) -> int:
         """Pages with one owner or more."""
         return self.total - len(self._free) - len(self._evictable)
-
-    @property
-    def shared(self) -> int:
-        """Pages with two owners or more."""
-        return self._shared
 
     def count(self, page: int) -> int:
         """Return how many owners a page has, or raise ValueError if there is no such page."""
@@ -87,7 +82,7 @@ class PagePool:
         for page in pages:
             self._evictable.pop(page, None)
             self._counts[page] += 1
-            self._shared += self._counts[page] == 2
+            self.shared += self._counts[page] == 2
 
     def give_back(self, pages: Sequence[int], keep: Container[int] = ()) -> None:
         """Remove one owner from each of these pages; those without any are evictable if in `keep`, else free.
@@ -103,7 +98,7 @@ class PagePool:
                 raise ValueError(f"page {page} is given back {times} times and has {self._counts[page]} owners")
         for page in reversed(pages):
             self._counts[page] -= 1
-            self._shared -= self._counts[page] == 1
+            self.shared -= self._counts[page] == 1
             if self._counts[page]:
                 continue
             if page in keep:

@@ -168,7 +168,9 @@ class Reply(Response, ABC):
                 async for _ in news:
                     if not began:
                         began = True
-                        service.queue.began(min(request.turn for order in self.orders for request, _ in order.requests))
+                        service.queue.began(
+                            min(request.start_tag for order in self.orders for request, _ in order.requests)
+                        )
                     count_tokens()
                     yield
 

@@ -222,13 +222,13 @@ class InputProcessor:
         text = prompt if isinstance(prompt, str) else None
         return Resolved(text, self._truncated(token_ids, asked.params, is_text=text is not None), asked)
 
-    def opened(self, resolved: Resolved, grammar: str | None, turn: float = 0.0) -> Order:
+    def opened(self, resolved: Resolved, grammar: str | None, start_tag: float = 0.0) -> Order:
         """Return the requests of a prompt.
 
         Args:
             resolved: from `resolved`, here or in another process.
             grammar: None: unconstrained.
-            turn: of its requests, among those of one priority.
+            start_tag: of its requests; see `Request`.
         """
         params, of_answer, bad_words, priority = resolved.asked
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -241,7 +241,7 @@ class InputProcessor:
             index = answer_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
             own = of_answer.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn, is_checked=True)
+            request = Request(resolved.token_ids, own, bad_words, grammar, priority, start_tag, is_checked=True)
             requests.append((request, Answer(answer_output, output, params, tokenizer)))
         return Order(output, requests)
 

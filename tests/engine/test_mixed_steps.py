@@ -293,9 +293,9 @@ def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_b
     model: Model, capture_when: str
 ) -> None:
     assert isinstance(model, Decoder)
-    unfused = model.varied(operators=StepOperators()._replace(fuses_append=False))
+    unfused = model.variant(operators=StepOperators()._replace(fuses_append=False))
     arrivals = arriving(6, seed=8)
-    with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* two parts"):
+    with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* cannot run in a mixed step"):
         engine = engine_of(unfused, config=CONFIG.with_limits(capture_when=capture_when))
     assert served(engine, arrivals) == served(engine_of(model, mixes=False), arrivals)
     assert engine.stats.mixed_steps == 0
