@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from graphdecode.errors import ArgumentError
 
-QUERY_WIDTHS = (2, 4, 8)  # queries of a row that a step may have, beside 1: the other axis of the ladder
+QUERY_WIDTHS = (2, 4, 8)  # queries a row of steps with drafts: the other axis of the ladder
 MOST_DRAFTS = QUERY_WIDTHS[-1] - 1
 KINDS = ("steps", "prompts", "mixed")
 HALVES = ("logits", "choose")

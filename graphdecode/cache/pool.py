@@ -23,7 +23,7 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Make every page free, whoever owned it."""
+        """Make every page free."""
         self._counts = [0] * self.total
         self._free = list(range(self.total - 1, -1, -1))  # a stack, from which ascending runs are taken
         self._evictable: OrderedDict[int, None] = OrderedDict()

@@ -137,7 +137,7 @@ class Leader(Ranks):
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        for link in self._links:  # whoever sends to one that has been stopped waits for it to read
+        for link in self._links:  # a send to a stopped rank may be blocked
             link.end()
 
     @property

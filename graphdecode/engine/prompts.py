@@ -36,7 +36,7 @@ class PromptChunk:
     start: int  # tokens of the sequence that are cached already
     pages: Sequence[int]  # of the sequence, with room for these tokens
     scored: Sequence[int] = ()  # if log-probabilities are wanted: the successor of each token of the chunk
-    num_logprobs: int = 0  # top tokens that are wanted beside them
+    num_logprobs: int = 0  # number of top tokens for each
     state_row: int | None = None  # of the sequence's recurrent states and rolling pages; None: the trash row
 
     @property

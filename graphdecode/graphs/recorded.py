@@ -135,7 +135,7 @@ class Recorder(StepObserver):
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
-    """Return a call that computes into `outputs`; None stands for a view of an argument."""
+    """Return a call that computes into `outputs`; None is a view of an argument."""
     if not func._schema.is_mutable and None not in outputs:
         operator, names = _out_version(func)
         if len(outputs) == len(names):

@@ -19,7 +19,7 @@ from graphdecode.linear.weight_form import Shard
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what e2m1 stands for, so that all are integers
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of e2m1, which makes them integers
 
 
 class BlockType(NamedTuple):

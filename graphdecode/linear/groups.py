@@ -195,7 +195,7 @@ class Groups(QuantizedWeight):
             scales, zeros = scales.expand(-1, parts), zeros.expand(-1, parts)
         if self.bits == 4:
             return tiled(codes, "u4", scales, group, zeros, "zeros")
-        wide = scales.float()  # so that what stands for the zero is not rounded to 16 bits
+        wide = scales.float()  # a zero point times its scale is not rounded to 16 bits
         return tiled(codes ^ 128, "s8", wide, group, wide * (128 - zeros.float()), "least")
 
     def _columns(self, columns: slice) -> Groups:

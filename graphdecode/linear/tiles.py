@@ -87,7 +87,7 @@ class Tiles(WeightForm):
         return [self.counters]
 
     def _product(self, rows: int) -> FusedProduct:
-        """Return the product for so many rows; each part writes its columns."""
+        """Return the product for `rows` rows; each part writes its columns."""
         configs = {is_normed: self._config(rows, is_normed=is_normed) for is_normed in (False, True)}
         sizes = tuple(part.words.shape[1] for part in self.parts)
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)

@@ -38,7 +38,7 @@ class ExpertsConfig:
     """The experts of a model."""
 
     count: int  # experts of a layer
-    top_k: int  # of which a token takes so many
+    top_k: int  # experts of a token
     intermediate_size: int  # channels inside of one
     renormalize: bool  # whether the weights of a token's experts add up to 1
     shared_intermediate_size: int = 0  # channels inside of the expert that every token takes; 0: there is none

@@ -20,7 +20,7 @@ from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_qu
 VARIABLE = "GRAPHDECODE_MODELS"
 DEMO = Path(__file__).parent / "demo"
 _EXPECTED = "a checkpoint folder, a .gguf file, a repository id, or what `graphdecode models` lists"
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the small file begins that stands for a large one
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # prefix of a pointer file
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
 

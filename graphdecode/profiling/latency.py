@@ -1,4 +1,4 @@
-"""The latency profile of a decode step: each bucket at each context, beside the floor that memory sets."""
+"""The latency profile of a decode step: each bucket at each context, with the floor by memory bandwidth."""
 
 from __future__ import annotations
 

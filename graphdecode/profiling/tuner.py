@@ -34,12 +34,12 @@ def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
     if path.exists():
         merged += _read(path)
     text = json.dumps({"batch_sizes": {str(size): merged[size] for size in sorted(merged)}}, indent=1) + "\n"
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise ArgumentError(f"{path} cannot be written: {cause(error)}") from error
 
 

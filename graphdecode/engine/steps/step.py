@@ -170,7 +170,7 @@ def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """One row of a batch, as it stands before the next step."""
+    """One row of a batch before the next step."""
 
     token_ids: Sequence[int]  # prompt and output; the last one is fed, the others are cached
     prompt_length: int

@@ -110,7 +110,7 @@ class Mamba2Sizes(NamedTuple):
     proj_bias: bool  # of the first product
     out_bias: bool  # of the last one
     has_norm: bool = True  # of the heads' outputs, in `groups` groups of channels
-    norm_first: bool = False  # the norm stands before the gate
+    norm_first: bool = False  # the norm comes before the gate
     step_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property

@@ -19,7 +19,7 @@ class Phi3(Llama):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json; `su` and `yarn` are what LongRoPE was called in the first of them."""
+        """Return the configuration; `su` and `yarn` are LongRoPE in older files."""
         for name in ("rope_scaling", "rope_parameters"):
             scaling = settings.get(name)
             if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):

@@ -1,1 +1,1 @@
-"""GGUF files as a source of models: container, blocks, tokenizer, and the config.json that metadata stand for."""
+"""GGUF files as a source of models: container, blocks, tokenizer, and metadata as a config.json."""

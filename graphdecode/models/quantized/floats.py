@@ -1,4 +1,4 @@
-"""Weights whose codes stand for floats: float8, gpt-oss's MXFP4, and bitsandbytes' nf4.
+"""Weights with codes of floats: float8, gpt-oss's MXFP4, and bitsandbytes' nf4.
 
 Float8 is e4m3, with a scale for all of a weight, for each row, or for blocks of rows and columns. DeepSeek's and Qwen's
 checkpoints have `NAME.weight_scale_inv` for blocks of 128 x 128, which multiplies in spite of its name; others have
