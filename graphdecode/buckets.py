@@ -1,4 +1,4 @@
-"""Ladders: which batch sizes, and which shapes of a step, get a graph of their own, and which of them serves a step."""
+"""Ladders: the batch sizes, and the shapes of steps, that have a graph of their own; and the one that fits a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from graphdecode.errors import ArgumentError
 
-QUERY_WIDTHS = (2, 4, 8)  # queries of a row that a step may have, beside 1: the other axis of the ladder
+QUERY_WIDTHS = (2, 4, 8)  # queries a row of steps with drafts: the other axis of the ladder
 MOST_DRAFTS = QUERY_WIDTHS[-1] - 1
 KINDS = ("steps", "prompts", "mixed")
 HALVES = ("logits", "choose")
@@ -16,8 +16,8 @@ HALVES = ("logits", "choose")
 def auto_batch_sizes(max_batch_size: int, max_graphs: int) -> tuple[int, ...]:
     """Choose at most `max_graphs` batch sizes up to and including `max_batch_size`.
 
-    Sizes are `k * 2^e` with a k of few bits: dense at small sizes, where one padded row weighs most. What is left of
-    the number of graphs goes to the smallest sizes of the next denser ladder.
+    Sizes are `k * 2^e` with small k: dense at small sizes, where a padded row costs most. Remaining graphs are for the
+    smallest sizes of the next denser ladder.
     """
     if max_graphs >= max_batch_size:
         return tuple(range(1, max_batch_size + 1))
@@ -37,7 +37,7 @@ def auto_batch_sizes(max_batch_size: int, max_graphs: int) -> tuple[int, ...]:
 class BucketLadder:
     """The ascending batch sizes that have a graph; `max_batch_size` is always one of them.
 
-    `batch_sizes` come in any order, duplicates allowed, each in 1..max_batch_size, or a ValueError says which is not.
+    `batch_sizes` may be in any order, with duplicates; an ArgumentError names one that is not in 1..max_batch_size.
     """
 
     def __init__(self, batch_sizes: Iterable[int], max_batch_size: int) -> None:
@@ -59,7 +59,7 @@ class BucketLadder:
         return cls(auto_batch_sizes(max_batch_size, max_graphs), max_batch_size)
 
     def bucket_for(self, batch_size: int) -> int:
-        """Return the smallest bucket that holds `batch_size` rows, in O(1); a ValueError refuses more rows."""
+        """Return the smallest bucket for `batch_size` rows, in O(1); raises ArgumentError above the capacity."""
         if not _is_int(batch_size) or not 1 <= batch_size <= self.max_batch_size:
             raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         return self._bucket_of[batch_size]
@@ -97,7 +97,7 @@ def _require_count(**values: int) -> None:
 
 
 def query_widths(num_drafts: int | str) -> tuple[int, ...]:
-    """Return the queries of a row that steps with so many drafts at most need; "auto" means as many as there can be."""
+    """Return the numbers of queries a row of steps with up to `num_drafts` drafts; "auto" means the maximum."""
     most = MOST_DRAFTS if isinstance(num_drafts, str) else num_drafts
     return tuple(width for width in QUERY_WIDTHS if width // 2 <= most)
 
@@ -105,12 +105,10 @@ def query_widths(num_drafts: int | str) -> tuple[int, ...]:
 class StepShape(NamedTuple):
     """The shape of a step: the key of the table of graphs."""
 
-    rows: int  # that feed tokens; 0 for a pass of prompts alone
+    rows: int  # decoding rows; 0 for a pass of prompts alone
     queries: int = 1  # tokens of each row
-    prompt_tokens: int = 0  # of chunks of prompts, which the same pass computes
-    # "whole", or one of its halves: "logits", and "choose", which takes a token of each row. Who wants the first half
-    # wants both, with time for the host in between
-    part: str = "whole"
+    prompt_tokens: int = 0  # of chunks of prompts in the same pass
+    part: str = "whole"  # or a half, for masks that the host computes in between: "logits", and "choose", which samples
     has_adapters: bool = False  # whether any row has an adapter; else no product looks for one
 
     @property
@@ -127,11 +125,11 @@ class StepShape(NamedTuple):
 
     @property
     def halves(self) -> tuple[StepShape, StepShape]:
-        """The two halves of the step."""
+        """The shapes of the step's halves."""
         return self._replace(part=HALVES[0]), self._replace(part=HALVES[1])
 
     def holds(self, wanted: StepShape) -> bool:
-        """Whether a step can run padded to this shape: rows and prompts have room in it, and all else is the same."""
+        """Whether a step can run padded to this shape: it has enough rows and prompt tokens, and all else is equal."""
         return (
             self.rows >= wanted.rows
             and self.prompt_tokens >= wanted.prompt_tokens
@@ -148,10 +146,10 @@ class StepShape(NamedTuple):
 
 
 class ShapeLadder:
-    """The shapes that have a graph, those of the fewest tokens first; any order, duplicates allowed.
+    """The shapes that have a graph, sorted by tokens; given in any order, with duplicates.
 
     Raises:
-        ValueError: a number of queries lacks the shape of all `max_batch_size` rows, so that some batch has none.
+        ArgumentError: for some number of queries there is no shape of `max_batch_size` rows.
     """
 
     def __init__(self, shapes: Iterable[StepShape], max_batch_size: int) -> None:
@@ -164,19 +162,19 @@ class ShapeLadder:
                 raise ArgumentError(f"max_batch_size={max_batch_size} has no shape of {queries} queries")
 
     def of(self, *kinds: str) -> list[StepShape]:
-        """Return the whole shapes of some kinds."""
+        """Return the shapes of whole steps of some kinds."""
         return [shape for shape in self.shapes if shape.kind in kinds and shape.part == "whole"]
 
     @property
     def at_startup(self) -> list[StepShape]:
-        """The shapes captured at startup: not halves, nor prompts by themselves where steps take them along."""
+        """The shapes captured at startup: no halves, and no passes of prompts alone if there are mixed steps."""
         return self.of(*(("steps", "mixed") if self.of("mixed") else KINDS))
 
     def fit(self, wanted: StepShape) -> StepShape | None:
-        """Return the shape that serves a step, which is given as it is; None where none holds so many prompt tokens.
+        """Return the smallest shape for a step; None if it has too many prompt tokens.
 
         Raises:
-            ValueError: there are more rows than the capacity, or there is no step of so many queries.
+            ArgumentError: it has too many rows, or another number of queries than any shape.
         """
         found = self._fits.get(wanted)
         if found is None:
@@ -186,7 +184,7 @@ class ShapeLadder:
         return found
 
     def holding(self, wanted: StepShape) -> Iterator[StepShape]:
-        """Yield the shapes that a step can run in, the one that fits first; see `fit`."""
+        """Yield the shapes that a step can run in, the smallest first; see `fit`."""
         rows, queries, tokens = wanted.rows, wanted.queries, wanted.prompt_tokens
         if not 0 <= rows <= self.max_batch_size or tokens < 0 or rows + tokens < 1:
             raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {rows!r}")
@@ -197,5 +195,5 @@ class ShapeLadder:
         return (shape for shape in self.shapes if shape.holds(wanted))
 
     def without(self, kind: str) -> ShapeLadder:
-        """Return the same ladder less one kind."""
+        """Return the ladder without one kind."""
         return ShapeLadder((shape for shape in self.shapes if shape.kind != kind), self.max_batch_size)

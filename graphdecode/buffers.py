@@ -1,8 +1,7 @@
 """Step buffers: every tensor that a decode step reads or writes, allocated once, at a fixed address.
 
-A slot is declared with its shape, its dtype and what its pad tail holds. Slots that the host writes when the batch
-changes belong to a staging block: one block of host memory (pinned where there is a GPU) that mirrors one block of
-device memory, so that any number of slots travel in one `.copy_()`.
+A slot is declared with its shape, its dtype and its padding. Slots that the host writes belong to a staging block: one
+block of host memory (pinned with a GPU) that mirrors one block of device memory, so that one copy uploads all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HOST_FOREIGN_DTYPES = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 class FrozenError(GraphdecodeError, RuntimeError):
-    """Something would have allocated or moved a tensor that captured graphs point at."""
+    """A tensor that captured graphs use would have been allocated or moved."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class Slot:
     """One tensor of the step.
 
     Args:
-        name: the attribute under which the step sees it.
-        shape: sizes; `"batch"` stands for the rows of the bucket, `"batch+1"` for one more (cumulative lengths).
+        name: of the step's attribute.
+        shape: sizes; `"batch"` is the number of rows of the bucket, `"batch+1"` one more (cumulative lengths).
         dtype: of the tensor.
-        pad: what the rows past the live batch hold.
-        staged: the staging block that the host writes this slot through; None: only the device or the caller writes it.
+        pad: value of rows past the live ones.
+        staged: the staging block through which the host writes it; None: the device or the caller writes it.
     """
 
     name: str
@@ -60,21 +59,21 @@ class Slot:
 
     @property
     def batch_dim(self) -> int | None:
-        """The dimension that follows the batch, or None."""
+        """The dimension of the batch, or None."""
         return next((i for i, size in enumerate(self.shape) if isinstance(size, str)), None)
 
     def rows(self, batch_size: int) -> int:
-        """Return how many entries of the batch dimension belong to `batch_size` rows."""
+        """Return the size of the batch dimension for `batch_size` rows."""
         dim = self.batch_dim
         return batch_size + 1 if dim is not None and self.shape[dim] == "batch+1" else batch_size
 
     def sizes(self, batch_size: int) -> tuple[int, ...]:
-        """Return the shape with the batch filled in."""
+        """Return the shape for `batch_size` rows."""
         return tuple(self.rows(batch_size) if isinstance(size, str) else size for size in self.shape)
 
 
 class Batch:
-    """The buffers narrowed to the rows of one bucket: each slot is an attribute, at its own address."""
+    """The buffers narrowed to the rows of one bucket; each slot is an attribute, at the same address."""
 
     def __init__(self, size: int, tensors: dict[str, Tensor]) -> None:
         self.size = size
@@ -92,16 +91,15 @@ class Batch:
 
 
 class Change(NamedTuple):
-    """A change of the device's slots by the host, for buffers of the same slots in another process."""
+    """A change of slots by the host, to be repeated on the buffers of another process."""
 
-    name: str  # of a staging block that was uploaded whole, or of a slot
-    # the live rows of the block; the rows of a staged slot; the first row of another one, and the columns
-    numbers: list[int]
-    data: bytes  # what was copied
+    name: str  # of a staging block that was uploaded, or of a slot
+    numbers: list[int]  # of a block: live rows; of a staged slot: rows; of another slot: first row, and columns
+    data: bytes
 
 
 class StagingBlock:
-    """A host block and the device block that it is copied to, with one view a slot into each."""
+    """A host block and the device block that it is copied to, with a view of each slot into both."""
 
     def __init__(self, slots: list[Slot], max_batch_size: int, device: torch.device) -> None:
         sizes = [math.prod(slot.sizes(max_batch_size)) * slot.dtype.itemsize for slot in slots]
@@ -115,8 +113,8 @@ class StagingBlock:
             for block in (self.host, self.device)
         )
         self.arrays = {name: view.numpy() for name, view in self.host_views.items()}
-        # in large elements: on a CPU torch shares a copy of more than 32768 among its threads, and waiting for these,
-        # while a compiled step's own threads are still looking for work, takes longer than the copy
+        # as int64: torch splits CPU copies of more than 32768 elements among threads, and waiting for these while a
+        # compiled step's own threads spin takes longer than the copy
         self._host_words, self._device_words = self.host.view(torch.int64), self.device.view(torch.int64)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -126,19 +124,19 @@ class StagingBlock:
         return block.narrow(0, offset, math.prod(sizes) * slot.dtype.itemsize).view(slot.dtype).view(sizes)
 
     def wait(self) -> None:
-        """Wait until the last copy has read the host block; on a CPU there is nothing to wait for."""
+        """Wait until the last upload has read the host block; on a CPU it has."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def upload(self, num_bytes: int | None = None) -> None:
-        """Copy the host block, or its front, to the device; the host goes on, and may write again after `wait`."""
+        """Start a copy of the host block, or of its first bytes, to the device; `wait` before writing again."""
         words = slice(None) if num_bytes is None else slice(-(-num_bytes // self._host_words.itemsize))
         self._device_words[words].copy_(self._host_words[words], non_blocking=True)
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self.device.device))  # that of the copy
+            self._copied.record(torch.cuda.current_stream(self.device.device))
 
     def upload_rows(self, name: str, rows: Sequence[int]) -> None:
-        """Copy some rows of a slot to the device, neighbours in one copy; see `upload`."""
+        """Copy some rows of a slot to the device, adjacent ones in one copy; see `upload`."""
         source, target = self.host_views[name], self.device_views[name]
         first = end = -1
         for row in [*rows, -1]:
@@ -157,15 +155,15 @@ def default_device(device: torch.device | str | None) -> torch.device:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one for a while: kernels, events and allocations go there. Nothing on a CPU."""
+    """Return a context in which a GPU is the current device; of no effect for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class StepBuffers:
     """All tensors of a decode step at one fixed capacity.
 
-    Every slot is an attribute holding the whole tensor. `live_rows`, int32 [1], is always there: the number of rows
-    that are live, which kernels read on the device; rows past it are padding.
+    Every slot is an attribute with the whole tensor. A slot `live_rows`, int32 [1], is added: the number of live rows,
+    which kernels read on the device; rows past it are padding.
 
     Args:
         slots: the declarations; names must be unique.
@@ -181,7 +179,7 @@ class StepBuffers:
         declared = list(slots)
         blocks = [slot.staged for slot in declared if slot.staged is not None]
         of_batch = {slot.staged for slot in declared if slot.batch_dim is not None}
-        self._sole_block = of_batch.pop() if len(of_batch) == 1 else None  # of all that follows the batch
+        self._sole_block = of_batch.pop() if len(of_batch) == 1 else None  # of all slots with a batch dimension
         live = Slot(LIVE_ROWS, (1,), torch.int32, staged=blocks[0] if blocks else None)
         self.slots: dict[str, Slot] = {}
         for slot in [live, *declared]:
@@ -193,9 +191,9 @@ class StepBuffers:
         self._tensors: dict[str, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._live_rows = 0
-        self._padded = max_batch_size  # rows from the live ones up to here hold pads, unless a step wrote there
-        self._user: object = None  # whose step ran last
-        self.relay: Callable[[Change], None] | None = None  # is told of all that the host changes
+        self._padded = max_batch_size  # rows from the live ones up to here are padding, unless a step wrote there
+        self._last_user: object = None  # of `make_ready`
+        self.relay: Callable[[Change], None] | None = None  # is called with each change by the host
         self._allocate()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
@@ -222,7 +220,7 @@ class StepBuffers:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_tensors", {}):
             raise AttributeError(
-                f"slot {name!r} has a fixed address that graphs point at: write into it with "
+                f"slot {name!r} has a fixed address that graphs use: write into it with "
                 f"buffers.{name}.copy_(...), do not rebind it"
             )
         super().__setattr__(name, value)
@@ -234,7 +232,7 @@ class StepBuffers:
 
     @property
     def live_row_count(self) -> int:
-        """Number of live rows as the host set it; a copy of `live_rows` that needs no synchronization."""
+        """Number of live rows as the host set it, without synchronization."""
         return self._live_rows
 
     @property
@@ -243,10 +241,11 @@ class StepBuffers:
         return sum(self._tensors[name].nbytes for name in self.slots)
 
     def adopt(self, name: str, tensor: Tensor) -> None:
-        """Declare a tensor that somebody else allocated (a KV cache layer, a workspace) as part of the step.
+        """Add a tensor allocated elsewhere (a layer's KV cache, a workspace) to the step's.
 
-        It is on the buffers' device, or in pinned host memory that the step copies to, or a ValueError says that it is
-        not, or that the name is taken; a FrozenError says that the buffers are frozen.
+        Raises:
+            FrozenError: the buffers are frozen.
+            ValueError: the name is taken, or the tensor is neither on the device nor in pinned memory.
         """
         if self.frozen:
             raise FrozenError(f"cannot adopt {name!r}: the buffers are frozen")
@@ -259,7 +258,7 @@ class StepBuffers:
         self._batches.clear()
 
     def narrow(self, batch_size: int) -> Batch:
-        """Return the views of the first `batch_size` rows, at the same addresses; a ValueError refuses more."""
+        """Return views of the first `batch_size` rows, at the same addresses."""
         if not 1 <= batch_size <= self.max_batch_size:
             raise ValueError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         if batch_size not in self._batches:
@@ -272,16 +271,16 @@ class StepBuffers:
         return self._batches[batch_size]
 
     def staging(self, block: str) -> dict[str, np.ndarray]:
-        """Return the host arrays of a staging block, once its last upload has read them; `upload` sends them."""
+        """Return the host arrays of a staging block, to be written before `upload`, after its last upload is done."""
         if block not in self._blocks:
             raise ValueError(f"no staging block {block!r}; there are {sorted(self._blocks)}")
         self._blocks[block].wait()
         return self._blocks[block].arrays
 
     def upload(self, block: str, live_rows: int) -> None:
-        """Move a staging block to the device in one copy, with the tails past `live_rows` set to their pads.
+        """Copy a staging block to the device in one copy, with rows past `live_rows` set to padding.
 
-        The block of the first staged slot carries `live_rows` too.
+        The block of the first staged slot has `live_rows` too.
         """
         if not 0 <= live_rows <= self.max_batch_size:
             raise ValueError(f"live_rows must be in 0..max_batch_size={self.max_batch_size}, got {live_rows!r}")
@@ -300,17 +299,14 @@ class StepBuffers:
             self.relay(Change(block, [live_rows], self._blocks[block].host.numpy().tobytes()))
 
     def upload_rows(self, name: str, rows: Sequence[int]) -> None:
-        """Move some rows, ascending, of a staged slot to the device, neighbours in one copy; all else stays there.
-
-        The slot's first dimension follows the batch.
-        """
+        """Copy some rows, ascending, of a staged slot with the batch as first dimension to the device."""
         block = self._blocks[self.slots[name].staged or ""]
         block.upload_rows(name, rows)
         if self.relay is not None:
             self.relay(Change(name, list(rows), block.arrays[name][rows].tobytes()))
 
     def write(self, name: str, first: int, values: np.ndarray) -> None:
-        """Move `values` of the rows from `first` on, or of their first columns, to a slot that is not staged."""
+        """Copy `values` of rows from `first` on, or of their first columns, to a slot that is not staged."""
         columns = values.shape[1] if values.ndim > 1 else 1
         rows = self._tensors[name][first : first + len(values)]
         (rows[:, :columns] if values.ndim > 1 else rows).copy_(torch.from_numpy(values))
@@ -334,40 +330,36 @@ class StepBuffers:
             self.write(name, numbers[0], values.reshape(-1, numbers[1]) if columns else values)
 
     def set_live_rows(self, live_rows: int) -> None:
-        """Make the first `live_rows` rows live and fill the tails of all others with their pads.
-
-        Does nothing when that many rows are live already: a steady step costs the host nothing.
-        """
+        """Make the first `live_rows` rows live and set all others to padding; nothing if that many are live already."""
         if live_rows == self._live_rows:
             return
         self.pad(live_rows)
         self._tensors[LIVE_ROWS].fill_(live_rows)
-        self._live_rows, self._padded, self._user = live_rows, self.max_batch_size, None
+        self._live_rows, self._padded, self._last_user = live_rows, self.max_batch_size, None
 
     def make_ready(self, live_rows: int, rows: int, user: object) -> None:
-        """Make rows live for a step over `rows` of them, and give those behind their pads, unless they have them.
+        """Make rows live for a step over `rows` of them, and set those behind to padding, unless they are.
 
-        They have them while one user's steps follow one another with as many live rows; else anything stands there.
-        `user` is any object that stays the same.
+        They are while consecutive steps have the same `user`, compared by identity, and as many live rows.
         """
-        if live_rows == self._live_rows and user is self._user and rows <= self._padded:
+        if live_rows == self._live_rows and user is self._last_user and rows <= self._padded:
             return
         if live_rows == self._live_rows:
             if live_rows < rows:
                 self.pad(live_rows, rows)
             self._padded = rows
         self.set_live_rows(live_rows)
-        self._user = user
+        self._last_user = user
 
     def pad(self, live_rows: int, rows: int | None = None) -> None:
-        """Fill every slot's tail past `live_rows` with its pad, as far as `rows`, or up to the capacity."""
+        """Set every slot's rows from `live_rows` up to `rows`, or the capacity, to padding."""
         for slot in self.slots.values():
             tail = self._tail(slot, live_rows, rows)
             if tail is not None:
                 tail.fill_(slot.pad)
 
     def poison(self, live_rows: int) -> None:
-        """Fill every slot's tail past `live_rows` with NaN and the largest and smallest integers, for tests."""
+        """Set every slot's rows past `live_rows` to NaN or extreme integers, for tests."""
         for slot in self.slots.values():
             tail = self._tail(slot, live_rows)
             if tail is None or not tail.numel():
@@ -388,19 +380,19 @@ class StepBuffers:
         return tensor.narrow(dim, start, end - start)
 
     def freeze(self) -> None:
-        """From now on, refuse whatever would allocate or move a tensor of the step."""
+        """Refuse from now on what would allocate or move a tensor of the step."""
         self.verify_addresses()
         self.frozen = True
 
     def thaw(self) -> None:
-        """Allow changes again; graphs captured before are invalid and must be captured again."""
+        """Allow changes again, which invalidate captured graphs."""
         self.frozen = False
 
     def verify_addresses(self) -> None:
         """Raise a FrozenError if a tensor was moved (`set_`, `resize_`, `.data = ...`)."""
         for name, tensor in self._tensors.items():
             if tensor.data_ptr() != self._addresses[name]:
-                raise FrozenError(f"slot {name!r} was moved after it was allocated: graphs point at its old memory")
+                raise FrozenError(f"slot {name!r} was moved after it was allocated: graphs use its old memory")
 
     def __repr__(self) -> str:
         size = f"{self.size_bytes / 2**20:.1f} MiB of slots on {self.device}"

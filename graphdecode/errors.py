@@ -10,7 +10,7 @@ _MOST_SHOWN = 120  # characters of a value in a message
 
 
 class GraphdecodeError(Exception):
-    """Something that was asked for cannot be done; the message says what, and why."""
+    """The base of errors that users can cause; the message says what cannot be done, and why."""
 
 
 class ArgumentError(GraphdecodeError, ValueError):
@@ -26,7 +26,7 @@ class ClosedError(GraphdecodeError, RuntimeError):
 
 
 class AnswerError(GraphdecodeError, RuntimeError):
-    """An answer that had begun had to be given up; the message says why, and `code` the same to a program, or None."""
+    """An output was aborted after it had begun; the message says why, `code` names the reason for programs."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class AnswerError(GraphdecodeError, RuntimeError):
 
 
 def cause(error: Exception) -> str:
-    """Return what an error of Python's says, for a message that names the file: without its number and the path."""
+    """Return the text of an error of Python's without number and path, for a message that names the file."""
     if isinstance(error, UnicodeDecodeError):
         return f"no text in UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start})"
     if isinstance(error, OSError) and error.strerror:
@@ -43,15 +43,15 @@ def cause(error: Exception) -> str:
 
 
 def shown(value: Any, *, plain: bool = False) -> str:
-    """Return a value, whatever it is, for a message: short, on one line; a text without quotes where `plain`."""
+    """Return a value for a message: short, on one line; `plain` texts without quotes."""
     try:
         text = value if plain and isinstance(value, str) and value.isprintable() else repr(value)
-    except Exception:  # whatever a stranger's object stumbles over when it is shown
+    except Exception:  # whatever an object's `__repr__` raises
         text = f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-_OF_FLASHINFER = {  # part of a name there -> what serves instead
+_OF_FLASHINFER = {  # part of a name -> what to use instead
     "prefill": "LLM and Engine compute prompts; graphdecode.attention.cached_attention attends from many queries",
     "mla": "LLM runs models with latent attention",
     "cascade": "merge_state and merge_states put parts of an attention together",
@@ -62,7 +62,7 @@ _OF_FLASHINFER = {  # part of a name there -> what serves instead
 
 
 def beyond_flashinfer(name: str) -> str:
-    """Return what there is instead of a name of FlashInfer that its surface here has not; nothing of others."""
+    """Return the hint for a name of FlashInfer that its surface here lacks; "" for other names."""
     found = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
     if found is None:
         return ""

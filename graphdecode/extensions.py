@@ -1,6 +1,6 @@
-"""Extensions from outside: entry points of installed packages, and single files, which register what they bring.
+"""Extensions: entry points of installed packages, and files, which register families, sources, forms or steps.
 
-Nothing of it is imported before somebody looks into a registry: a command that loads no model pays nothing.
+They are imported when a registry is first read: a command that loads no model does not pay for them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 
 BRING_YOUR_OWN = "of your own comes by --load-module FILE, LLM(load_modules=[FILE]) or a package's entry points"
 _LOG = logging.getLogger(__name__)
-_TAKING = threading.RLock()  # what is imported may look into the registries itself
-_LOADED: dict[Path, ModuleType] = {}  # files of this process, each of them once
+_LOCK = threading.RLock()  # reentrant: imported modules may read registries
+_LOADED: dict[Path, ModuleType] = {}
 _Registry = dict[str, Any] | list[Any]
-_REGISTRIES: list[_Registry] = []  # that may be registered in from outside
+_REGISTRIES: list[_Registry] = []
 
 
 class EntryPoints:
     """The entry points of a group.
 
-    Each leads to a module, which registers what it brings in `registry` when it is imported, or to an object, which is
-    handed to `register` with the entry point's name.
+    Each names a module, which registers in `registry` when it is imported, or an object, for which `register` is
+    called with the entry point's name.
     """
 
     def __init__(self, group: str, register: Callable[[str, Any], None], registry: _Registry) -> None:
@@ -40,34 +40,35 @@ class EntryPoints:
         _REGISTRIES.append(registry)
 
     def find(self) -> None:
-        """Take them, the first time; one that cannot be taken is a line of the log, and the others serve."""
-        if self._found:  # where another thread is at it, it is waited for
+        """Load them, the first time; one that fails is logged and skipped."""
+        if self._found:
             return
-        with _TAKING:
-            if self._is_finding:
+        with _LOCK:
+            if self._is_finding:  # called by a module that is being imported
                 return
             self._is_finding = True
             for entry in entry_points(group=self._group):
                 try:
-                    given = entry.load()
-                    if not isinstance(given, ModuleType):
-                        self._register(entry.name, given)
-                except (Exception, SystemExit) as error:  # of a stranger's module, which must not stop all models
-                    _LOG.warning("graphdecode: %s is left out: %s", _named(entry), " ".join(_told(error).split()))
+                    loaded = entry.load()
+                    if not isinstance(loaded, ModuleType):
+                        self._register(entry.name, loaded)
+                except (Exception, SystemExit) as error:  # whatever the module raises
+                    reason = " ".join(_message_of(error).split())
+                    _LOG.warning("graphdecode: %s is left out: %s", _named(entry), reason)
             self._found = True
 
 
 def load_modules(files: Sequence[str | Path]) -> None:
-    """Import files that register what they bring, each once in a process; an ArgumentError says why one cannot be."""
+    """Import files, each once in a process; an ArgumentError says why one cannot be imported."""
     for file in files:
         path = Path(file).expanduser().resolve()
-        with _TAKING:
+        with _LOCK:
             if path not in _LOADED:
                 _LOADED[path] = _imported(path)
 
 
 def refuse_taken(what: str, name: str, taken: bool, replace: bool) -> None:
-    """Raise an ArgumentError for a name that is registered already, unless it is to be replaced."""
+    """Raise an ArgumentError if a name is taken, unless `replace`."""
     if taken and not replace:
         raise ArgumentError(f"{what} {shown(name, plain=True)} is registered already; replace=True takes its place")
 
@@ -82,24 +83,24 @@ def _imported(path: Path) -> ModuleType:
     before = [registry.copy() for registry in _REGISTRIES]
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a stranger's file raises
+    except (Exception, SystemExit) as error:  # whatever the file raises
         del sys.modules[name]
         _restore(before, name)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         place = f"{path}:{lines[-1]}" if lines else str(path)
-        raise ArgumentError(f"load_modules: {place}: {_told(error)}") from error
+        raise ArgumentError(f"load_modules: {place}: {_message_of(error)}") from error
     return module
 
 
 def _restore(before: list[_Registry], failed: str) -> None:
-    """Take back what a module registered; of registries that it was the first to import, what it defines itself."""
+    """Undo what a failed module registered; from registries that it was the first to import, remove its own objects."""
     for registry, saved in zip_longest(_REGISTRIES, before):
-        held = registry.copy() if saved is None else saved
+        entries = registry.copy() if saved is None else saved
         registry.clear()
         if isinstance(registry, dict):
-            registry.update((k, v) for k, v in dict(held).items() if getattr(v, "__module__", None) != failed)
+            registry.update((k, v) for k, v in dict(entries).items() if getattr(v, "__module__", None) != failed)
         else:
-            registry.extend(value for value in held if getattr(value, "__module__", None) != failed)
+            registry.extend(value for value in entries if getattr(value, "__module__", None) != failed)
 
 
 def _named(entry: EntryPoint) -> str:
@@ -107,5 +108,5 @@ def _named(entry: EntryPoint) -> str:
     return f"entry point {entry.name} = {entry.value}{package} in {entry.group}"
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     return str(error) if isinstance(error, GraphdecodeError) else f"{type(error).__name__}: {error}"

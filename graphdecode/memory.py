@@ -1,4 +1,4 @@
-"""Memory of this machine for this process: the total, and what is available now."""
+"""Total and available memory of this process's devices."""
 
 from __future__ import annotations
 
@@ -11,66 +11,65 @@ from typing import NamedTuple
 
 import torch
 
-_ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
+_ASSUMED_FREE_BYTES = 4 * 2**30  # without /proc/meminfo
 _BOUNDLESS = 2**63
 
 
 class Memory(NamedTuple):
-    """Bytes of a device, as far as this process may use it."""
+    """Bytes of a device that this process may use."""
 
-    total: int  # all there is
-    # what can be had now; pages of files that are kept as long as nobody wants their room are part of it
-    available: int
+    total: int
+    available: int  # now, including the page cache, which can be evicted
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory that a device has for this process, in bytes."""
+    """Return a device's total memory for this process, in bytes."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory().total
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory of a device that can be had now, in bytes."""
+    """Return a device's available memory, in bytes."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().available
 
 
 def host_memory(root: Path = Path("/")) -> Memory:
-    """Return the machine's memory, or what control groups leave of it; Linux's `proc` and `sys` lie in `root`."""
-    told, total = _numbers(root / "proc/meminfo"), _BOUNDLESS
+    """Return the machine's memory within the limits of control groups; `root` has Linux's `proc` and `sys`."""
+    meminfo, total = _numbers(root / "proc/meminfo"), _BOUNDLESS
     with suppress(AttributeError, ValueError, OSError):
-        total = 1024 * told.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = 1024 * told["MemAvailable"] if "MemAvailable" in told else min(_ASSUMED_FREE_BYTES, total)
+        total = 1024 * meminfo.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = 1024 * meminfo["MemAvailable"] if "MemAvailable" in meminfo else min(_ASSUMED_FREE_BYTES, total)
     for limit, used in _limits(root):
         total, available = min(total, limit), min(available, limit - used)
     return Memory(total, max(available, 0))
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group around this process, and what of it cannot be given back, in bytes."""
+    """Yield the limit of each control group around this process, and its use without the page cache, in bytes."""
     groups = root / "sys/fs/cgroup"
     text = ""
     with suppress(OSError):
         text = (root / "proc/self/cgroup").read_text()
     for line in text.splitlines():
         number, kinds, path = line.split(":", 2)
-        if number == "0":  # the second version's
+        if number == "0":  # cgroup v2
             base, limit, usage, files = groups, "memory.max", "memory.current", ("inactive_file", "active_file")
         elif "memory" in kinds.split(","):
             base, limit, usage = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
             files = ("total_inactive_file", "total_active_file")
         else:
             continue
-        own = base / path.lstrip("/")  # which is not there where a container sees its own group as the first one
+        own = base / path.lstrip("/")  # missing in a container whose own group is mounted as the root
         for group in (own, *own.parents):
             with suppress(ValueError, OSError):  # there is no such file, or it says "max"
                 most = int((group / limit).read_text())
-                kept = _numbers(group / "memory.stat")
-                yield most, int((group / usage).read_text()) - sum(kept.get(name, 0) for name in files)
+                stat = _numbers(group / "memory.stat")
+                yield most, int((group / usage).read_text()) - sum(stat.get(name, 0) for name in files)
             if group == base:
                 break
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers of a file whose lines are a name and a number; nothing where there is none."""
+    """Return the numbers of a file whose lines are a name and a number; {} if it does not exist."""
     with suppress(OSError):
         return {name: int(value) for name, value in re.findall(r"^(\w+):?\s+(\d+)", path.read_text(), re.MULTILINE)}
     return {}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from graphdecode.cli import app
 from graphdecode.cli.options import wide_console
-from graphdecode.models import describe_model, kept_bytes, load_model
+from graphdecode.models import describe_model, load_model, weight_bytes
 
 MODULE = """
 import torch
@@ -247,7 +247,7 @@ def test_the_weights_are_those_that_loading_takes(model: str, dtype: str, quanti
         pytest.skip("SmolLM2's package is not installed")
     # a step reads all tensors: the output layer is tied
     decoder = load_model(model, device="cpu", dtype=dtype, quantize=quantize)
-    counted = kept_bytes(model, describe_model(model), decoder.dtype, decoder.device, quantize=quantize)
+    counted = weight_bytes(model, describe_model(model), decoder.dtype, decoder.device, quantize=quantize)
     assert counted == pytest.approx(decoder.weight_bytes, rel=0.01)
 
 

@@ -43,14 +43,13 @@ def extend_over(
 
 
 class TokenByTokenAttention:
-    """Attention of prompt chunks with the bits of decode steps: each token is a row of its own.
+    """Attention of prompt chunks that computes each token as a row of a decode step, with the same bits.
 
-    A token's result does not depend on how its prompt was cut into chunks, and is that of the decode step that the
-    token would have been fed to: with a batch-invariant `attention`, the same bits. Slower than `extend_over`, which
-    reads a row's keys once for many queries.
+    A token's result does not depend on how its prompt was cut into chunks. It is slower than `extend_over`, which reads
+    a row's keys once for many queries.
 
     Args:
-        attention: planned and run for slices of its batch size; its workspaces are written.
+        attention: is planned and run for slices of its batch size.
     """
 
     def __init__(self, attention: PagedDecodeAttention) -> None:

@@ -42,17 +42,17 @@ def wave_items_for(
 
 def new_split_plan(device: torch.device, rows: int, items: int, num_qo_heads: int, head_dim_v: int) -> SplitPlan:
     """Return a plan of at most `items` work items, and the workspace of one query a row."""
-    held = items if device.type == "cuda" else 1  # nothing is split on a CPU
+    splits = items if device.type == "cuda" else 1  # nothing is split on a CPU
     ints, floats = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    workspace = (floats(held, 1, num_qo_heads, head_dim_v), floats(held, 1, num_qo_heads), ints(rows * num_qo_heads))
+    heads = num_qo_heads
+    workspace = (floats(splits, 1, heads, head_dim_v), floats(splits, 1, heads), ints(rows * heads))
     return SplitPlan(ints(rows), ints(plan_size(items)), *workspace)
 
 
 class PagedDecodeAttention:
     """Attention of one new token a row over a paged cache, for every layer of one step.
 
-    The workspaces are allocated here and never again, so `plan` and `run` can be captured. The CUDA path has been
-    compiled ahead of time and run in Triton's interpreter by the tests.
+    The workspaces are allocated once, so that `plan` and `run` can be captured.
 
     Args:
         max_batch_size: rows of the largest bucket.
@@ -65,18 +65,18 @@ class PagedDecodeAttention:
         dtype: of queries and outputs.
         kv_dtype: of keys and values; None: dtype.
         options: the default of `run`.
-        windows: the windows of the layers, -1 for none, each of which has a plan; None: that of the options.
-        batch_invariant: split at fixed places, so that a row's bits do not depend on the rest of the batch.
+        windows: of the layers, -1 for none; each has a plan. None: that of the options.
+        batch_invariant: split at fixed positions, so that a row's bits do not depend on the rest of the batch.
         device: where the cache is.
 
     Attributes:
-        appends_apart: `append_and_run` is two launches: over an int8 cache on a GPU, whose keys are mixed before.
+        appends_apart: `append_and_run` is two launches: for an int8 cache on a GPU, whose keys are mixed before.
 
     Raises:
         ValueError: a size is less than 1, or the heads do not divide.
     """
 
-    DEVICES_APART: ClassVar = {"cuda"}  # where keys that are mixed are appended by themselves
+    DEVICES_APART: ClassVar = {"cuda"}  # of `appends_apart`
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class PagedDecodeAttention:
             dtype=dtype, kv_dtype=dtype if kv_dtype is None else kv_dtype,
         )  # fmt: skip
         self.appends_apart = kv_dtype == torch.int8 and self.device.type in self.DEVICES_APART
-        self._rows: list[Tensor] = []  # row numbers, for an append in a launch of its own
+        self._rows: list[Tensor] = []  # row numbers, if `appends_apart`
         if self.appends_apart:
             self._rows = [torch.arange(max_batch_size, dtype=torch.int32, device=self.device)]
         self._planned: tuple[Tensor, Tensor] | None = None  # lengths and live rows of the step
@@ -128,7 +128,7 @@ class PagedDecodeAttention:
 
     @property
     def workspace(self) -> list[Tensor]:
-        """The tensors that a captured step reads and writes here."""
+        """All tensors that a captured step reads and writes here."""
         kv_lens, _, *workspace = self._work_for(self.options.window_left)
         return [*self._rows, kv_lens, *(work.plan for work in self._work.values()), *workspace]
 
@@ -147,7 +147,7 @@ class PagedDecodeAttention:
             )  # fmt: skip
 
     def _work_for(self, window: int) -> SplitPlan:
-        """Return the plan that was made for a window; another one is as right, but not as balanced."""
+        """Return the plan for a window; for an unknown one, any plan: it is correct, but less balanced."""
         return self._work.get(window, next(iter(self._work.values())))
 
     def run(

@@ -1,4 +1,4 @@
-"""What one layer keeps: keys and values in pages, or a state of fixed size for each sequence."""
+"""The state of one layer: keys and values in pages, or recurrent states, one for each sequence."""
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,46 +12,54 @@ from torch import Tensor
 
 from graphdecode.kernels.cache.kv_format import PageScales, format_of
 
-_HUGE_FROM = 32 * 2**20  # bytes from which on a huge page, 2 MiB, is a small part
+_HUGE_FROM = 32 * 2**20  # bytes of a tensor that is backed by huge pages
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros; on a CPU, pages of the system that are zero until they are used.
+    """Return zeros of a shape without zeros; on a CPU, anonymous memory that becomes resident when it is written.
 
-    `torch.zeros` writes each byte, so that all of it is resident at once. Anonymous memory is zero by the system's
-    promise, and takes room page by page as it is written; much of it huge pages, for each scattered read takes a walk
-    through the page table. Like all overcommitted memory, it ends the process that writes where no room is left.
-
-    Args:
-        shape: no size is 0.
-        dtype: of the tensor.
-        device: on any but a CPU this is `torch.zeros`.
+    Large tensors are backed by huge pages, which saves TLB misses of scattered reads. The memory is overcommitted: a
+    write may end the process where none is left.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    mapped = mmap.mmap(-1, prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)  # no other process sees what we write
+    mapped = mmap.mmap(-1, prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
     if len(mapped) >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system that was built without them
+        with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 class CacheScales(NamedTuple):
-    """What the entries of a cache of 8 bits are multiplied with."""
+    """Scales of an 8-bit cache."""
 
-    key: float = 1.0  # of all keys of the layer, which fp8 holds divided by it
-    value: float = 1.0  # the same of values
-    pages: PageScales | None = None  # of each token and head; of int8 alone
+    key: float = 1.0  # of all keys of the layer, for fp8
+    value: float = 1.0  # of all values, for fp8
+    pages: PageScales | None = None  # of each token and head, for int8
+
+
+class _State:
+    """Iterates over its `tensors`."""
+
+    tensors: dict[str, Tensor]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.tensors.values()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self)
 
 
 @dataclass(frozen=True)
-class LayerCache:
-    """Keys and values of one layer; the last page is the trash page. Its tensors are found by going through it."""
+class LayerCache(_State):
+    """Keys and values of one layer; the last page is the trash page."""
 
     keys: Tensor  # [pages + 1, page_size, num_kv_heads, head_dim]
     values: Tensor  # the same shape
     scales: CacheScales = CacheScales()  # noqa: RUF009 (immutable)
-    is_rolling: bool = False  # whether its pages are those of a `rolling_table`, and not of the `page_table`
+    is_rolling: bool = False  # whether `rolling_table` has its pages, in place of `page_table`
 
     @classmethod
     def zeros(
@@ -64,15 +72,15 @@ class LayerCache:
         value_scale: float = 1.0,
         is_rolling: bool = False,
     ) -> "LayerCache":
-        """Return a cache of zeros, which on a CPU takes memory as it is written.
+        """Return a cache of zeros; see `untouched_zeros`.
 
         Args:
             shape: of keys, and of values.
             dtype: of both; int8 has scales of its own.
             device: where it is.
-            key_scale: divides keys, where they are fp8.
-            value_scale: divides values, likewise.
-            is_rolling: whether its pages roll; see `RollingPages`.
+            key_scale: divides keys of fp8.
+            value_scale: divides values of fp8.
+            is_rolling: whether its pages are rings; see `RollingPages`.
         """
         held = format_of(dtype)
         keys, values = untouched_zeros(shape, dtype, device), untouched_zeros(shape, dtype, device)
@@ -80,30 +88,20 @@ class LayerCache:
         units = (key_scale, value_scale) if held.has_layer_scales else (1.0, 1.0)
         return cls(keys, values, CacheScales(*units, pages), is_rolling)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield keys, values, and the scales of pages, where there are any."""
-        yield from self.tensors.values()
-
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that is written, by name; each has the page as its first dimension."""
+    def tensors(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """Keys, values and the scales of pages, by name; each has the page as its first dimension."""
         pages = {} if self.scales.pages is None else self.scales.pages._asdict()
         return {"k_cache": self.keys, "v_cache": self.values, **pages}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return sum(tensor.nbytes for tensor in self)
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A layer's declaration that it keeps a state of fixed size for each sequence.
+    """Declares a layer's recurrent state.
 
     Attributes:
-        shapes: of the tensors that make up one sequence's state, by name; they are float32. Empty: the layer keeps
-            nothing.
-        beside_keys: whether the layer keeps keys and values too.
+        shapes: of the float32 tensors of one sequence's state, by name. Empty: the layer has no state at all.
+        beside_keys: whether the layer has keys and values too.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -116,8 +114,8 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
-class RecurrentState:
-    """The states of one layer, a row for each sequence and a last one for padding; rows never move.
+class RecurrentState(_State):
+    """The recurrent states of one layer, a row for each sequence and a last one for padding; rows never move.
 
     Attributes:
         tensors: float32 [rows + 1, ...] each, by name.
@@ -127,62 +125,46 @@ class RecurrentState:
 
     @classmethod
     def zeros(cls, layer: Recurrent, rows: int, device: torch.device | str) -> "RecurrentState":
-        """Return states of zeros for so many sequences."""
+        """Return states of zeros for `rows` sequences."""
         made = {name: untouched_zeros((rows + 1, *shape), torch.float32, device) for name, shape in layer.shapes}
         return cls(made)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
-        yield from self.tensors.values()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return sum(tensor.nbytes for tensor in self)
-
 
 @dataclass(frozen=True)
-class KeysAndState:
-    """Keys and values of one layer, and its states: of a layer that has attention and a recurrent mixer."""
+class KeysAndState(_State):
+    """Keys, values and recurrent states of a layer with attention and a recurrent mixer."""
 
     pages: LayerCache
     states: RecurrentState
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield the tensors of both."""
-        yield from self.tensors.values()
-
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that is written, by name."""
+    def tensors(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """All tensors, by name."""
         return self.pages.tensors | self.states.tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return self.pages.nbytes + self.states.nbytes
 
 
 LayerState: TypeAlias = LayerCache | RecurrentState | KeysAndState
 
 
-def layer_state(kept: Recurrent | None, pages: Callable[[], LayerCache], rows: int, device: torch.device) -> LayerState:
-    """Return what a layer keeps of all sequences.
+def layer_state(
+    recurrent: Recurrent | None, pages: Callable[[], LayerCache], rows: int, device: torch.device
+) -> LayerState:
+    """Return a layer's state.
 
     Args:
-        kept: the layer's declaration; None: keys and values alone.
+        recurrent: the layer's declaration; None: keys and values alone.
         pages: makes keys and values.
-        rows: sequences that can have a state at a time.
-        device: where states are.
+        rows: sequences that can have a recurrent state at a time.
+        device: where recurrent states are.
     """
-    if kept is None:
+    if recurrent is None:
         return pages()
-    states = RecurrentState.zeros(kept, rows, device)
-    return KeysAndState(pages(), states) if kept.beside_keys else states
+    states = RecurrentState.zeros(recurrent, rows, device)
+    return KeysAndState(pages(), states) if recurrent.beside_keys else states
 
 
 def paged(layers: Iterable[LayerState]) -> Iterator[LayerCache]:
-    """Yield the keys and values of the layers that have some."""
+    """Yield the keys and values of layers that have them."""
     for layer in layers:
         pages = layer.pages if isinstance(layer, KeysAndState) else layer
         if isinstance(pages, LayerCache):

@@ -1,6 +1,6 @@
-"""The page ledger: which pages each sequence has, and which hold a prefix that is known. Host bookkeeping alone.
+"""The page ledger: the pages of each sequence, and the index of cached prefixes; it is bookkeeping on the host.
 
-Every method of the ledger is all or nothing. Full pages are found again by the tokens in them and all before them.
+Methods of the ledger that raise have changed nothing.
 """
 
 from collections import Counter
@@ -19,8 +19,7 @@ _DIGEST_BYTES = 16
 class PrefixIndex:
     """Pages by the digest of their tokens, chained with the digest of the page before.
 
-    A page's keys and values depend on its tokens and on all tokens before it, and so does its digest: two pages of
-    one digest hold the same contents. Knows nothing of who owns a page.
+    Two pages of one digest have the same contents: their tokens and all tokens before them are the same.
 
     Args:
         page_size: tokens in a page.
@@ -38,7 +37,7 @@ class PrefixIndex:
         return page in self._digest_of
 
     def digests(self, token_ids: Sequence[int], start: int, stop: int, parent: bytes = _ROOT) -> Iterator[bytes]:
-        """Yield the digests of the full pages `start` to `stop` of a sequence; `parent` is that of page `start - 1`."""
+        """Yield the digests of a sequence's full pages `start` to `stop`; `parent` is that of page `start - 1`."""
         size = self.page_size
         for page in range(start, stop):
             tokens = np.asarray(token_ids[page * size : (page + 1) * size], dtype=np.int64)
@@ -46,7 +45,7 @@ class PrefixIndex:
             yield parent
 
     def find(self, token_ids: Sequence[int], max_pages: int, root: bytes = _ROOT) -> tuple[list[int], list[bytes]]:
-        """Return the pages that hold the longest known prefix of these tokens behind a root, and their digests."""
+        """Return the pages of the longest cached prefix of these tokens below a root, and their digests."""
         pages: list[int] = []
         found: list[bytes] = []
         for digest in self.digests(token_ids, 0, max_pages, root):
@@ -58,28 +57,28 @@ class PrefixIndex:
         return pages, found
 
     def put(self, digest: bytes, page: int) -> None:
-        """Make a page findable, unless another one of the same contents is, or it is itself under another digest."""
+        """Index a page, unless one of the same contents is indexed, or the page itself under another digest."""
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
     def forget(self, page: int) -> None:
-        """Make a page unfindable, if it was findable: its contents are about to change."""
+        """Remove a page, if it is indexed, whose contents are about to change."""
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
 
 
 class PageLedger:
-    """The pages of every sequence, in order, over one pool and, where prefixes are shared, one index.
+    """The pages of every sequence, in order, over one pool and, with prefix caching, one index.
 
-    A page that a sequence may still write to, its partial last page and those past it, has that sequence as its only
-    owner, and is not in the index. Full pages may have many owners.
+    A page that a sequence may still write to (its partial last page and those past it) has no other owner and is not
+    in the index. Full pages may have many owners.
 
     Args:
         total_num_pages: pages in the pool.
         page_size: tokens in a page.
-        prefix_caching: whether full pages can be found again by their tokens.
+        prefix_caching: whether full pages are indexed by their tokens.
     """
 
     def __init__(self, total_num_pages: int, page_size: int, *, prefix_caching: bool) -> None:
@@ -94,7 +93,7 @@ class PageLedger:
 
     @property
     def available(self) -> int:
-        """Pages that can be had: free ones, and evictable ones that would be evicted."""
+        """Free and evictable pages."""
         return self.pool.free + self.pool.evictable
 
     def pages_for(self, length: int) -> int:
@@ -102,7 +101,7 @@ class PageLedger:
         return -(-length // self.page_size)
 
     def clear(self) -> None:
-        """Give back everything, and forget all prefixes."""
+        """Forget all sequences and prefixes."""
         self.pool.reset()
         if self.prefixes is not None:
             self.prefixes = PrefixIndex(self.page_size)
@@ -110,10 +109,9 @@ class PageLedger:
         self._digests.clear()
         self._roots.clear()
 
-    def open(self, sequence_id: Hashable, token_ids: Sequence[int] | None = None, root: bytes = b"") -> int:
-        """Enter a sequence, with the pages of its longest known prefix behind a root; return the tokens in them.
-
-        At least one token is always left to compute: what comes after the prompt is predicted from it.
+    def open(self, sequence_id: Hashable, token_ids: Sequence[int] | None = None, root: bytes = _ROOT) -> int:
+        """Add a sequence, with the pages of its longest cached prefix below a root, and return the tokens in them:
+        never all.
         """
         pages: list[int] = []
         digests: list[bytes] = []
@@ -129,18 +127,18 @@ class PageLedger:
         return self._digests[sequence_id]
 
     def close(self, sequence_id: Hashable) -> None:
-        """Give back a sequence's pages; those in the index are evictable."""
+        """Remove a sequence; its pages that are in the index become evictable."""
         self._give_back(self.pages.pop(sequence_id))
         del self._digests[sequence_id], self._roots[sequence_id]
 
     def hide(self, sequence_id: Hashable) -> None:
-        """Take a sequence's pages out of the index; their owners stay."""
+        """Remove a sequence's pages from the index."""
         if self.prefixes is not None:
             for page in self.pages[sequence_id]:
                 self.prefixes.forget(page)
 
     def grow(self, sequence_id: Hashable, length: int) -> bool:
-        """Give a sequence pages for `length` tokens, or raise CacheFullError; return whether it got any."""
+        """Allocate a sequence's pages for `length` tokens, or raise CacheFullError; return whether any were missing."""
         missing = self.pages_for(length) - len(self.pages[sequence_id])
         if missing <= 0:
             return False
@@ -148,17 +146,17 @@ class PageLedger:
         return True
 
     def exchange(self, leaving: Iterable[Hashable], lengths: Iterable[tuple[Hashable, int]]) -> None:
-        """Close some sequences, open unknown ones, and give all of them pages for their lengths.
+        """Close `leaving`, open the sequences of `lengths` that are new, and allocate pages for these lengths.
 
         Raises:
-            CacheFullError: there are not enough pages, even with those of the leaving ones; nothing has changed.
+            CacheFullError: there are not enough pages, even with those of `leaving`.
         """
         leaving = list(leaving)
         needs = [(i, self.pages_for(length) - len(self.pages.get(i, ()))) for i, length in lengths]
         needed = sum(max(missing, 0) for _, missing in needs)
         if needed > self.available:
-            given = Counter(page for i in leaving for page in self.pages[i])
-            freed = sum(times == self.pool.count(page) for page, times in given.items())
+            leaving_owners = Counter(page for i in leaving for page in self.pages[i])
+            freed = sum(times == self.pool.count(page) for page, times in leaving_owners.items())
             if needed > self.available + freed:
                 raise CacheFullError(
                     f"{needed} more pages are needed, {self.available + freed} of {self.pool.total} are available"
@@ -172,7 +170,7 @@ class PageLedger:
                 self.pages[i].extend(self._take(missing))
 
     def publish(self, sequence_id: Hashable, length: int, token_ids: Sequence[int]) -> None:
-        """Make the full pages of the first `length` tokens findable; their keys and values have been computed."""
+        """Index the full pages of the first `length` tokens, whose keys and values have been computed."""
         if self.prefixes is None:
             return
         digests = self._digests[sequence_id]
@@ -186,7 +184,7 @@ class PageLedger:
         digests.extend(new)
 
     def fork(self, parent: Hashable, child: Hashable, length: int) -> tuple[int, int] | None:
-        """Enter `child` with the parent's full pages, shared, and a page for a copy of the partial one.
+        """Add `child` with the parent's full pages, shared, and a page for a copy of the partial one.
 
         Returns:
             (source page, destination page) of the copy to make, or None.
@@ -203,10 +201,9 @@ class PageLedger:
         return (self.pages[parent][full], tail[0]) if partial else None
 
     def truncate(self, sequence_id: Hashable, length: int) -> tuple[int, int] | None:
-        """Give back the pages past `length` tokens.
+        """Free the pages past `length` tokens.
 
-        A last page that becomes partial will be written to: it is copied if others own it too, and else taken out of
-        the index.
+        A last page that becomes partial will be written to: it is copied if it is shared, else removed from the index.
 
         Returns:
             (source page, destination page) of the copy to make, or None.
@@ -222,7 +219,7 @@ class PageLedger:
         if must_copy and not self.available and not any(self.pool.count(page) == 1 for page in tail):
             raise CacheFullError("no page is free for a copy of the shared page that becomes partial")
         self._give_back(tail)
-        pages = self.pages[sequence_id] = pages[:keep]  # a new list: whoever staged the old one can tell
+        pages = self.pages[sequence_id] = pages[:keep]  # a new list: steps compare lists by identity
         del self._digests[sequence_id][length // self.page_size :]
         if not partial:
             return None

@@ -1,4 +1,4 @@
-"""The paged cache: keys and values of all layers in pages, and which sequence owns which."""
+"""The paged cache: the states of all layers, and the pages of each sequence."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
@@ -10,16 +10,14 @@ from torch import Tensor
 from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .layer_cache import LayerCache, LayerState, Recurrent, layer_state, paged
 from .ledger import PageLedger
-from .pool import PagePool
 from .rolling import RollingPages, StateRows
 
 
 class PagedKVCache:
-    """Keys and values of all layers in pages, and which sequence owns which.
+    """Keys and values of all layers in pages, and the pages of each sequence.
 
-    Plain tensors and host bookkeeping: it stages nothing for the device and keeps no lengths; whoever drives it says
-    how many tokens a sequence has computed. Every method that raises has changed nothing; those that take a sequence
-    raise UnknownSequenceError where it is not in the cache.
+    It stages nothing for the device, and has no lengths: callers pass how many tokens of a sequence are computed.
+    Methods that raise have changed nothing; those that take a sequence raise UnknownSequenceError for an unknown one.
 
     Args:
         num_layers: layers, each with keys and values.
@@ -31,20 +29,19 @@ class PagedKVCache:
         dtype: of keys and values.
         device: where the tensors are.
         prefix_caching: whether `add` finds the pages of prefixes that were published.
-        scales: of keys and of values of each layer, where the dtype is fp8; None: 1.0.
-        recurrent: what each layer keeps of a sequence in place of keys and values, or beside them; None where it keeps
-            these alone; empty: all do.
-        state_rows: sequences that can have such a state at a time.
-        rolling: layers that keep a window alone, in a ring of pages for each of `state_rows` sequences; None: no layer
-            does. Where a layer has such pages, a sequence can be truncated only as far as the tokens that it has
-            computed, and a known prefix is taken up to where its last owner's ring still has the window.
+        scales: of keys and of values of each layer, for fp8; None: 1.0.
+        recurrent: for each layer its recurrent state, if any; empty: no layer has one.
+        state_rows: sequences that can be in the cache at a time, if layers have recurrent states or rings.
+        rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has some. With
+            rings a sequence can be truncated only to the tokens that it has computed, and a cached prefix is used only
+            as far as a ring has its window.
 
     Attributes:
-        layers: keys and values of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zeros, and
-            their scales; on a CPU they take memory as pages are written. Rolling ones have the pages of all rings, and
-            a trash page, for the first size. Or its states, a row for each sequence.
-        ledger: who owns which page.
-        trash_page: the page that nobody owns, `total_num_pages`: what unused entries of a page table name.
+        layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
+            first size is that of all rings and a trash page if it has rings; or recurrent states.
+        ledger: the pages of each sequence.
+        pool: counts pages: `free`, `used`, `shared` and `evictable`.
+        trash_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -81,13 +78,14 @@ class PagedKVCache:
         self.max_pages_per_row = max_pages_per_row
         self.prefix_caching = prefix_caching
         self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
+        self.pool = self.ledger.pool
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
         rolls = [False] * num_layers if rolling is None else rolling.layers
         rolling_shape = shape if rolling is None else (rolling.trash_page + 1, *shape[1:])
         self.layers: list[LayerState] = [
             layer_state(
-                kept,
+                state,
                 partial(
                     LayerCache.zeros,
                     rolling_shape if is_rolling else shape,
@@ -100,31 +98,25 @@ class PagedKVCache:
                 state_rows,
                 self._device,
             )
-            for (key_scale, value_scale), kept, is_rolling in zip(
+            for (key_scale, value_scale), state, is_rolling in zip(
                 scales or [(1.0, 1.0)] * num_layers, recurrent or [None] * num_layers, rolls, strict=True
             )
         ]
         self.rolling = rolling
         self.trash_state_row = state_rows
         self._state_rows = StateRows(state_rows, rolling)
-        self._hidden: set[Hashable] = set()  # sequences whose ring is not to be remembered
-
-    @property
-    def pool(self) -> PagePool:
-        """The pages' owners: ask it for `free`, `used`, `shared` and `evictable`."""
-        return self.ledger.pool
+        self._hidden: set[Hashable] = set()  # sequences whose rings are not to be cached
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had: free ones, and those of prefixes that nobody uses now."""
+        """Free pages, and those of cached prefixes that no sequence uses."""
         return self.ledger.available
 
     def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None, root: bytes = b"") -> int:
-        """Enter a sequence, and return how many of its tokens are in the cache already.
+        """Add a sequence, and return how many of its tokens are cached already: at most all but one.
 
-        With prefix caching these are the full pages of its longest known prefix, which are shared from now on; never
-        the whole prompt, at most all tokens but one. None looks for no prefix. Sequences share prefixes with those of
-        the same `root` alone, which stands for what else their keys and values depend on.
+        With prefix caching these are the full pages of its longest cached prefix. With None as `token_ids` no prefix
+        is looked for. Sequences of different roots, which stand for what else keys and values depend on, share none.
 
         Raises:
             CacheFullError: all rows of recurrent states, or of rings, are in use.
@@ -144,23 +136,20 @@ class PagedKVCache:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep recurrent states or rings of pages."""
+        """Whether there are recurrent states or rings of pages."""
         return self.trash_state_row > 0
 
     @property
     def shares_with_running(self) -> bool:
-        """Whether a prefix can be found while the sequence that wrote it goes on."""
+        """Whether a prefix can be shared with the running sequence that wrote it."""
         return self.prefix_caching and self.rolling is None
 
     def state_row_of(self, sequence_id: Hashable) -> int:
-        """Return the row of a sequence's recurrent states and ring, the same as long as it is in the cache.
-
-        Where no layer has some, the one that belongs to nobody.
-        """
+        """Return the row of a sequence's recurrent states and ring, which does not change; without any, padding's."""
         return self._state_rows.row_of(sequence_id)
 
     def reserve(self, sequence_id: Hashable, length: int) -> bool:
-        """Make sure that a sequence has pages for `length` tokens, and return whether it got new ones.
+        """Allocate a sequence's missing pages for `length` tokens, and return whether there were any.
 
         Raises:
             CacheFullError: there are not enough pages.
@@ -171,13 +160,11 @@ class PagedKVCache:
         return self.ledger.grow(sequence_id, length)
 
     def publish(self, sequence_id: Hashable, length: int, token_ids: Sequence[int]) -> None:
-        """Make the full pages of a sequence's first `length` tokens findable: their keys and values are computed.
-
-        Does nothing without prefix caching, or where no page has become full since the last call.
+        """Index the full pages of a sequence's first `length` tokens as a prefix, if there is prefix caching.
 
         Args:
             sequence_id: of the sequence.
-            length: tokens whose keys and values are in the cache.
+            length: tokens whose keys and values have been computed.
             token_ids: at least the first `length` tokens.
 
         Raises:
@@ -189,9 +176,9 @@ class PagedKVCache:
         self.ledger.publish(sequence_id, length, token_ids)
 
     def truncate(self, sequence_id: Hashable, length: int) -> None:
-        """Give back a sequence's pages past `length` tokens.
+        """Free a sequence's pages past `length` tokens.
 
-        A last page that becomes partial is copied if it is shared, and else no longer findable: it will be written to.
+        A last page that becomes partial is copied if it is shared, else removed from the index: it will be written to.
 
         Raises:
             CacheFullError: the new last page is shared, and there is no page for a copy of it.
@@ -202,7 +189,7 @@ class PagedKVCache:
         copy_page(whole, self.ledger.truncate(sequence_id, length))
 
     def free(self, sequence_id: Hashable) -> None:
-        """Give back a sequence's pages. Those of published prefixes stay findable until they are evicted."""
+        """Remove a sequence. Pages of published prefixes stay in the index until they are evicted."""
         self._pages(sequence_id)
         if self.has_states:
             is_hidden = sequence_id in self._hidden
@@ -211,7 +198,7 @@ class PagedKVCache:
         self.ledger.close(sequence_id)
 
     def hide(self, sequence_id: Hashable) -> None:
-        """Make a sequence's pages unfindable, those that it shares as well: what is in them is not to be trusted."""
+        """Remove a sequence's pages from the index, shared ones too: their contents may be wrong."""
         self._pages(sequence_id)
         self.ledger.hide(sequence_id)
         if self.has_states:
@@ -255,7 +242,7 @@ class PagedKVCache:
 
 
 def copy_page(layers: Iterable[Iterable[Tensor]], move: tuple[int, int] | None) -> None:
-    """Copy a page of each layer's tensors, (source, destination); None: nothing is to be copied."""
+    """Copy a page of each layer's tensors, (source, destination), if there is one to copy."""
     if move is not None:
         source, destination = move
         for tensor in (tensor for layer in layers for tensor in layer):
@@ -263,6 +250,6 @@ def copy_page(layers: Iterable[Iterable[Tensor]], move: tuple[int, int] | None) 
 
 
 def fill_page_row(row: np.ndarray, pages: Sequence[int], trash_page: int) -> None:
-    """Write a sequence's pages into its row of a page table, int32 [pages of a row], and the trash page behind them."""
+    """Write a sequence's pages into its row of a page table, int32 [pages of a row], followed by the trash page."""
     row[: len(pages)] = pages
     row[len(pages) :] = trash_page

@@ -1,4 +1,4 @@
-"""The page pool: which page is free, and how many owners each of the others has."""
+"""The page pool: reference counts of pages, and which are free."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Sequence
@@ -9,11 +9,11 @@ from .errors import CacheFullError
 class PagePool:
     """Reference counts of pages 0..total_num_pages-1; taking and giving back a page is O(1).
 
-    A page is free, used (one owner or more), or evictable: without an owner, but with contents that somebody may ask
-    for again. Evictable pages leave by `share` (used again) or by `evict` (free), the oldest first.
+    A page is free, used (one owner or more), or evictable: without an owner, but with cached contents. `share` makes
+    evictable pages used again, `evict` frees the oldest ones.
 
     Args:
-        total_num_pages: how many pages there are, >= 1.
+        total_num_pages: >= 1.
     """
 
     def __init__(self, total_num_pages: int) -> None:
@@ -23,20 +23,20 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Make every page free, whoever owned it."""
+        """Make every page free."""
         self._counts = [0] * self.total
-        self._free = list(range(self.total - 1, -1, -1))  # a stack; ascending runs come off it
+        self._free = list(range(self.total - 1, -1, -1))  # a stack, from which ascending runs are taken
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._shared = 0
+        self.shared = 0  # pages with two owners or more
 
     @property
     def free(self) -> int:
-        """Pages that `take` can hand out."""
+        """Pages that `take` can return."""
         return len(self._free)
 
     @property
     def evictable(self) -> int:
-        """Pages without an owner whose contents are kept."""
+        """Pages without an owner whose contents are cached."""
         return len(self._evictable)
 
     @property
@@ -44,18 +44,13 @@ class PagePool:
         """Pages with one owner or more."""
         return self.total - len(self._free) - len(self._evictable)
 
-    @property
-    def shared(self) -> int:
-        """Pages with two owners or more."""
-        return self._shared
-
     def count(self, page: int) -> int:
-        """Return how many owners a page has, or raise ValueError where there is no such page."""
+        """Return how many owners a page has, or raise ValueError if there is no such page."""
         self._check(page)
         return self._counts[page]
 
     def take(self, n: int) -> list[int]:
-        """Take `n` free pages, each with one owner now.
+        """Take `n` free pages, each of which has one owner then.
 
         Raises:
             CacheFullError: fewer than `n` pages are free.
@@ -87,12 +82,12 @@ class PagePool:
         for page in pages:
             self._evictable.pop(page, None)
             self._counts[page] += 1
-            self._shared += self._counts[page] == 2
+            self.shared += self._counts[page] == 2
 
     def give_back(self, pages: Sequence[int], keep: Container[int] = ()) -> None:
-        """Take one owner from each of these pages; those without any are free, or evictable where `keep` names them.
+        """Remove one owner from each of these pages; those without any are evictable if in `keep`, else free.
 
-        The last page counts as the least recently used: a reader of prefixes needs the first ones most.
+        The last page is evicted first: prefixes are found from their first page on.
 
         Raises:
             ValueError: a page does not exist or is given back more often than it is owned; nothing has changed.
@@ -103,7 +98,7 @@ class PagePool:
                 raise ValueError(f"page {page} is given back {times} times and has {self._counts[page]} owners")
         for page in reversed(pages):
             self._counts[page] -= 1
-            self._shared -= self._counts[page] == 1
+            self.shared -= self._counts[page] == 1
             if self._counts[page]:
                 continue
             if page in keep:

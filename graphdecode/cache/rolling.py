@@ -1,8 +1,7 @@
-"""Rolling pages: layers with a window keep the newest tokens of each sequence in a ring of pages that is its row's own.
+"""Rolling pages: layers with a window have the newest tokens of each sequence in a ring of pages of its row.
 
 It is the rolling buffer cache of Mistral (Jiang et al., 2023, section 2) in pages: page p of a sequence is page
-p modulo the ring's length of its ring, so a page that is out of sight is written anew, and nothing has to be given
-back. The ring holds the window and the longest pass: no token that a query sees is overwritten before it is read.
+p % pages of its ring. The ring holds the window and the longest pass: no token is overwritten that a query attends to.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,15 +12,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RollingPages:
-    """The rings of all rows, which take the same pages in each layer that has them.
+    """The rings of all rows, the same in each layer that has them.
 
     Attributes:
-        layers: for each layer, whether its pages roll.
+        layers: for each layer, whether its pages are rings.
         rows: rings, one for each sequence.
         pages: of a ring.
         page_size: tokens in a page.
-        window: keys before its own that a query sees at most.
-        ahead: tokens at most that steps may have written past those that a sequence is known to have.
+        window: keys before its own that a query attends to at most.
+        ahead: tokens at most that steps in flight may have written past those that the host has read.
     """
 
     layers: tuple[bool, ...]
@@ -33,7 +32,7 @@ class RollingPages:
 
     @property
     def trash_page(self) -> int:
-        """The page that nobody owns; it stands behind those of the rings."""
+        """The page behind those of the rings, for padding."""
         return self.rows * self.pages
 
     def ring(self, row: int) -> range:
@@ -41,15 +40,15 @@ class RollingPages:
         return range(row * self.pages, (row + 1) * self.pages)
 
     def fill(self, page_row: np.ndarray, row: int) -> None:
-        """Write a ring into a row of the page table, int32 [pages of a row]; `rows` is the row of nobody."""
+        """Write a ring into a row of the page table, int32 [pages of a row]; row `rows` is that of padding."""
         page_row[:] = self.trash_page if row == self.rows else np.resize(self.ring(row), len(page_row))
 
 
 class StateRows:
-    """Rows of what layers keep at a fixed place for each sequence: recurrent states, and rings of pages.
+    """Rows of recurrent states and of rings of pages, one for each sequence.
 
-    The ring of a sequence that has left is remembered: one that begins alike takes it over, and goes on behind the
-    tokens that both have, where their window has not been overwritten. Without rings nothing is remembered.
+    The ring of a sequence that was removed is a prefix cache: a sequence with the same prefix takes its row, if the
+    window before the end of the prefix has not been overwritten.
 
     Args:
         count: rows.
@@ -58,32 +57,32 @@ class StateRows:
 
     def __init__(self, count: int, rolling: RollingPages | None) -> None:
         self.count, self.rolling = count, rolling
-        self._free = list(range(count))  # the one that has been free for longest first
+        self._free = list(range(count))  # the oldest first
         self._row_of: dict[Hashable, int] = {}
-        self._digests: dict[int, list[bytes]] = {}  # of the full pages of whoever had a free row
-        self._written = [0] * count  # tokens of its present contents that each row has taken at most
+        self._digests: dict[int, list[bytes]] = {}  # of a free row: those of its last sequence's full pages
+        self._written = [0] * count  # for each row, an upper bound of the tokens of its contents
 
     @property
     def free(self) -> int:
-        """Rows that nobody has."""
+        """Number of free rows."""
         return len(self._free)
 
     def row_of(self, sequence_id: Hashable) -> int:
-        """Return a sequence's row; `count` where it has none."""
+        """Return a sequence's row; `count` if it has none."""
         return self._row_of.get(sequence_id, self.count)
 
     def take(self, sequence_id: Hashable, digests: Sequence[bytes]) -> int:
-        """Give a sequence a free row, and return how many pages of `digests` it holds the window behind.
+        """Assign a free row to a sequence, and return the length in pages of the prefix that its ring has.
 
         Args:
             sequence_id: of the sequence.
-            digests: of its leading full pages, as far as the pages of other layers are known.
+            digests: of the leading full pages that other layers have cached.
         """
         row, pages = self._free[0], 0
         for candidate in self._free:
-            held = self._held_pages(candidate, digests)
-            if held > pages:
-                row, pages = candidate, held
+            cached = self._cached_pages(candidate, digests)
+            if cached > pages:
+                row, pages = candidate, cached
         self._free.remove(row)
         self._row_of[sequence_id] = row
         self._digests.pop(row, None)
@@ -92,7 +91,7 @@ class StateRows:
         return pages
 
     def give_back(self, sequence_id: Hashable, digests: Sequence[bytes]) -> None:
-        """Take a sequence's row from it; `digests` are those of its full pages, all of which were computed."""
+        """Free a sequence's row; `digests` are those of its full pages, all of which have been computed."""
         row, rolling = self._row_of.pop(sequence_id), self.rolling
         if rolling is not None and digests:
             self._digests[row] = list(digests)
@@ -101,13 +100,12 @@ class StateRows:
         else:
             self._free.insert(0, row)
 
-    def _held_pages(self, row: int, digests: Sequence[bytes]) -> int:
+    def _cached_pages(self, row: int, digests: Sequence[bytes]) -> int:
         known, rolling = self._digests.get(row), self.rolling
         if known is None or rolling is None:
             return 0
-        alike = 0  # a digest is that of all tokens before its page, too
-        while alike < min(len(known), len(digests)) and known[alike] == digests[alike]:
-            alike += 1
-        first_seen = max(alike * rolling.page_size - rolling.window, 0)
+        pairs = enumerate(zip(known, digests, strict=False))
+        common = next((page for page, (a, b) in pairs if a != b), min(len(known), len(digests)))
+        first_visible = max(common * rolling.page_size - rolling.window, 0)
         overwritten = self._written[row] - rolling.pages * rolling.page_size
-        return alike if overwritten <= first_seen else 0
+        return common if overwritten <= first_visible else 0

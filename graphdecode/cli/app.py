@@ -59,7 +59,7 @@ def state() -> str:
         dtypes = {
             "plain weights in bfloat16": resolve_dtype("auto", torch.bfloat16, device),
             "plain weights in float16": resolve_dtype("auto", torch.float16, device),
-            "integers of few bits": resolve_dtype("auto", torch.bfloat16, device, few_bits=True),
+            "quantized integers": resolve_dtype("auto", torch.bfloat16, device, integer_quantized=True),
         }
         chosen = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
         last = [library.describe(), f"dtype auto: {chosen}"]

@@ -202,7 +202,9 @@ def show(
 
     described = describe_model(model, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     device = resolve_device(config.device)
-    chosen = resolve_dtype(config.dtype, described.dtype, device, few_bits=described.few_bits, compiles=False)
+    chosen = resolve_dtype(
+        config.dtype, described.dtype, device, integer_quantized=described.integer_quantized, compiles=False
+    )
     console = wide_console()
     console.print(_bucket_table(config.buckets))
     batch_size, share = config.buckets.ladder.worst_padding()
@@ -231,20 +233,20 @@ def _memory_table(
 ) -> Table:
     from graphdecode.engine.capacity import (
         captured_widths,
-        longest_pass,
         plan_capacity,
         resolve_cache_dtype,
+        rolling_prefill_tokens,
         state_bytes_of,
     )
     from graphdecode.memory import free_bytes
-    from graphdecode.models import kept_bytes, num_parameters
+    from graphdecode.models import num_parameters, weight_bytes
 
     config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)
-    free, weights = free_bytes(device), kept_bytes(model, settings, dtype, device, quantize=engine.quantize)
+    free, weights = free_bytes(device), weight_bytes(model, settings, dtype, device, quantize=engine.quantize)
     parameters = num_parameters(settings)
-    keeps = ", most of them in few bits as they came" if weights < parameters * dtype.itemsize else ""
+    keeps = ", most of them quantized as stored" if weights < parameters * dtype.itemsize else ""
     available = max(free - weights, 0)
-    longest = longest_pass(engine, device)
+    longest = rolling_prefill_tokens(engine, device)
     capacity = plan_capacity(config, settings, cache_dtype, device, available, captured_widths(engine), longest)
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)

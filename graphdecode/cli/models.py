@@ -47,7 +47,7 @@ def quantize(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")] = False,
 ) -> None:
-    """Write a model with weights in few bits: whole, with its tokenizer, for this program and for others.
+    """Write a model with quantized weights: whole, with its tokenizer, for this program and for others.
 
     It is there at once or not at all: nothing is left of a copy that failed or was interrupted.
     """
@@ -161,9 +161,9 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import longest_pass, plan_capacity, resolve_cache_dtype, state_bytes_of
+    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype, rolling_prefill_tokens, state_bytes_of
     from graphdecode.memory import free_bytes
-    from graphdecode.models import check_model, kept_bytes, resolve_dtype
+    from graphdecode.models import check_model, resolve_dtype, weight_bytes
     from graphdecode.models.gguf.files import SUFFIX, models_in
 
     path = model.path
@@ -171,18 +171,20 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
     record = ModelRecord(model.name, model.place, str(path), kind, model.disk_bytes)
     try:
         described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
-        chosen = resolve_dtype(settings.dtype, described.dtype, device, few_bits=described.few_bits, compiles=False)
+        chosen = resolve_dtype(
+            settings.dtype, described.dtype, device, integer_quantized=described.integer_quantized, compiles=False
+        )
         one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
         cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, chosen)
         capacity = plan_capacity(
-            one_row, described, cache_dtype, device, 2**62, prefill_tokens=longest_pass(settings, device)
+            one_row, described, cache_dtype, device, 2**62, prefill_tokens=rolling_prefill_tokens(settings, device)
         )
     except GraphdecodeError as error:
         record.error = " ".join(str(error).split())
         return record
     record.architecture = described.architecture
     record.dtype = str(chosen).removeprefix("torch.")
-    record.weight_bytes = kept_bytes(path, described, chosen, device, quantize=settings.quantize)
+    record.weight_bytes = weight_bytes(path, described, chosen, device, quantize=settings.quantize)
     record.max_sequence_length = capacity.max_sequence_length
     record.cache_bytes = capacity.cache_bytes + state_bytes_of(one_row, described)
     record.fits = record.weight_bytes + record.cache_bytes <= free_bytes(device)

@@ -1,7 +1,7 @@
 """Keys of configurations: section in the file, values and meaning.
 
-A configuration is a frozen dataclass whose fields are made by `key`: the field is all there is to know of the key. The
-reader and the writer of files, the checks and the reference are made from these fields.
+A configuration is a frozen dataclass whose fields are made by `key`, from which reading and writing of files, checks
+and the reference are derived.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Option(NamedTuple):
     """A command-line option for a field."""
 
     help: str  # of the option
-    flags: tuple[str, ...] = ()  # left out: the field's name
-    metavar: str | None = None  # what stands for the value in the help; left out: its type
-    default: str | None = None  # in the help; left out: nothing is said of it
+    flags: tuple[str, ...] = ()  # default: the field's name
+    metavar: str | None = None  # of the value in the help; default: its type
+    default: str | None = None  # in the help; None: it is not shown
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Values:
     """The values that a key accepts."""
 
     expected: str  # in words, as in "must be ..."
-    accepts: Callable[[Any], bool]  # whether a value is one of these
-    example: str = ""  # one of them, in TOML, for keys whose default is to be left out
-    metavar: str | None = None  # what stands for one of these in a command's help; left out: its type
+    accepts: Callable[[Any], bool]
+    example: str = ""  # in TOML, for keys without a default
+    metavar: str | None = None  # in a command's help; default: its type
     limits: str = ""  # of numbers, in a command's help
 
 
@@ -46,11 +46,11 @@ class Key:
     name: str  # in the file
     field: str  # of the dataclass
     default: Any  # None means that the key is left out
-    values: Values  # what it takes
+    values: Values
     meaning: str  # one sentence or two, for the reference
 
     def check(self, value: Any, where: str | None = None) -> None:
-        """Raise a ConfigError naming the key, or `where` it stands, for a value that the key does not take."""
+        """Raise a ConfigError, which names `where` or the key, for a value that the key does not accept."""
         if not self.values.accepts(value):
             raise ConfigError(f"{where or self.name} must be {self.values.expected}, got {shown(value)}")
 
@@ -65,7 +65,7 @@ def key(
     flag: str | None = None,
     help: str | None = None,
 ) -> Any:
-    """Return a dataclass field that is a key; `name` in the file, `flag` and `help` of commands where they differ."""
+    """Return a dataclass field that is a key; `name` (in files), `flag` and `help` (of commands) override defaults."""
     shown_help = help or meaning.partition(". ")[0].rstrip(".") + "."
     limits = "May be repeated." if isinstance(default, tuple) else values.limits
     has_default = default is not None and not isinstance(default, (bool, tuple))
@@ -75,21 +75,21 @@ def key(
         None if isinstance(default, bool) else values.metavar,
         str(default) if has_default else None,
     )
-    told = {"section": section, "name": name, "values": values, "meaning": meaning, "option": option}
-    return dataclasses.field(default=default, metadata=told)
+    metadata = {"section": section, "name": name, "values": values, "meaning": meaning, "option": option}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def keys_of(config: Any) -> tuple[Key, ...]:
-    """Return the keys of a configuration (class or instance), in the order of its fields."""
+    """Return the keys of a configuration's class or instance."""
     return tuple(
-        Key(told["section"], told["name"] or field.name, field.name, field.default, told["values"], told["meaning"])
+        Key(own["section"], own["name"] or field.name, field.name, field.default, own["values"], own["meaning"])
         for field in dataclasses.fields(config)
-        if (told := field.metadata)
+        if (own := field.metadata)
     )
 
 
 def check_keys(config: Any) -> None:
-    """Raise a ConfigError for the first key of a configuration that has a value it does not take."""
+    """Raise a ConfigError for the first key of a configuration with an invalid value."""
     for each in keys_of(config):
         each.check(getattr(config, each.field))
 
@@ -107,7 +107,7 @@ def long_integer() -> Values:
 
 
 def fraction() -> Values:
-    """Return the numbers above 0 and up to 1."""
+    """Return the numbers in (0, 1]."""
     accepts = number(0).accepts
     return Values(
         "a number above 0 and at most 1", lambda value: accepts(value) and 0 < value <= 1, limits="Above 0, at most 1."
@@ -115,7 +115,7 @@ def fraction() -> Values:
 
 
 def number(low: float) -> Values:
-    """Return the finite numbers from some value on."""
+    """Return the finite numbers >= `low`."""
     return Values(
         f"a number >= {low:g}",
         lambda value: (_is_integer(value) or isinstance(value, float)) and low <= value <= _MOST_NUMBER,
@@ -144,7 +144,7 @@ def one_of(*choices: str) -> Values:
 
 
 def none_or(values: Values, example: str) -> Values:
-    """Return None, which in a file is a key left out, and some other values."""
+    """Return None (a key left out in a file) and other values."""
     accepts = lambda value: value is None or values.accepts(value)  # noqa: E731
     return replace(values, expected=f"None or {values.expected}", accepts=accepts, example=example)
 
@@ -156,7 +156,7 @@ def auto_or(values: Values) -> Values:
 
 
 def matching(pattern: str, expected: str, metavar: str | None = None) -> Values:
-    """Return the words that a pattern matches whole."""
+    """Return the texts that match a pattern as a whole."""
     accepts = lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None  # noqa: E731
     return Values(expected, accepts, metavar=metavar)
 

@@ -14,8 +14,7 @@ from graphdecode.config.key import Option, Values, boolean
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
 from graphdecode.errors import ArgumentError, shown
 
-# What one request may ask of the host: each answer is a request of its own, and each stop text is looked for at every
-# token. Far above what people ask for, and far below what others would feel.
+# each of the `n` outputs is a request, and each stop text is searched for at every token
 MAX_ANSWERS = 1024
 MAX_STOP_STRINGS = 256
 MAX_STOP_LENGTH = 256  # characters of a stop text
@@ -104,7 +103,7 @@ def _is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> b
 
 
 def _is_listed(value: Any) -> bool:
-    # a tensor or an array is a collection too, but none that could be asked whether it is empty
+    # tensors and arrays are no sequences here: `bool` of them raises
     return value is None or (isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray))
 
 

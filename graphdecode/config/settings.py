@@ -108,22 +108,22 @@ class BucketConfig:
 
     @cached_property
     def ladder(self) -> BucketLadder:
-        """The buckets that these settings give."""
+        """The buckets."""
         if isinstance(self.batch_sizes, str):
             return BucketLadder.auto(self.max_batch_size, self.max_graphs)
         return BucketLadder(self.batch_sizes, self.max_batch_size)
 
     @classmethod
     def load(cls, path: str | Path) -> BucketConfig:
-        """Read these settings from a file, which may hold those of an `EngineConfig` too; all of it is checked."""
+        """Read these settings from a file, which may have those of an `EngineConfig` too; all are checked."""
         return EngineConfig.load(path).buckets
 
     def to_toml(self) -> str:
-        """Return the file that `load` reads back to the same configuration."""
+        """Return the text of a file from which `load` reads the same configuration."""
         return written(self, keys_of(self))
 
     def with_limits(self, **changes: Any) -> BucketConfig:
-        """Return a copy with some fields changed, checked like any other configuration."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
 
@@ -273,7 +273,7 @@ class EngineConfig:
             raise ConfigError(f"buckets must be a BucketConfig, got {self.buckets!r:.80}")
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", DTYPES.get(self.dtype, self.dtype))
-        torch = sys.modules.get("torch")  # who has no torch has none of its objects
+        torch = sys.modules.get("torch")  # not imported: there are no objects of it
         if torch is not None:
             if isinstance(self.dtype, torch.dtype):
                 object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -297,14 +297,13 @@ class EngineConfig:
     @classmethod
     def _from(cls, document: ConfigDocument) -> EngineConfig:
         sections = (document.values[name] for name in document.values if name not in (SERVER, REPLICAS))
-        given = {name: value for section in sections for name, value in section.items()}
         try:
-            return cls().with_settings(**given)
+            return cls().with_settings(**{name: value for section in sections for name, value in section.items()})
         except ConfigError as error:
             raise document.blamed(error) from error
 
     def with_settings(self, **changes: Any) -> EngineConfig:
-        """Return a copy with some fields of it and of its buckets changed, checked like any other configuration."""
+        """Return a copy with some fields of it and of its buckets changed."""
         of_buckets = {field.name for field in fields(BucketConfig)}
         buckets = replace(self.buckets, **{name: value for name, value in changes.items() if name in of_buckets})
         own = {name: value for name, value in changes.items() if name not in of_buckets}
@@ -314,11 +313,11 @@ class EngineConfig:
     def of(
         cls, config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None, **keywords: Any
     ) -> EngineConfig:
-        """Return a configuration from what was given, or the defaults, with some fields, the buckets' too, overridden.
+        """Return a configuration, or the defaults, with some fields, the buckets' too, overridden.
 
         Raises:
-            ConfigError: a value cannot be used, or the file cannot.
-            ArgumentError: `config` is something else.
+            ConfigError: a value or the file cannot be used.
+            ArgumentError: `config` has another type.
             TypeError: there is no such field.
         """
         known = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
@@ -339,23 +338,19 @@ class EngineConfig:
         return config.with_settings(**_with_speculation(keywords))
 
     def to_toml(self) -> str:
-        """Return the file that `load` reads back: the buckets in full, of the rest what differs from the defaults."""
+        """Return the text of a file for `load`, with all keys of buckets, and others that differ from the defaults."""
         changed = [each for each in keys_of(self) if getattr(self, each.field) != each.default]
         return "\n".join([self.buckets.to_toml(), *([written(self, changed)] if changed else [])])
 
     def prefill_tokens(self, device_type: str) -> int:
-        """Return how many prompt tokens one engine step takes on a device of this type, `"cuda"` or `"cpu"`."""
+        """Return the prompt tokens of one engine step on a device of this type, `"cuda"` or `"cpu"`."""
         if isinstance(self.max_prefill_tokens, str):
             return _AUTO_PREFILL_TOKENS[device_type]
         return self.max_prefill_tokens
 
 
 def load_server_config(path: str | Path | None, **changes: Any) -> ServerConfig:
-    """Read the section [server] of a configuration file, all of which is checked; `changes` count for more.
-
-    Raises:
-        ConfigError: as `EngineConfig.load`.
-    """
+    """Read the section [server] of a configuration file, with `changes`; all of the file is checked."""
     return ServerConfig(**_section(path, SERVER) | changes)
 
 
@@ -370,15 +365,13 @@ def _section(path: str | Path | None, name: str) -> dict[str, Any]:
 
 def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords with `speculation` as fields: it may be a dict of the section's keys, or None for "off"."""
-    given = dict(keywords)
-    speculation = given.get("speculation", "off")
+    speculation = keywords.get("speculation", "off")
     if speculation is None:
-        given["speculation"] = "off"
-    elif isinstance(speculation, Mapping):
-        del given["speculation"]
-        document = ConfigDocument("speculation", {"speculation": speculation}, keys_of(EngineConfig))
-        given |= {"speculation": "ngram", **document.values["speculation"]}
-    return given
+        return {**keywords, "speculation": "off"}
+    if not isinstance(speculation, Mapping):
+        return dict(keywords)
+    document = ConfigDocument("speculation", {"speculation": speculation}, keys_of(EngineConfig))
+    return {**keywords, "speculation": "ngram", **document.values["speculation"]}
 
 
 def _keys() -> list[Key]:
@@ -386,6 +379,6 @@ def _keys() -> list[Key]:
 
 
 def _absolute(file: Any) -> Any:
-    """Return a path from the root; what is no path is left for the check."""
+    """Return an absolute path; what is no path is returned as it is, for the check."""
     is_path = isinstance(file, (str, Path)) and file != ""
     return str(Path(file).expanduser().absolute()) if is_path else file

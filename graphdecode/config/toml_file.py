@@ -1,4 +1,4 @@
-"""Configurations in TOML: read with the line of what is wrong, and written."""
+"""Reading of configurations in TOML, with line numbers in errors, and writing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graphdecode.errors import ConfigError, cause, shown
 
 
 class ConfigDocument:
-    """The keys of a configuration in TOML, or of a dict of its sections, checked one by one.
+    """The checked keys of a configuration in TOML, or of a dict of its sections.
 
-    `text` is what it was read from, for the line of what is wrong; `values` is section -> field of the configuration ->
-    value. A ConfigError says that a key is unknown, or that a value is of a wrong type or impossible.
+    `text` is the file's, for line numbers in errors; `values` is section -> field of the configuration -> value.
+    Unknown keys and invalid values are a ConfigError.
     """
 
     def __init__(self, name: str, document: Mapping[str, Any], keys: Iterable[Key], text: str = "") -> None:
@@ -40,7 +40,7 @@ class ConfigDocument:
 
     @classmethod
     def read(cls, path: str | Path, keys: Iterable[Key]) -> ConfigDocument:
-        """Read a file; a ConfigError says that it cannot be read, is no TOML, or says what cannot be."""
+        """Read a file; a ConfigError says why it cannot be used."""
         try:
             text = Path(path).read_text(encoding="utf-8")
             return cls(str(path), tomllib.loads(text), keys, text)
@@ -52,7 +52,7 @@ class ConfigDocument:
             raise ConfigError(f"{path}: {cause(error)}") from error
 
     def blamed(self, error: ConfigError) -> ConfigError:
-        """Return an error about keys that exclude each other with its place in the document."""
+        """Return an error of a combination of keys with its place in the document."""
         name = str(error).partition(" ")[0]
         section = next((section for section, values in self.values.items() if name in values), "")
         return ConfigError(f"{self._place(section, name)}: {error}")
@@ -62,7 +62,7 @@ class ConfigDocument:
 
 
 def written(config: Any, keys: Iterable[Key]) -> str:
-    """Return the lines of a file for some of a configuration's keys; those that are None are left out."""
+    """Return the text of a file with some of a configuration's keys; None is left out."""
     lines: list[str] = []
     section = None
     for key in keys:
@@ -87,7 +87,7 @@ def toml_value(value: Any) -> str:
 
 
 def _line_of(text: str, section: str, name: str | None) -> str:
-    """Return `:line` of a section or of a key in it, or nothing where it was written in another form."""
+    """Return `:line` of a section or of a key in it, or "" if it was not found."""
     target = re.compile(rf"\s*\"?{re.escape(section if name is None else name)}\"?\s*[.=]")
     current = None
     for number, line in enumerate(text.splitlines(), 1):

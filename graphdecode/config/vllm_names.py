@@ -1,6 +1,6 @@
-"""vLLM's names: the fields of its `SamplingParams`, its `LLM`'s methods, the keywords of these and of its `EngineArgs`.
+"""vLLM's names of `SamplingParams`, `LLM`, its methods and `EngineArgs`: ours, or what to use instead.
 
-A name that is in none of these tables, nor one of our own, is a mistake of the caller's and gets Python's `TypeError`.
+Names that are neither in these tables nor ours are a `TypeError`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from graphdecode.errors import ArgumentError
 
-_BACKENDS = ("auto", "guidance")  # names of the one library that reads forms
+_BACKENDS = ("auto", "guidance")  # names of llguidance
 # keyword of vLLM's LLM -> our setting
 SETTINGS: dict[str, str] = {
     "max_model_len": "max_sequence_length",
@@ -47,10 +47,10 @@ _Result = TypeVar("_Result")
 
 
 class Unsupported(NamedTuple):
-    """A name that vLLM knows and this runtime does not."""
+    """A name of vLLM that this runtime does not support."""
 
-    instead: str  # what to do, or why there is nothing to do
-    neutral: tuple[Any, ...] = (None,)  # values that ask for nothing, and are taken
+    instead: str  # what to use instead, or why there is nothing
+    neutral: tuple[Any, ...] = (None,)  # values without effect, which are accepted
 
 
 _ONE_DEVICE = Unsupported("devices share a model by tensor_parallel_size: each has a part of every layer", (None, 1))
@@ -178,7 +178,7 @@ _POOLING = "there is none: " + _NO_POOLING.instead
 _WORKERS = "there is none: no worker takes calls; LLM.model and LLM.engine are the objects themselves"
 _SLEEP = "there is none: close() gives the memory back, and another LLM reads the weights again"
 _PROFILE = "there is none: `graphdecode profile` measures each bucket, with --trace as a Chrome trace"
-LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what there is instead
+LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what to use instead
     "beam_search": "there is none: sample n answers with logprobs=0 and keep that of the best cumulative_logprob",
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
     **dict.fromkeys(("embed", "encode", "score", "classify", "reward"), _POOLING),
@@ -193,13 +193,13 @@ LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what there is i
 
 
 def no_attribute(owner: object, name: str) -> NoReturn:
-    """Raise the AttributeError of an attribute that is not there; of a method of vLLM's, say what there is instead."""
+    """Raise an AttributeError, with what to use instead of a method of vLLM."""
     instead = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
     raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=owner)
 
 
 def check_known(given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Raise the TypeError of a keyword that nobody knows, with what may have been meant, of `known` or `others`."""
+    """Raise a TypeError for an unknown keyword, with a suggestion from `known` or `others`."""
     known = list(known)
     for name in given:
         if name not in known:
@@ -209,21 +209,19 @@ def check_known(given: Iterable[str], known: Iterable[str], others: Iterable[str
 
 
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
-    """Return keywords without the names of a table; an ArgumentError says what to do instead of one not neutral."""
-    kept = {}
-    for name, value in given.items():
-        if name not in table:
-            kept[name] = value
-        elif not any(type(value) is type(neutral) and value == neutral for neutral in table[name].neutral):
-            raise ArgumentError(f"{name}={value!r:.40} is not supported: {table[name].instead}")
-    return kept
+    """Return keywords without the names of a table; a value of these that is not neutral is an ArgumentError."""
+    for name in (name for name in given if name in table):
+        value, (instead, neutral) = given[name], table[name]
+        if not any(type(value) is type(each) and value == each for each in neutral):
+            raise ArgumentError(f"{name}={value!r:.40} is not supported: {instead}")
+    return {name: value for name, value in given.items() if name not in table}
 
 
 def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords of an `LLM` by the names of our settings; those that vLLM gives as None are left out.
+    """Return keywords of an `LLM` by the names of our settings; None, vLLM's default, is left out.
 
     Raises:
-        ArgumentError: one is not supported, or a setting is given by two names.
+        ArgumentError: one is not supported, or a setting has two values.
     """
     settings: dict[str, Any] = {}
     for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
@@ -245,7 +243,7 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
-    """Let a class take the neutral values of a table's names, and refuse others by what to do instead."""
+    """Return a class decorator: names of the table are accepted with neutral values, and else refused."""
 
     def refused(cls: _Class) -> _Class:
         construct = cls.__init__  # type: ignore[misc]
@@ -256,10 +254,7 @@ def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
 
 
 def refusing_calls(*options: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Let a method take the neutral values of `CALL_KEYWORDS`, and refuse others by what to do instead.
-
-    `options` are the keywords that it takes beside its parameters.
-    """
+    """Return a method decorator like `refusing`, for `CALL_KEYWORDS`; `options`: keywords besides the parameters."""
 
     def refused(method: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         _, *own = inspect.signature(method).parameters.values()
@@ -272,8 +267,8 @@ def refusing_calls(*options: str) -> Callable[[Callable[_Parameters, _Result]], 
 def _guarded(function: Any, table: Mapping[str, Unsupported], known: Sequence[str]) -> Any:
     @functools.wraps(function)
     def called(*args: Any, **given: Any) -> Any:
-        kept = without_unsupported(given, table) if given else given
-        check_known(kept, known)
-        return function(*args, **kept)
+        given = without_unsupported(given, table) if given else given
+        check_known(given, known)
+        return function(*args, **given)
 
     return called

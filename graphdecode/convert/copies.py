@@ -1,4 +1,4 @@
-"""Quantized and expanded copies of models, which appear at once or not at all."""
+"""Quantized and dequantized copies of models, written atomically."""
 
 import math
 import os
@@ -18,10 +18,10 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
 from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
+from graphdecode.models.gguf.tokenizer import vocabulary_fields
 from graphdecode.models.load import check_model, open_source
 from graphdecode.models.quantized.on_load import FORMS_OF, quantized_on_load
 from graphdecode.models.weight_map import parts
-from graphdecode.text.gguf_tokenizer import vocabulary_fields
 from graphdecode.text.tokenizer import load_tokenizer
 
 FORMATS = ("safetensors", "gguf")
@@ -37,16 +37,16 @@ def quantized_copy(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write a model with quantized weights, and return `out`; nothing is left where that fails or is interrupted.
+    """Write a model with quantized weights, and return `out`; a failure leaves nothing.
 
     Args:
-        model: a checkpoint folder or a repository id, of plain weights, or a GGUF file, whose blocks are expanded and
-            rounded anew; see `resolve_model_path`.
+        model: a checkpoint folder or a repository id, of plain weights, or a GGUF file, whose blocks are dequantized
+            and quantized again; see `resolve_model_path`.
         out: the folder to make, or the `.gguf` file.
-        quantize: `"int4"`, `"int8"` or `"fp8"`, for compressed-tensors' form of safetensors; `"q8_0"` or `"q4_k"`, for
+        quantize: `"int4"`, `"int8"` or `"fp8"`: safetensors in the format of compressed-tensors; `"q8_0"` or `"q4_k"`:
             GGUF.
-        group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
-        file_format: one of FORMATS; None: the one that `quantize` is for.
+        group_size: columns that share a scale, for `"int4"` and `"int8"`; None: the usual one.
+        file_format: one of FORMATS; None: that of `quantize`.
         overwrite: replace what is at `out`.
         progress: show a bar on standard error.
 
@@ -121,7 +121,7 @@ def _format_of(quantize: str, file_format: str | None) -> str:
 
 
 def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> None:
-    """Refuse a place that is taken, or that there is no folder for."""
+    """Refuse a path that is taken, or whose folder does not exist."""
     if (out.suffix == ".gguf") != (file_format == "gguf"):
         kind = "a name that ends in .gguf" if file_format == "gguf" else "a folder, and no .gguf file"
         raise ArgumentError(f"{out}: what is written in the format {file_format} needs {kind}")
@@ -141,7 +141,7 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
 
 
 def _check_room(out: Path, tensors: list[Stored]) -> None:
-    """Refuse a copy of about so many bytes as the tensors take, for which the disk has no room."""
+    """Refuse a copy if the disk has too little space for the tensors."""
     widths = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
     size = sum(int(math.prod(stored.shape) * widths.get(stored.dtype, 2.0)) for stored in tensors)
     free = shutil.disk_usage(out.absolute().parent).free
@@ -168,5 +168,5 @@ def _at_once(out: Path) -> Iterator[Path]:
 
 
 def counted(names: list[str], progress: bool, doing: str = "quantizing") -> Iterator[str]:
-    """Go through names, with a bar on standard error if one is wanted."""
+    """Iterate over names, with a progress bar on standard error if `progress`."""
     return iter(tqdm(names, desc=doing, unit="tensor", disable=None, leave=False) if progress else names)

@@ -1,4 +1,4 @@
-"""What is written into a checkpoint folder: weights as safetensors, plain or quantized, and what stands beside them."""
+"""Writing of checkpoint folders: weights as safetensors, plain or quantized, and the other files."""
 
 import json
 import shutil
@@ -24,15 +24,15 @@ from graphdecode.models.quantized.methods import CONFIGURATIONS
 from graphdecode.models.quantized.on_load import RoundedSource, plain_weight
 
 CONFIG_FILE = "config.json"
-_KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what a config.json and what safetensors calls them
+_KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in a config.json -> in safetensors
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-_SHARD_BYTES = 1 << 30  # of a file, and what is held in memory while one is made
-_METADATA = {"format": "pt"}  # without which transformers does not read a file
+_SHARD_BYTES = 1 << 30  # of a file, which is held in memory until it is written
+_METADATA = {"format": "pt"}  # required by transformers
 _INDEX = "model.safetensors.index.json"
 
 
 class PlainGguf(Gguf):
-    """A GGUF model whose tensors are plain ones, of one type: a dtype of config.json, or what the model says."""
+    """A GGUF model with its tensors dequantized to one dtype; "auto": that of the model."""
 
     def __init__(self, model: str | Path, dtype: str = "auto") -> None:
         if not Gguf.opens(model):
@@ -47,7 +47,7 @@ class PlainGguf(Gguf):
 
     def config(self) -> ModelConfig:
         """Return the model's configuration."""
-        return replace(super().config(), few_bits=False)
+        return replace(super().config(), integer_quantized=False)
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
@@ -55,15 +55,15 @@ class PlainGguf(Gguf):
         return {name: Stored(view.shape, _KINDS[self.dtype]) for name, view in self._views.items()}
 
     def write_rest(self, folder: Path, tokenizer: Any, more: Mapping[str, Any]) -> None:
-        """Write the file's tokenizer, a config.json with more fields than the model's, and generation parameters."""
-        import transformers  # here, for it takes a second
+        """Write tokenizer, generation parameters, and config.json with additional fields `more`."""
+        import transformers  # a slow import
 
         tokenizer.save_pretrained(folder)
         config = self.config()
         kind = getattr(transformers, config.architecture).config_class.model_type
         eos = list(config.eos_token_ids)
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
-        ends["pad_token_id"] = tokenizer.pad_token_id  # null too: some classes of transformers have another one else
+        ends["pad_token_id"] = tokenizer.pad_token_id  # also null, which overrides defaults of transformers' classes
         _write_json(folder / CONFIG_FILE, {**self.settings, "dtype": self.dtype, "model_type": kind, **ends, **more})
         stated = generation_defaults(self.path)
         if stated:
@@ -71,7 +71,7 @@ class PlainGguf(Gguf):
 
 
 def write_rest(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]) -> None:
-    """Write all other files of a checkpoint, and its config.json with another `quantization_config`."""
+    """Copy all other files of a checkpoint, and its config.json with a new `quantization_config`."""
     for file in source.folder.iterdir():
         if file.is_file() and file.name != CONFIG_FILE and not any(file.match(pattern) for pattern in _WEIGHTS):
             shutil.copyfile(file, folder / file.name)
@@ -81,7 +81,7 @@ def write_rest(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]
 
 
 def quantization_config(source: RoundedSource) -> dict[str, Any]:
-    """Return what a config.json says of weights in groups: all linear layers but the output layer's and routers."""
+    """Return the `quantization_config` of weights in groups: all linear layers but the output layer and routers."""
     scheme = source.scheme
     assert scheme is not None
     is_float = scheme.code == "e4m3"
@@ -106,7 +106,7 @@ def quantization_config(source: RoundedSource) -> dict[str, Any]:
 
 
 def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> None:
-    """Write a source's tensors into a folder, in several files and with an index where they are large."""
+    """Write a source's tensors into a folder, as one file, or several with an index."""
     held: dict[str, Tensor] = {}
     file_of: dict[str, int] = {}
     total = count = 0
@@ -115,7 +115,7 @@ def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> N
         nonlocal count
         path = folder / f"{count}"
         save_file(held, path, metadata=_METADATA)
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves files that nobody else may read
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only the owner may read
         held.clear()
         count += 1
 
@@ -138,7 +138,7 @@ def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> N
 
 
 def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file that stand for one tensor of the model."""
+    """Yield the stored tensors of one tensor of the model."""
     groups = source.read_quantized(name) if isinstance(source, RoundedSource) else None
     if not isinstance(groups, Groups):
         yield name, plain_weight(source, name)

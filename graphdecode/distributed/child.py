@@ -1,4 +1,4 @@
-"""A process that this one starts to run a module of the package, and that ends when this one ends it."""
+"""Child processes that run a module of the package."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they may reach the whole gr
 def start_child(
     module: str, descriptors: Sequence[int], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a module as a process whose signals wait until it calls `leave_signals`, its imports over.
+    """Start a module as a process, with signals blocked until it calls `leave_signals` after its imports.
 
-    Its arguments are the `descriptors`, open here (-1: none); `environment` is beside this process's.
+    Args:
+        module: name of the module.
+        descriptors: its arguments, open here; -1: none.
+        environment: variables in addition to this process's.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # which it inherits
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # inherited by the child
     try:
-        command, held = [sys.executable, "-m", module, *map(str, descriptors)], [fd for fd in descriptors if fd >= 0]
+        command, passed = [sys.executable, "-m", module, *map(str, descriptors)], [fd for fd in descriptors if fd >= 0]
         env = {**os.environ, **environment} if environment else None
-        return subprocess.Popen(command, pass_fds=held, stdin=subprocess.DEVNULL, env=env)
+        return subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=env)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_signals() -> None:
-    """Ignore Ctrl-C and SIGTERM, pending ones too: the process that started this one decides."""
+    """Ignore Ctrl-C and SIGTERM, pending ones too: the parent process handles them."""
     for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)

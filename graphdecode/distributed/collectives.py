@@ -12,19 +12,19 @@ from torch import Tensor
 from graphdecode.kernels.collective.group_collectives import group_all_gather, group_all_reduce
 from graphdecode.kernels.collective.shared_collectives import LATE, MOST_RANKS, shared_all_gather, shared_all_reduce
 
-Agree = Callable[[str], None]  # returns when all ranks have said the same, and raises otherwise
+Agree = Callable[[str], None]  # `Ranks.agree`
 
 
 class Collectives(ABC):
     """The collectives of one rank.
 
-    While a step is captured each of them is announced before it runs, and all ranks compare what they announce: a
-    mismatch is an error that names it, before any rank waits for what will not come.
+    While a step is captured the ranks compare a description of each collective before it runs: a mismatch is an error
+    that names it, and not a deadlock.
     """
 
     def __init__(self, rank: int, count: int, agree: Agree) -> None:
         self.rank, self.count, self._agree = rank, count, agree
-        self.workspace: list[Tensor] = []  # what they write beside what they are given
+        self.workspace: list[Tensor] = []  # written in addition to the arguments
         self._capturing: str | None = None
         self._order = 0
         self.manifests: dict[str, list[str]] = {}
@@ -46,19 +46,15 @@ class Collectives(ABC):
         self._gather(out, part)
 
     def greatest(self, x: Tensor) -> Tensor:
-        """Return the greatest of all ranks' numbers, [n], while a model is loaded; it may take any time."""
-        self._agree(f"is to compare {len(x)} numbers")  # who is early waits here, where there is no limit
+        """Return the maximum over the ranks of each entry of `x` [n]; used while a model is loaded."""
+        self._agree(f"is to compare {len(x)} numbers")  # waits without the time limit of a collective
         found = x.new_empty((1, self.count * len(x)))
         self._gather(found, x[None])
         return found.view(self.count, -1).amax(0)
 
     @contextmanager
     def captured(self, what: str) -> Iterator[None]:
-        """Make all ranks begin a capture together, agree on its collectives, and end together.
-
-        Raises:
-            RankError: they do not agree; the message names the ranks, what is captured, and the place.
-        """
+        """Begin and end a capture with all ranks; a RankError names a collective in which they differ."""
         self._agree(f"begins to capture {what}")
         self._capturing, self._order, self.manifests[what] = what, 0, []
         try:
@@ -76,12 +72,12 @@ class Collectives(ABC):
         self._order += 1
 
     def late(self) -> str | None:
-        """Return what went wrong in a collective since the last look, naming the rank; None if nothing did."""
+        """Return the failure of a collective, with its rank, if there was one."""
         return None
 
     @abstractmethod
     def give_up(self, rank: int) -> None:
-        """End all waiting: a rank is gone."""
+        """Abort collectives that wait for a rank that has failed."""
 
     @abstractmethod
     def _reduce(self, x: Tensor) -> None: ...
@@ -91,7 +87,7 @@ class Collectives(ABC):
 
 
 class SharedCollectives(Collectives):
-    """Collectives in a shared-memory segment, `board`, on a CPU; see `kernels/collective/shared_collectives.py`."""
+    """Collectives on a CPU over a segment of shared memory; see `kernels/collective/shared_collectives.py`."""
 
     def __init__(self, rank: int, count: int, agree: Agree, board: Tensor) -> None:
         super().__init__(rank, count, agree)
@@ -105,7 +101,6 @@ class SharedCollectives(Collectives):
         shared_all_gather(out, part, self._board, self.rank, self.count)
 
     def late(self) -> str | None:
-        """See `Collectives.late`."""
         found = int(self._words[LATE])
         if not found:
             return None
@@ -114,7 +109,6 @@ class SharedCollectives(Collectives):
         return f"rank {rank} of {self.count} {why} to a collective"
 
     def give_up(self, rank: int) -> None:
-        """See `Collectives.give_up`."""
         if not self._words[LATE]:
             self._words[LATE] = rank + 1
 
@@ -123,7 +117,7 @@ class GroupCollectives(Collectives):
     """Over torch.distributed's default group: gloo on CPUs, NCCL on GPUs."""
 
     def give_up(self, rank: int) -> None:
-        """End all waiting: gloo notices by itself, NCCL in a graph would wait for ever for a rank."""
+        """Abort NCCL, which waits forever in a graph; gloo notices a lost rank by itself."""
         world = dist.group.WORLD
         if world is not None and dist.get_backend() == "nccl":
             world.abort()

@@ -13,17 +13,17 @@ from typing import NamedTuple
 _HEADER = struct.Struct("<4iq")  # kind, three numbers, bytes that follow
 _MOST_SECONDS = 0.5  # between two heartbeats
 _HEARTBEATS_PER_LIMIT = 10
-_FAREWELL_SECONDS = 1.0  # to say why a rank ends
-_START_SECONDS = 120.0  # up to the first heartbeat, in which a process imports what it needs
+_FAREWELL_SECONDS = 1.0  # to send the reason of a failure
+_START_SECONDS = 120.0  # up to the first heartbeat: a process imports modules before
 _HEARTBEAT, _FAILED, _ENDED = b".", b"!", b"-"
 
 
 class Message(NamedTuple):
     """One message."""
 
-    kind: int  # what it is about; the two sides agree on the numbers
-    numbers: tuple[int, int, int]  # three of them
-    payload: bytes  # bytes
+    kind: int  # `SAID`, or a command of the engine
+    numbers: tuple[int, int, int]
+    payload: bytes
 
 
 class Link:
@@ -35,16 +35,16 @@ class Link:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for who waits for several."""
+        """Return the socket's descriptor, for `select`."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message; an OSError says that the other end is gone."""
+        """Send a message; raises OSError if the other end is gone."""
         header = _HEADER.pack(message.kind, *message.numbers, len(message.payload))
         self._socket.sendall(header + message.payload)
 
     def receive(self) -> Message:
-        """Wait for a message; an EOFError says that the other end is gone."""
+        """Wait for a message; raises EOFError if the other end is gone."""
         kind, *numbers, size = _HEADER.unpack(self._exactly(_HEADER.size))
         first, second, third = numbers
         return Message(kind, (first, second, third), bytes(self._exactly(size)))
@@ -63,7 +63,7 @@ class Link:
         return data
 
     def end(self) -> None:
-        """Send and receive no more; who waits for either, on this end or the other, is told."""
+        """Shut the connection down, which wakes both ends."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -73,33 +73,33 @@ class Link:
 
 
 class Watch(threading.Thread):
-    """Sends heartbeats, and tells once, in this thread, which rank has died or stalled.
+    """A thread that sends heartbeats, and calls `on_loss` once, with the first rank that has died or stalled.
 
-    A rank is stalled when no heartbeat came for the limit. That is counted in looks and not by the clock, so that
-    ranks which are stopped and go on together, as by Ctrl-Z, find nobody stalled. `peers` are sockets that it owns.
+    A rank is stalled when no heartbeat came for the limit, which is counted in polls and not by the clock: ranks that
+    are stopped and continued together, as by Ctrl-Z, are not stalled. `peers` are sockets that it owns.
     """
 
     def __init__(
-        self, peers: Mapping[int, socket.socket], limit_seconds: float, tell: Callable[[int, str], None]
+        self, peers: Mapping[int, socket.socket], limit_seconds: float, on_loss: Callable[[int, str], None]
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)
         self._peers = dict(peers)
         self._every = min(limit_seconds / _HEARTBEATS_PER_LIMIT, _MOST_SECONDS)
-        self._limit, self._tell = limit_seconds, tell
+        self._limit, self._on_loss = limit_seconds, on_loss
         self._ends = threading.Event()
         for peer in self._peers.values():
             peer.setblocking(False)
 
     def run(self) -> None:
-        """Send and look for heartbeats until somebody is gone, or `close`."""
-        silent = dict.fromkeys(self._peers, 0)
-        said = dict.fromkeys(self._peers, b"")
+        """Send and receive heartbeats until a rank is lost, or `close`."""
+        silent = dict.fromkeys(self._peers, 0)  # polls since the last heartbeat
+        received = dict.fromkeys(self._peers, b"")
         began: set[int] = set()
         while self._peers and not self._ends.is_set():
             self._send(_HEARTBEAT)
             ready, _, _ = select.select(list(self._peers.values()), [], [], self._every)
             if ready:
-                self._ends.wait(self._every)  # heartbeats come one by one: look at those of all at once
+                self._ends.wait(self._every)  # one poll for the heartbeats of all
             for rank, peer in list(self._peers.items()):
                 try:
                     came = peer.recv(1 << 16)
@@ -107,39 +107,39 @@ class Watch(threading.Thread):
                     silent[rank] += 1
                     limit = self._limit if rank in began else max(self._limit, _START_SECONDS)
                     if silent[rank] * self._every > limit:
-                        self._found(rank, f"has stalled: no sign of life for {limit:g} s")
+                        self._report(rank, f"has stalled: no sign of life for {limit:g} s")
                         return
                     continue
                 except OSError:
                     came = b""
-                said[rank] = (said[rank] + came).lstrip(_HEARTBEAT)
+                received[rank] = (received[rank] + came).lstrip(_HEARTBEAT)
                 silent[rank] = 0
                 began.add(rank)
-                if said[rank].startswith(_ENDED):
+                if received[rank].startswith(_ENDED):
                     del self._peers[rank]
                 elif not came:
-                    text = said[rank].removeprefix(_FAILED).decode(errors="replace")
-                    self._found(rank, f"failed: {text}" if text else "died")
+                    text = received[rank].removeprefix(_FAILED).decode(errors="replace")
+                    self._report(rank, f"failed: {text}" if text else "died")
                     return
 
-    def _found(self, rank: int, fate: str) -> None:
+    def _report(self, rank: int, fate: str) -> None:
         if not self._ends.is_set():
-            self._tell(rank, fate)
+            self._on_loss(rank, fate)
 
     def _send(self, message: bytes) -> None:
         for peer in list(self._peers.values()):
-            with contextlib.suppress(OSError):  # full, for it is stopped; or gone, which reading tells
+            with contextlib.suppress(OSError):  # full, as the other is stopped; or gone, which `recv` finds
                 peer.send(message)
 
     def fail(self, text: str) -> None:
         """Send the others the reason why this rank is about to end."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.settimeout(_FAREWELL_SECONDS)  # it is full where the other side has been stopped for long
+                peer.settimeout(_FAREWELL_SECONDS)  # it may be full
                 peer.sendall(_FAILED + text.encode())
 
     def close(self) -> None:
-        """Look no more, and let the others know that this end is meant."""
+        """Stop, and let the others know that this end is intended."""
         self._ends.set()
         self._send(_ENDED)
         if self.is_alive() and self is not threading.current_thread():

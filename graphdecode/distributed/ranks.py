@@ -1,4 +1,4 @@
-"""The ranks of one model: one leads, and the others do as they are told; either end notices when the other is gone."""
+"""The ranks of one model: rank 0 leads, the others execute its commands; each end notices when the other is lost."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from graphdecode.kernels.native import library as native
 
 
 class RankError(GraphdecodeError, RuntimeError):
-    """A rank died, stalled, failed, or wanted something else than the others; the message names it."""
+    """A rank died, stalled, failed, or disagreed with the others; the message names it."""
 
 
-SAID = -1  # the kind of what ranks say to one another; others are the engine's
-_LOOK_SECONDS = 0.05
-_GRACE_SECONDS = 5.0  # for a rank that was told to end
+SAID = -1  # kind of the messages of `Ranks`; others are the engine's
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0  # for a rank to end
 
 
 class Terms(NamedTuple):
@@ -41,13 +41,13 @@ class Terms(NamedTuple):
     count: int  # type: ignore[assignment] # ranks
     device: str  # "cpu" or "cuda": rank i has the i-th GPU of its machine
     how: str  # "shared", "gloo" or "nccl"
-    limit_seconds: float  # without a heartbeat, or in wait for another rank, after which a rank counts as stalled
+    limit_seconds: float  # without a heartbeat, or in a collective, after which a rank counts as stalled
     threads: int  # of each rank, on a CPU
-    store: tuple[str, int] | None = None  # address and port of torch.distributed's store; None where there is none
+    store: tuple[str, int] | None = None  # address and port of torch.distributed's store, if there is one
 
     @classmethod
     def chosen(cls, count: int, device: str, how: str, limit_seconds: float) -> Terms:
-        """Return the terms of ranks that share the threads that torch has here; `how` may be "auto"."""
+        """Return the terms of ranks that share torch's threads of this process; `how` may be "auto"."""
         if how == "auto":
             on_cpu = "gloo" if native.library() is None else "shared"
             how = "nccl" if device == "cuda" else on_cpu
@@ -66,7 +66,7 @@ class Terms(NamedTuple):
 class Ranks(ABC):
     """One end of a group."""
 
-    collectives: Collectives  # what they compute together
+    collectives: Collectives
 
     def __init__(self, rank: int, terms: Terms) -> None:
         self.rank, self.terms, self.count = rank, terms, terms.count
@@ -78,19 +78,19 @@ class Ranks(ABC):
 
     @abstractmethod
     def agree(self, text: str) -> None:
-        """Return when all ranks have said the same; a RankError says who said what else."""
+        """Wait until all ranks have called this with the same text; raises RankError if texts differ."""
 
     @abstractmethod
     def least(self, number: int) -> int:
-        """Return the least of what the ranks say."""
+        """Return the minimum of all ranks' numbers."""
 
     def collectives_over(self, board: torch.Tensor | None) -> Collectives:
-        """Return the collectives that the terms name."""
+        """Return the collectives: over a shared-memory segment, or torch.distributed."""
         if board is not None:
             return SharedCollectives(self.rank, self.count, self.agree, board)
-        self.agree("joins the group")  # one may start long after the others, and joining has a limit
+        self.agree("joins the group")  # a rank may start late, and joining has a time limit
         if not dist.is_initialized() and self.terms.store is not None:
-            on_gpu = self.device if self.device.type == "cuda" else None  # NCCL connects here: no capture has to
+            on_gpu = self.device if self.device.type == "cuda" else None  # NCCL connects now, not in a capture
             if on_gpu is not None:
                 torch.cuda.set_device(on_gpu)
             limit, (rank, count) = timedelta(seconds=self.terms.limit_seconds), (self.rank, self.count)
@@ -107,7 +107,7 @@ class Leader(Ranks):
         self,
         terms: Terms,
         links: list[Link],
-        lives: list[socket.socket],
+        heartbeats: list[socket.socket],
         board: torch.Tensor | None,
         processes: list[subprocess.Popen[bytes]],
     ) -> None:
@@ -116,7 +116,7 @@ class Leader(Ranks):
         self._links, self._processes = links, processes
         self._failure: str | None = None
         self._closed = False
-        self._watch = Watch(dict(enumerate(lives, 1)), terms.limit_seconds, self._lost)
+        self._watch = Watch(dict(enumerate(heartbeats, 1)), terms.limit_seconds, self._lost)
         self._watch.start()
         at_exit = weakref.WeakMethod(self.close)
         atexit.register(lambda: (close := at_exit()) and close())
@@ -129,7 +129,7 @@ class Leader(Ranks):
 
     def _give_up(self, rank: int, failure: str) -> None:
         self._failure = failure
-        if hasattr(self, "collectives"):  # what fails may be the ranks' agreement to have some
+        if hasattr(self, "collectives"):  # not if joining the group failed
             self.collectives.give_up(rank)
         self._end_others()
 
@@ -137,7 +137,7 @@ class Leader(Ranks):
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        for link in self._links:  # whoever sends to one that has been stopped waits for it to read
+        for link in self._links:  # a send to a stopped rank may be blocked
             link.end()
 
     @property
@@ -145,8 +145,8 @@ class Leader(Ranks):
         """The processes that this one has started, rank 1 first."""
         return [process.pid for process in self._processes]
 
-    def tell(self, kind: int, numbers: tuple[int, int, int] = (0, 0, 0), payload: bytes = b"") -> None:
-        """Send a command to the other ranks; a RankError says that one of them is gone."""
+    def send(self, kind: int, numbers: tuple[int, int, int] = (0, 0, 0), payload: bytes = b"") -> None:
+        """Send a command to the other ranks; raises RankError if one of them is gone."""
         message = Message(kind, numbers, payload)
         for rank, link in enumerate(self._links, 1):
             try:
@@ -155,28 +155,26 @@ class Leader(Ranks):
                 self._gone(rank)
 
     def agree(self, text: str) -> None:
-        """Return when all ranks have said the same; see `Ranks.agree`."""
-        said = [text, *(message.payload.decode() for message in self._answers())]
-        if len(set(said)) == 1:
-            self.tell(SAID)
+        texts = [text, *(message.payload.decode() for message in self._answers())]
+        if len(set(texts)) == 1:
+            self.send(SAID)
             return
-        differs = next(rank for rank, other in enumerate(said) if other != text)
-        verdict = f"the ranks do not do the same: rank 0 {text}, and rank {differs} {said[differs]}"
-        self.tell(SAID, payload=verdict.encode())
+        differs = next(rank for rank, other in enumerate(texts) if other != text)
+        verdict = f"the ranks do not do the same: rank 0 {text}, and rank {differs} {texts[differs]}"
+        self.send(SAID, payload=verdict.encode())
         self.fail(verdict)
         raise RankError(verdict)
 
     def least(self, number: int) -> int:
-        """Return the least of what the ranks say."""
         found = min(number, *(message.numbers[0] for message in self._answers()))
-        self.tell(SAID, (found, 0, 0))
+        self.send(SAID, (found, 0, 0))
         return found
 
     def _answers(self) -> list[Message]:
         return [self._receive(rank, link) for rank, link in enumerate(self._links, 1)]
 
     def _receive(self, rank: int, link: Link) -> Message:
-        while not select.select([link], [], [], _LOOK_SECONDS)[0]:
+        while not select.select([link], [], [], _POLL_SECONDS)[0]:
             self.check()
         try:
             return link.receive()
@@ -192,7 +190,7 @@ class Leader(Ranks):
     def _await_failure(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
         while self._failure is None and time.monotonic() < ends:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def check(self) -> None:
         """Raise a RankError if a rank is gone, or was late."""
@@ -204,21 +202,21 @@ class Leader(Ranks):
         raise RankError(str(self._failure))
 
     def explain(self, error: BaseException) -> None:
-        """Record that this rank failed and the others cannot go on; a RankError says that another was the cause."""
+        """End the group because of an error here; raises RankError if the loss of another rank is the cause."""
         if isinstance(error, Exception) and not isinstance(error, GraphdecodeError):
-            # gloo's, when a rank is gone, comes before the watch has seen it
+            # gloo may raise before the watch has noticed that a rank is gone
             self._await_failure(2 * min(self.terms.limit_seconds, 1.0))
             if self._failure is not None:
                 raise RankError(self._failure) from error
         self.fail(f"rank 0 of {self.count} failed: {type(error).__name__}: {error}")
 
     def fail(self, text: str) -> None:
-        """Say from now on that the group is of no use any more, and end the other ranks."""
+        """Mark the group as failed, and end the other ranks."""
         if self._failure is None:
             self._give_up(0, text)
 
     def close(self, last: int | None = None) -> None:
-        """End the other ranks, by a message of the kind `last` or their links' end, and wait until they have."""
+        """End the other ranks, by a message of the kind `last` or by closing their links, and wait for them."""
         if self._closed:
             return
         self._closed = True
@@ -242,39 +240,39 @@ class Leader(Ranks):
 class Follower(Ranks):
     """The end of any other rank; the process ends when rank 0 is gone."""
 
-    def __init__(self, rank: int, terms: Terms, link: Link, life: socket.socket, board: torch.Tensor | None) -> None:
+    def __init__(
+        self, rank: int, terms: Terms, link: Link, heartbeats: socket.socket, board: torch.Tensor | None
+    ) -> None:
         super().__init__(rank, terms)
         self._link = link
-        self._watch = Watch({0: life}, terms.limit_seconds, self._lost)
+        self._watch = Watch({0: heartbeats}, terms.limit_seconds, self._lost)
         self._watch.start()
         self.collectives = self.collectives_over(board)
 
     def _lost(self, rank: int, fate: str) -> None:
-        # whatever the main thread waits for, it waits in vain
+        # the main thread may wait for something that will not come
         self.fail(f"rank {rank} {fate}")
         print(f"graphdecode: rank {self.rank} of {self.count} ends: rank {rank} {fate}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def receive(self) -> Message:
-        """Wait for what rank 0 tells; an EOFError says that it ended the group."""
+        """Wait for a command of rank 0; raises EOFError if it ended the group."""
         try:
             return self._link.receive()
         except EOFError:
-            self._watch.join()  # until all have said that they end, or one was found gone, and told
+            self._watch.join()  # which ends the process if rank 0 was lost
             raise
 
     def agree(self, text: str) -> None:
-        """Return when all ranks have said the same; see `Ranks.agree`."""
-        verdict = self._asked(Message(SAID, (0, 0, 0), text.encode())).payload
+        verdict = self._answer_to(Message(SAID, (0, 0, 0), text.encode())).payload
         if verdict:
             raise RankError(verdict.decode())
 
     def least(self, number: int) -> int:
-        """Return the least of what the ranks say."""
-        return self._asked(Message(SAID, (number, 0, 0), b"")).numbers[0]
+        return self._answer_to(Message(SAID, (number, 0, 0), b"")).numbers[0]
 
-    def _asked(self, message: Message) -> Message:
-        with contextlib.suppress(OSError):  # it is gone, which receiving tells
+    def _answer_to(self, message: Message) -> Message:
+        with contextlib.suppress(OSError):  # rank 0 is gone: `receive` raises
             self._link.send(message)
         return self.receive()
 
@@ -290,7 +288,7 @@ class Follower(Ranks):
 
 
 def leave_group(terms: Terms) -> None:
-    """Give up torch.distributed's default group where the terms have made one."""
+    """Destroy torch.distributed's default group, if these ranks made it."""
     if terms.store is not None and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""How ranks begin: as processes that rank 0 starts on its machine, or by torchrun, on one machine or several.
+"""How ranks start: as processes of rank 0, or by torchrun, on one machine or several.
 
-Ranks of one machine share memory, the board: a file without a name, mapped by all. Ranks that torchrun has started
-meet over the store that it names.
+Ranks of one machine may share a memory segment, the board: a mapped file without a name. Ranks started by torchrun find
+each other by its store.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.collective.shared_collectives import LIMIT_MS, board_words
 
-_PLACE_BYTES = 4 << 20  # of one rank's data in a meeting; memory that is never written is never taken
+_PLACE_BYTES = 4 << 20  # of one rank's data in a collective; only what is written becomes resident
 _MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
-_MEET_SECONDS = 300.0  # for the last of them to come
+_MEET_SECONDS = 300.0  # for all ranks to join
 _TOKEN_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def new_board(ranks: int, limit_seconds: float) -> tuple[int, Tensor]:
-    """Return the descriptor of a new board, and the board; memory goes when the last process has closed it."""
+    """Return the descriptor of a new board, and the board, which lives until the last process has closed it."""
     with tempfile.TemporaryFile(dir=_MEMORY if _MEMORY.is_dir() else None) as file:
         file.truncate(8 * board_words(ranks, _PLACE_BYTES))
         descriptor = os.dup(file.fileno())
@@ -52,43 +52,42 @@ def mapped_board(descriptor: int) -> Tensor:
 
 
 def start_ranks(count: int, device: str, how: str, limit_seconds: float, module: str) -> Leader:
-    """Start the other ranks as processes of this machine, and return the end that leads them.
+    """Start the other ranks as processes of this machine, and return rank 0's end.
 
-    The arguments are those of `Terms.chosen`, and the module that such a process runs: it is given the descriptors of
-    link, life and board (-1: none).
+    Arguments are those of `Terms.chosen`, and the module that the processes run, whose arguments are the descriptors of
+    link, heartbeats and board (-1: none).
     """
     terms = Terms.chosen(count, device, how, limit_seconds)
     if terms.how != "shared":
-        held = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-        terms = terms._replace(store=("127.0.0.1", held.port))
+        store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
+        terms = terms._replace(store=("127.0.0.1", store.port))
     descriptor, board = new_board(count, limit_seconds) if terms.how == "shared" else (-1, None)
-    links, lives, processes = [], [], []
+    links, heartbeats, processes = [], [], []
     for rank in range(1, count):
-        (link, their_link), (life, their_life) = socket.socketpair(), socket.socketpair()
-        given = [their_link.fileno(), their_life.fileno(), descriptor]
-        with their_link, their_life:
-            processes.append(start_child(module, given))
+        (link, their_link), (heartbeat, their_heartbeat) = socket.socketpair(), socket.socketpair()
+        with their_link, their_heartbeat:
+            processes.append(start_child(module, [their_link.fileno(), their_heartbeat.fileno(), descriptor]))
         links.append(Link(link))
-        lives.append(life)
+        heartbeats.append(heartbeat)
         links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms.to_bytes()))
     if descriptor >= 0:
         os.close(descriptor)
-    return Leader(terms, links, lives, board, processes)
+    return Leader(terms, links, heartbeats, board, processes)
 
 
 def follower_of(descriptors: list[int]) -> Follower:
-    """Return the end of a rank that `start_ranks` has started, given its descriptors."""
-    link, life, board = descriptors
+    """Return the end of a rank that `start_ranks` started, given its descriptors."""
+    link, heartbeats, board = descriptors
     connected = Link(socket.socket(fileno=link))
     hello = connected.receive()
     rank, leader, _ = hello.numbers
     _wake_behind(leader)
     mapped = mapped_board(board) if board >= 0 else None
-    return Follower(rank, Terms.of_bytes(hello.payload), connected, socket.socket(fileno=life), mapped)
+    return Follower(rank, Terms.of_bytes(hello.payload), connected, socket.socket(fileno=heartbeats), mapped)
 
 
 def _wake_behind(parent: int) -> None:
-    """Let the kernel wake this process, if it is stopped, when the one that started it ends: so it can end, too."""
+    """Let the kernel continue this process, if it is stopped, when its parent ends, so that it ends too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         if os.getppid() != parent:
@@ -97,30 +96,26 @@ def _wake_behind(parent: int) -> None:
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """The place of this process among those that torchrun has started, by its environment variables."""
+    """This process's rank under torchrun, by its environment variables."""
 
     rank: int  # of this process
     count: int  # of all processes
     host: str  # of the store
     port: int  # of the store
-    has_store: bool  # whether torchrun keeps the store, so that rank 0 need not
+    has_store: bool  # whether torchrun runs the store, and rank 0 need not
 
     @classmethod
     def here(cls, count: int) -> LaunchedRank | None:
-        """Return this process's place; None where torchrun has started none.
-
-        Raises:
-            ArgumentError: it has started another number of processes than `count`.
-        """
-        given = os.environ
-        if "TORCHELASTIC_RUN_ID" not in given:
+        """Return this process's rank, or None without torchrun; raises ArgumentError if not `count` were started."""
+        env = os.environ
+        if "TORCHELASTIC_RUN_ID" not in env:
             return None
-        if int(given["WORLD_SIZE"]) != count:
+        if int(env["WORLD_SIZE"]) != count:
             raise ArgumentError(
-                f"tensor_parallel_size is {count}, and torchrun has started {given['WORLD_SIZE']} processes"
+                f"tensor_parallel_size is {count}, and torchrun has started {env['WORLD_SIZE']} processes"
             )
-        has_store = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(int(given["RANK"]), count, given["MASTER_ADDR"], int(given["MASTER_PORT"]), has_store)
+        has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(int(env["RANK"]), count, env["MASTER_ADDR"], int(env["MASTER_PORT"]), has_store)
 
     def meet(self, device: str, how: str, limit_seconds: float) -> Leader | Follower:
         """Find the other ranks, and return this one's end of the group; arguments as of `Terms`."""
@@ -142,8 +137,8 @@ class LaunchedRank:
         if terms.how == "shared":
             descriptor, board = new_board(terms.count, terms.limit_seconds)
         else:
-            held = dist.TCPStore(self.host, 0, self.count, is_master=True, wait_for_workers=False)
-            terms = terms._replace(store=(self.host, held.port))
+            own = dist.TCPStore(self.host, 0, self.count, is_master=True, wait_for_workers=False)
+            terms = terms._replace(store=(self.host, own.port))
         connected: dict[tuple[int, int], socket.socket] = {}
         with socket.create_server((self.host, 0)) as server:
             server.settimeout(_MEET_SECONDS)

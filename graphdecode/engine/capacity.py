@@ -1,4 +1,4 @@
-"""Capacity of a configuration and a model: lengths, pages, and whether the machine has the memory."""
+"""Capacity of a configuration and a model: lengths, pages, and memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, Samplin
 from graphdecode.memory import free_bytes, total_bytes
 from graphdecode.models import ModelShape
 
-# of what graphs take beside the cache: a driver keeps some kilobytes for each kernel of a graph, a layer has some ten,
-# and a token's intermediates in the pool that all shapes share are some rows of its width
-_NODE_BYTES = 16 * 2**10
-_LAYER_NODES = 12
-_TOKEN_WIDTHS = 16
-_LEDGER_BYTES = 64  # of a page in the host's books: its number, its count, its places in lists
-_SLOT_BYTES = 64  # of a row, or of a token of a prompt, besides what depends on the model
-_TOP_BYTES = 8  # of a likely token in slots and rings: its id and its log-probability
+# estimates for graphs
+_NODE_BYTES = 16 * 2**10  # of the driver, per kernel
+_LAYER_NODES = 12  # kernels of a layer
+_TOKEN_WIDTHS = 16  # intermediates of a token in the shared pool, in rows of the hidden size
+_LEDGER_BYTES = 64  # host memory per page: its number, its count, its places in lists
+_SLOT_BYTES = 64  # per row, or token of a prompt, besides what depends on the model
+_TOP_BYTES = 8  # of a top token in slots and rings: its id and its log-probability
 _RING_BYTES = 16  # of a token in the rings, with its log-probability and rank
-_NOTHING = SamplingCapacity(0, 0, 0, 0)
-_REQUESTS = {  # what grows with each
+_NO_SAMPLING = SamplingCapacity(0, 0, 0, 0)
+_REQUESTS = {  # key -> slots that grow with it
     "max_logprobs": "the likeliest tokens",
-    "max_stop_token_ids": "tokens that end answers",
+    "max_stop_token_ids": "stop tokens",
     "max_logit_biases": "biases",
     "max_bad_words": "forbidden words",
 }
@@ -39,25 +38,25 @@ _REQUESTS = {  # what grows with each
 
 @dataclass(frozen=True)
 class Capacity:
-    """The sizes that follow from a configuration, a model and the memory that is free."""
+    """The sizes that follow from a configuration, a model and the free memory."""
 
-    max_sequence_length: int  # tokens of one sequence, prompt and answer
-    pages_per_row: int  # pages that such a sequence takes
+    max_sequence_length: int  # tokens of one sequence, prompt and output
+    pages_per_row: int  # pages of such a sequence
     total_num_pages: int  # of the pool, without its trash page
     token_bytes: int  # keys and values of one token in all layers
-    page_bytes: int  # of one page of the pool, keys and values in all layers whose pages do not roll
-    token_limit: int  # tokens that one sequence can have when it owns the whole pool
-    rolling: RollingPages | None = None  # of layers that keep a window alone; None: all keep all tokens
-    rolling_page_bytes: int = 0  # of one of their pages, in all of these layers
+    page_bytes: int  # of one page, in all layers with full pages
+    token_limit: int  # tokens of one sequence that owns the whole pool
+    rolling: RollingPages | None = None  # of layers with a window; None: all layers have full pages
+    rolling_page_bytes: int = 0  # of one rolling page, in all of these layers
 
     @property
     def rolling_bytes(self) -> int:
-        """Bytes of all rolling pages, the trash page among them."""
+        """Bytes of all rolling pages, including the trash page."""
         return 0 if self.rolling is None else (self.rolling.trash_page + 1) * self.rolling_page_bytes
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values, trash pages among them."""
+        """Bytes of all keys and values, including trash pages."""
         return (self.total_num_pages + 1) * self.page_bytes + self.rolling_bytes
 
 
@@ -70,23 +69,25 @@ def plan_capacity(
     widths: Collection[int] = (1,),
     prefill_tokens: int | None = None,
 ) -> Capacity:
-    """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free, less what graphs will take.
+    """Return the capacity; `total_num_pages = "auto"` fills the free memory, less an estimate for graphs.
 
-    "auto" never takes more pages than all rows at full length need; an ArgumentError says that not even one fits.
+    "auto" takes at most the pages of all rows at full length; an ArgumentError if not even one fits.
 
     Args:
-        config: rows, lengths and pages that are asked for.
+        config: rows, lengths and pages.
         model: its shape.
         dtype: of keys and values.
-        device: where they are.
-        available_bytes: the memory that is free; None: it is looked up.
-        widths: queries of a row that steps are captured for.
-        prefill_tokens: of one pass of prompts at most. Given it, pages of layers with a window roll where that takes
-            less memory; None: they do not.
+        device: of keys and values.
+        available_bytes: free memory; None: as the device reports.
+        widths: queries per row of captured steps.
+        prefill_tokens: of a prefill pass at most; with it, layers with a window get rolling pages if that saves memory.
+            None: they get full pages.
     """
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
-    paged_layers = model.num_hidden_layers - sum(kept is not None and not kept.beside_keys for kept in model.recurrent)
+    paged_layers = model.num_hidden_layers - sum(
+        state is not None and not state.beside_keys for state in model.recurrent
+    )
     entry_bytes = 2 * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
     token_bytes = paged_layers * entry_bytes
     page_bytes = token_bytes * config.page_size
@@ -123,66 +124,63 @@ def plan_capacity(
 def _rolling_pages(
     config: BucketConfig, model: ModelShape, pages_per_row: int, prefill_tokens: int, widths: Collection[int]
 ) -> RollingPages | None:
-    """Return the rings of layers with a window; None where there are none, or a ring is no shorter than a row."""
-    keeps_state = [kept is not None for kept in model.recurrent] or [False] * len(model.windows)
-    layers = tuple(window >= 0 and not state for window, state in zip(model.windows, keeps_state, strict=True))
+    """Return the rings of layers with a window; None if there are none, or a ring is no shorter than a row."""
+    has_state = [state is not None for state in model.recurrent] or [False] * len(model.windows)
+    layers = tuple(window >= 0 and not state for window, state in zip(model.windows, has_state, strict=True))
     window = max((window for window, rolls in zip(model.windows, layers, strict=True) if rolls), default=0)
-    # all that the first query of a pass sees and all that the pass writes; a mixed step's row writes one token more
+    # the window of a pass's first query, and the tokens that the pass writes; a mixed step's row writes one more
     pages = -(-(window + max(prefill_tokens, *widths) + 1) // config.page_size)
     if not any(layers) or pages >= pages_per_row:
         return None
-    ahead = 2 * config.steps_per_launch * max(widths)  # of a launch, and of one behind it
+    ahead = 2 * config.steps_per_launch * max(widths)  # of a launch and the next one
     return RollingPages(layers, config.max_batch_size, pages, config.page_size, window, ahead)
 
 
 def state_bytes_of(config: BucketConfig, model: ModelShape) -> int:
-    """Return the bytes of the recurrent states of all rows, those of padding included."""
-    return (config.max_batch_size + 1) * sum(kept.nbytes for kept in model.recurrent if kept is not None)
+    """Return the bytes of the recurrent states of all rows, including the trash row."""
+    return (config.max_batch_size + 1) * sum(state.nbytes for state in model.recurrent if state is not None)
 
 
 def graph_bytes(config: BucketConfig, model: ModelShape, widths: Collection[int] = (1,)) -> int:
-    """Return what the graphs of a GPU are reckoned to take, which are captured once the cache has its memory."""
+    """Return an estimate of the memory of a GPU's graphs, which are captured after the cache is allocated."""
     queries = config.max_batch_size * max(widths)
     most = max(*MIXED_TOKENS["cuda"], queries)
-    beside = [*prompt_shapes("cuda", most), *mixed_shapes("cuda", most, config.ladder)]
-    nodes = (len(beside) + len(config.ladder.sizes) * len(widths)) * _LAYER_NODES * model.num_hidden_layers
+    with_prompts = [*prompt_shapes("cuda", most), *mixed_shapes("cuda", most, config.ladder)]
+    nodes = (len(with_prompts) + len(config.ladder.sizes) * len(widths)) * _LAYER_NODES * model.num_hidden_layers
     width = model.num_attention_heads * model.head_dim
     pool = 4 * (most * width * _TOKEN_WIDTHS + queries * model.vocab_size)
     return nodes * _NODE_BYTES + pool
 
 
 def captured_widths(settings: EngineConfig) -> tuple[int, ...]:
-    """Return the queries of a row that steps are captured for."""
+    """Return the queries per row of captured steps."""
     return (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
 
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Return what keys and values are kept in, as `EngineConfig` names it, beside a model of some dtype."""
+    """Return the dtype of keys and values, given `EngineConfig.kv_cache_dtype` and the model's dtype."""
     return format_named(kv_cache_dtype, dtype).dtype
 
 
-def longest_pass(settings: EngineConfig, device: torch.device) -> int | None:
-    """Return the `prefill_tokens` of `plan_capacity`: None where steps cannot find rolling pages.
-
-    A small model's own keys stand under the numbers of the target's pages, and a step from outside knows one table.
-    """
+def rolling_prefill_tokens(settings: EngineConfig, device: torch.device) -> int | None:
+    """Return the `prefill_tokens` of `plan_capacity`: None if a draft model or a registered step needs full pages."""
     is_own = settings.speculation != "model" and settings.step_kind is None
     return settings.prefill_tokens(device.type) if is_own else None
 
 
-def plan_room(
+def plan_checked_capacity(
     settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device, *, may_roll: bool = True
 ) -> Capacity:
-    """Return the capacity that some settings give a model; see `plan_capacity`. Nothing is allocated.
+    """Return the capacity for some settings, see `plan_capacity`, and check it against the machine's memory.
 
-    `may_roll`: whether the model finds rolling pages, and so does a step that the settings do not name.
+    `may_roll`: whether model and step support rolling pages.
 
     Raises:
-        ArgumentError: this machine could not hold it with nothing else in it; names the key that takes most.
+        ArgumentError: the machine's memory is too small; names the key that takes most.
     """
     config, memory = settings.buckets, total_bytes(device)
     cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, dtype)
-    longest = longest_pass(settings, device) if may_roll else None
+    longest = rolling_prefill_tokens(settings, device) if may_roll else None
     capacity = plan_capacity(config, model, cache_dtype, device, None, captured_widths(settings), longest)
     needs = _needs(config, model, capacity, settings.prefill_tokens(device.type))
     total = sum(nbytes for _, _, _, nbytes in needs)
@@ -197,16 +195,16 @@ def plan_room(
 def _needs(
     config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_tokens: int
 ) -> list[tuple[str, int, str, int]]:
-    """Return what each key of the configuration makes large: the key, its value, what that is, and the bytes."""
+    """Return the memory by configuration key: key, value, what it is for, bytes."""
     rows, positions, vocab_size = config.max_batch_size, capacity.max_sequence_length, model.vocab_size
     pages, states = capacity.total_num_pages, config.max_automaton_states
     tables = 4 * positions * model.head_dim + 16 * rows * capacity.pages_per_row
 
-    def asked_bytes(**capacity: int) -> int:  # of the slots of a row that may ask for so much
-        specs = sampling_slots(_NOTHING._replace(**capacity), vocab_size)
+    def sampling_bytes(**capacity: int) -> int:  # of the slots of a row
+        specs = sampling_slots(_NO_SAMPLING._replace(**capacity), vocab_size)
         return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
 
-    least = asked_bytes()
+    least = sampling_bytes()
     row = 12 * vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + least
     ring = ring_length(config) * (_RING_BYTES + _TOP_BYTES * min(config.max_logprobs, vocab_size))
     needs = [
@@ -220,8 +218,8 @@ def _needs(
         ("steps_per_launch", config.steps_per_launch, f"tokens of {rows} rows", rows * ring),
         ("max_prefill_tokens", prefill_tokens, "tokens of prompts", prefill_tokens * _SLOT_BYTES),
     ]
-    for key, what in _REQUESTS.items():  # how much one request may ask for
+    for key, what in _REQUESTS.items():
         value = getattr(config, key)
         tops = _TOP_BYTES * min(value, vocab_size) if key == "max_logprobs" else 0
-        needs.append((key, value, f"{what} of {rows} rows", rows * (asked_bytes(**{key: value}) - least + tops)))
+        needs.append((key, value, f"{what} of {rows} rows", rows * (sampling_bytes(**{key: value}) - least + tops)))
     return needs

@@ -29,26 +29,26 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in Sp
 
 
 class Engine:
-    """Generates tokens for many requests at once. It knows no text, and starts no thread.
+    """Generates tokens for many requests at once. It handles no text, and starts no thread.
 
-    All methods may be called from any thread. Whoever calls `step` does the work of all. `add`, `finish` and `abort`
-    wait for no other thread's step: they are done before the next one, or at once where none runs.
+    All methods may be called from any thread. The caller of `step` does the work of all. `add`, `finish` and `abort` do
+    not wait for another thread's step: they take effect before the next step, or at once if none is running.
 
     Args:
         runner: the model, its cache and its graphs, which are attributes here, too.
-        seed: of the requests that bring none; an integer of 64 bits.
-        target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
+        seed: default for requests without a seed; an integer of 64 bits.
+        target_itl_ms: largest time between two tokens of a row in milliseconds, kept by smaller chunks; 0: no limit.
 
     Attributes:
-        rules: what it can serve, as data that another process can hold too.
+        rules: the limits of requests, as data that other processes can hold, too.
         stats: counts since the engine was made.
-        adapters: those that requests can name; they are loaded and unloaded while it runs.
-        constrain: makes constraints of grammars, for whoever knows what tokens spell to set; None: it takes none.
+        adapters: loaded adapters by name; they are loaded and unloaded while the engine runs.
+        constrain: makes a constraint of a grammar; None: grammars are refused. Set by the owner of the tokenizer.
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
-        given: Any = seed  # of whoever calls
-        if not isinstance(given, Integral) or isinstance(given, bool) or as_int64(int(given)) != given:
+        value: Any = seed
+        if not isinstance(value, Integral) or isinstance(value, bool) or as_int64(int(value)) != value:
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner, self.seed = runner, seed
         self.model, self.cache, self.capacity, self.graphs = runner.model, runner.cache, runner.capacity, runner.graphs
@@ -67,15 +67,15 @@ class Engine:
         self._request_ids = itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
         self._stepping = threading.Lock()
-        self._ended: list[int] = []  # known until the next step, for text that ends an answer earlier
-        self._gave_up = False  # whether the next events may be of requests that nobody waits for any more
-        self._lost: list[Event] = []  # what the next step tells those whose requests were given up
-        self._torn: str | None = None  # set while the books are changed: who finds it set finds them torn
+        self._finished_ids: list[int] = []  # dropped at the next step: a stop text may still call `finish`
+        self._has_aborted = False  # whether the next events may belong to aborted requests
+        self._undelivered: list[Event] = []  # errors that the next step returns
+        self._broken: str | None = None  # set during a change of state: found set, the change was interrupted
         self._closed = False
 
     @property
     def num_preemptions(self) -> int:
-        """Number of preemptions: a sequence gave its pages back for others and was recomputed."""
+        """How often a sequence was preempted, and recomputed."""
         return self.scheduler.num_preemptions
 
     @property
@@ -91,12 +91,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._lost) or self._torn is not None or self.loop.has_work
+        return bool(self._inbox or self._undelivered) or self._broken is not None or self.loop.has_work
 
     def add(self, request: Request, constraint: Constraint | None = None) -> int:
-        """Hand in a request, and return what names it in `step`'s events.
+        """Add a request, and return its id in `step`'s events.
 
-        `constraint` is the one of the request's grammar; None: it is made here where there is a grammar.
+        `constraint` is that of the request's grammar; None: it is made here if there is a grammar.
 
         Raises:
             RequestError: it can never be served; nothing has changed.
@@ -117,7 +117,7 @@ class Engine:
         if params.max_tokens is not None:
             max_length = min(len(tokens) + params.max_tokens, max_length)
         sampled = params
-        if constraint is not None:  # which sees to the least tokens of a form
+        if constraint is not None:  # which handles min_tokens itself
             sampled, held_back_ids = params.unchecked(min_tokens=0), ()
         sampling = RowSampling.of(
             sampled,
@@ -130,13 +130,24 @@ class Engine:
             bad_words=request.bad_words_token_ids,
             constrained=mask,
         )
-        ends, turn = (max_length, stop_ids, rules.eos_token_ids), (request.priority, request.turn, request_id)
-        told = (RequestMetrics(time.perf_counter()), turn, constraint)
-        sequence = Sequence(request_id, tokens, params, len(tokens), *ends, sampling, *told, adapter=adapter)
+        sequence = Sequence(
+            request_id,
+            tokens,
+            params,
+            len(tokens),
+            max_length,
+            stop_ids,
+            rules.eos_token_ids,
+            sampling,
+            RequestMetrics(time.perf_counter()),
+            service_order=(request.priority, request.start_tag, request_id),
+            constraint=constraint,
+            adapter=adapter,
+        )
         self._sequences[request_id] = sequence
-        # one that was given up before it began stays out
+        # one that was aborted before it started is not scheduled
         self._inbox.append(lambda: None if sequence.finished else self.scheduler.add(sequence))
-        self._settle()
+        self._try_inbox()
         return request_id
 
     def _constraint(
@@ -146,7 +157,7 @@ class Engine:
         if grammar is None:
             return None, None
         if not self.runner.step.takes_constraints:
-            raise RequestError(f"a {type(self.runner.step).__name__} cannot hold answers to forms")
+            raise RequestError(f"structured_outputs: {type(self.runner.step).__name__} does not support them")
         mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)
         try:
             if constraint is None:
@@ -161,98 +172,98 @@ class Engine:
         return constraint, mask
 
     def abort(self, request_id: int) -> None:
-        """Give up a request that is known and has not ended: no event names it any more."""
+        """Abort a request, if it is known and has not ended; it has no further events."""
         self.finish(request_id, None)
 
     def finish(self, request_id: int, num_tokens: int | None) -> None:
-        """Give up a request whose answer is complete with so many tokens (a stop text); None: like `abort`."""
+        """End a request whose output is complete after `num_tokens` (a stop text); None: like `abort`."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self._gave_up = True
+            self._has_aborted = True
             self._inbox.append(lambda: self._remove(sequence, num_tokens))
-            self._settle()
+            self._try_inbox()
 
     def _remove(self, sequence: Sequence, num_tokens: int | None) -> None:
         was_there = self.loop.remove(sequence)
-        self._gave_up = True  # what was in flight has given it tokens
+        self._has_aborted = True  # what was in flight has given it tokens
         if num_tokens is not None:
             self.stats.generated_tokens -= sequence.num_generated - num_tokens
             self.stats.finished_answers += was_there
 
-    def _settle(self) -> None:
-        """Do now what was asked for, unless a step is running: whoever runs it looks again when it is done."""
+    def _try_inbox(self) -> None:
+        """Process the inbox, unless a step is running: its thread does it afterwards."""
         while self._inbox and self._stepping.acquire(blocking=False):
             try:
-                with contextlib.suppress(Exception):  # it gave all up, and the next step says so to each owner
+                with contextlib.suppress(Exception):  # all requests have failed; the next step returns their events
                     self._take_inbox()
             finally:
                 self._stepping.release()
 
     def _take_inbox(self) -> None:
-        if self._torn is not None:  # by what could not be caught where it came, such as a second Ctrl-C
-            self._give_up_all(self._torn)
+        if self._broken is not None:  # by an exception that nothing could catch, such as a second Ctrl-C
+            self._fail_all(self._broken)
         while self._inbox:
-            self._torn = _INTERRUPTED
+            self._broken = _INTERRUPTED
             try:
                 self._inbox.popleft()()
             except Exception as error:
-                self._give_up_all(error)
+                self._fail_all(error)
                 raise
-            self._torn = None
+            self._broken = None
 
-    def _give_up_all(self, why: Exception | str) -> None:
+    def _fail_all(self, why: Exception | str) -> None:
         error = why if isinstance(why, str) else f"the engine's step failed: {type(why).__name__}: {why}"
         self._inbox.clear()
         events = self.loop.reset()
-        told = {event.request_id for event in events if event.finish_reason is not None} | set(self._ended)
+        ended = {event.request_id for event in events if event.finish_reason is not None} | set(self._finished_ids)
         for request_id, sequence in list(self._sequences.items()):
             sequence.finish_reason = sequence.finish_reason or "error"
-            if request_id not in told:
+            if request_id not in ended:
                 events.append(Event(request_id, [], None, "error", None, sequence.metrics, error))
         self.loop.ended = list(self._sequences)
-        self._lost += events
-        self._torn = None
+        self._undelivered += events
+        self._broken = None
 
     def step(self) -> list[Event]:
         """Run one step for all requests: at most one prefill and one launch; return the events.
 
-        A step that fails gives up every request, whose owners are told by the next step; later requests are served.
+        A step that raises fails all requests: the next step returns their events. Later requests are served.
         """
         with self._stepping:
             if self._closed:
                 raise ClosedError("this engine was closed")
             self._take_inbox()
-            while self._ended:
-                self._sequences.pop(self._ended.pop(), None)
-            self._torn = _INTERRUPTED
+            while self._finished_ids:
+                self._sequences.pop(self._finished_ids.pop(), None)
+            self._broken = _INTERRUPTED
             try:
                 events = self.loop.step()
             except Exception as error:
-                self._give_up_all(error)
+                self._fail_all(error)
                 raise
-            self._torn = None
-            if self._lost or self._gave_up:
-                events, self._lost, self._gave_up = self._lost + events, [], False
+            self._broken = None
+            if self._undelivered or self._has_aborted:
+                events, self._undelivered, self._has_aborted = self._undelivered + events, [], False
                 events = [event for event in events if event.request_id in self._sequences]
             if self.loop.ended:
-                self._ended, self.loop.ended = self.loop.ended, []
-        self._settle()
+                self._finished_ids, self.loop.ended = self.loop.ended, []
+        self._try_inbox()
         return events
 
     def capture_waiting(self) -> bool:
-        """Capture one graph that waits for leisure (`capture_when="idle"`); return whether there was both."""
+        """If idle, capture one graph that waits for that (`capture_when="idle"`); return whether one was captured."""
         with self._stepping:
             return not (self._closed or self.has_work) and self.runner.capture_waiting()
 
     def close(self) -> None:
-        """Give up what runs or waits, and release graphs and buffers; the engine cannot be used afterwards."""
+        """Drop all requests, and release graphs and buffers; the engine cannot be used afterwards."""
         with self._stepping:
             if self._closed:
                 return
             self._closed = True
             self.loop.reset()
-            for books in (self._inbox, self._lost, self._sequences):
-                books.clear()
+            for pending in (self._inbox, self._undelivered, self._sequences):
+                pending.clear()
             self.runner.close()
 
 

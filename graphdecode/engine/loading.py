@@ -1,4 +1,4 @@
-"""From the name of a model and a configuration to a runner that is ready to be captured."""
+"""Loads a model and builds its runner and engine from a configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
-from graphdecode.engine.capacity import plan_room, resolve_cache_dtype
+from graphdecode.engine.capacity import plan_checked_capacity, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts, NgramDrafts
-from graphdecode.engine.steps.step import pays, step_named
+from graphdecode.engine.steps.step import should_mix, step_maker
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
@@ -42,13 +42,13 @@ def load_runner(
     ranks: Ranks | None = None,
     **keywords: Any,
 ) -> Runner:
-    """Load a model, size its cache, and lay out its buffers; nothing is captured yet.
+    """Load a model, and allocate its cache and buffers; nothing is captured yet.
 
     Args:
         model: a checkpoint folder, a repository id, `"demo"`, or a shape such as `"shape:llama-3.1-8b"`.
         config: all settings, those of the buckets alone, or the path of a file.
         progress: show a bar on standard error while loading.
-        ranks: that share the model; all of them load it.
+        ranks: that share the model; each of them calls this.
         keywords: settings that override those of `config`; see `EngineConfig`.
     """
     settings = EngineConfig.of(config, **keywords)
@@ -57,7 +57,12 @@ def load_runner(
         raise ArgumentError(f"tensor_parallel_size is {settings.tensor_parallel_size}, and one process runs one rank")
     device = resolve_device(settings.device) if ranks is None else ranks.device
     shape = describe_shard(model, settings)
-    plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device, few_bits=shape.few_bits), device)
+    plan_checked_capacity(
+        settings,
+        shape,
+        resolve_dtype(settings.dtype, shape.dtype, device, integer_quantized=shape.integer_quantized),
+        device,
+    )
     load = partial(
         load_model,
         device=device,
@@ -66,22 +71,22 @@ def load_runner(
         trust_remote_code=settings.trust_remote_code,
         progress=progress,
     )
-    wanted = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
-    given = {name: getattr(settings, name) for name in (*wanted, "max_adapters", "max_adapter_rank")}
-    decoder = load(model, **given, shared=None if ranks is None else ranks.collectives)
+    names = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
+    options = {name: getattr(settings, name) for name in (*names, "max_adapters", "max_adapter_rank")}
+    decoder = load(model, **options, shared=None if ranks is None else ranks.collectives)
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:
         draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
     runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
-    is_finite = runner.prompts.stay_finite()
+    is_finite = runner.prompts.has_finite_logits()
     if is_finite if ranks is None else ranks.least(is_finite):
         return runner
-    Runner.close(runner)  # of this rank alone: the others find the same
-    del runner, decoder, draft  # before they are loaded anew
-    told = f"{model}: activations go beyond 65504, the most that float16 holds, so it is computed in float32"
-    warnings.warn(f"{told}; dtype='float32' says nothing", RuntimeWarning, stacklevel=2)
+    Runner.close(runner)  # of this rank alone: the others do the same
+    del runner, decoder, draft
+    why = f"{model}: activations exceed 65504, the largest number in float16, so it is computed in float32"
+    warnings.warn(f"{why}; dtype='float32' avoids this warning", RuntimeWarning, stacklevel=2)
     settings = settings.with_settings(dtype="float32")
     return load_runner(model, settings, progress=progress, ranks=ranks)
 
@@ -89,11 +94,11 @@ def load_runner(
 def _load_outside(settings: EngineConfig) -> None:
     load_modules(settings.load_modules)
     if settings.step_kind is not None:
-        step_named(settings.step_kind)
+        step_maker(settings.step_kind)
 
 
 def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
-    """Return the shape of what one rank has of a model; an ArgumentError says that it cannot be had or split."""
+    """Return the shape of one rank's part of a model; an ArgumentError if it cannot be loaded or split."""
     shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     draft = settings.draft_model if settings.speculation == "model" else None
     _check_states(settings, shape, None if draft is None else describe_model(draft))
@@ -108,19 +113,19 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
 def load_engine(
     model: str | Path, config: EngineConfig, *, progress: bool = False, ranks: Leader | None = None
 ) -> Engine:
-    """Load a model, compile what prompts need, and capture the graphs; see `load_runner`.
+    """Load a model, warm up and capture the graphs; see `load_runner`.
 
-    `ranks` share the model, and go on when the engine is closed; None: they are started where the settings ask for
-    some, and end with the engine. A RankError says that one failed.
+    `ranks` share the model, and outlive the engine; None: they are started if the settings ask for some, and end with
+    the engine. A RankError if one fails.
     """
     _load_outside(config)
     if config.tensor_parallel_size == 1:
         runner = captured_runner(model, config, progress=progress)
     else:
-        describe_shard(model, config)  # what cannot be split is said before any process is started
+        describe_shard(model, config)  # refuse before any process is started
         leader = start_ranks_of(config) if ranks is None else ranks
         try:
-            leader.tell(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
+            leader.send(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
             runner = captured_runner(model, config, progress=progress, ranks=leader)
             assert isinstance(runner, LeadingRunner)
             runner.lead(ends_ranks=ranks is None)
@@ -134,9 +139,9 @@ def load_engine(
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:
-    """Start the processes that some settings ask for, or meet those that torchrun has started with this one.
+    """Start the processes that the settings ask for, or join those that torchrun has started.
 
-    Where torchrun has, and this is not the first of them, it follows here until rank 0 ends the group, and exits.
+    In torchrun's processes other than rank 0, this runs until rank 0 ends the group, and exits.
     """
     count, how = config.tensor_parallel_size, (resolve_device(config.device).type, config.collectives)
     launched = LaunchedRank.here(count)
@@ -158,7 +163,7 @@ def captured_runner(
     try:
         runner.graphs.capture(progress)
     except CaptureError as error:
-        instead = "the model can be run without graphs all the same: backend='eager' ([capture] in a file)"
+        instead = "the model can still be run without graphs: backend='eager' ([capture] in a file)"
         error.args = (f"{error}; {instead}",)
         raise
     runner.buffers.freeze()
@@ -166,9 +171,9 @@ def captured_runner(
 
 
 def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[StepSetting], Step]:
-    """Return what makes the kind of step that some settings ask for; `draft` is the model of the method "model"."""
+    """Return the maker of the step that the settings ask for; `draft` is the draft model of the method "model"."""
     if settings.step_kind is not None:
-        return step_named(settings.step_kind)
+        return step_maker(settings.step_kind)
     if settings.speculation == "off":
         return DecodeStep
     most = MOST_DRAFTS if isinstance(settings.num_tokens, str) else settings.num_tokens
@@ -184,7 +189,7 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
 
 
 def _check_states(settings: EngineConfig, shape: ModelShape, draft: ModelShape | None) -> None:
-    """Raise ArgumentError if what is asked for needs states of an earlier token, which are not kept."""
+    """Raise ArgumentError if a setting would need recurrent states of earlier tokens, or split ones."""
     recurrent = shape.recurrent
     if (recurrent and settings.speculation != "off") or (draft is not None and draft.recurrent):
         raise ArgumentError(
@@ -206,13 +211,13 @@ def make_runner(
     ranks: Ranks | None = None,
     **keywords: Any,
 ) -> Runner:
-    """Size a loaded model's cache and lay out its buffers; see `load_runner`.
+    """Allocate a loaded model's cache and buffers; see `load_runner`.
 
-    `step` makes the kind of step that is captured, in place of the one that the settings ask for; `draft` is the small
-    model that guesses, whose cache has as many pages.
+    `step` makes another kind of step than the settings ask for; `draft` is the draft model, whose cache has as many
+    pages.
     """
     settings, device = EngineConfig.of(config, **keywords), decoder.device
-    share = 1.0  # of the memory: caches of a small model, and ranks of one CPU, take the rest
+    share = 1.0  # of the memory: the rest is for the draft model's cache, and other ranks on this CPU
     if draft is not None:
         target, small = (
             each.num_layers * each.config.num_key_value_heads * each.config.head_dim for each in (decoder, draft)
@@ -223,15 +228,15 @@ def make_runner(
     if share < 1.0:
         settings = settings.with_settings(memory_fraction=settings.buckets.memory_fraction * share)
     may_roll = decoder.takes_rolling_pages and step is None
-    plan = partial(plan_room, model=decoder.config, dtype=decoder.dtype, device=device, may_roll=may_roll)
-    capacity, mixes = plan(settings), pays(decoder)
-    if ranks is not None:  # which differ by a bias
+    plan = partial(plan_checked_capacity, model=decoder.config, dtype=decoder.dtype, device=device, may_roll=may_roll)
+    capacity, mixes = plan(settings), should_mix(decoder)
+    if ranks is not None:  # they differ slightly: take the least
         settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
         capacity, mixes = plan(settings), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
     _check_states(settings, decoder.config, None if draft is None else draft.config)
     if recurrent and settings.prefix_cache:
-        log.info("prefixes are not shared: the model has recurrent states, which are kept at a sequence's end alone")
+        log.info("prefixes are not shared: the model has recurrent states, which exist at a sequence's end only")
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
@@ -241,13 +246,13 @@ def make_runner(
         head_dim=decoder.config.head_dim,
         dtype=resolve_cache_dtype(settings.kv_cache_dtype, decoder.dtype),
         device=device,
-        prefix_caching=settings.prefix_cache and not recurrent,  # a prefix's state is gone with its sequence
+        prefix_caching=settings.prefix_cache and not recurrent,
         scales=decoder.cache_scales,
         recurrent=recurrent,
         state_rows=buckets.max_batch_size if recurrent or capacity.rolling is not None else 0,
         rolling=capacity.rolling,
     )
-    kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
+    runner_class: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     setting = StepSetting(
         decoder,
         cache.layers,
@@ -263,4 +268,4 @@ def make_runner(
         cache.rolling,
     )
     around = (lambda _: nullcontext()) if ranks is None else ranks.collectives.captured
-    return kind(setting, cache, capacity, step=step or step_of(settings, draft), around=around)
+    return runner_class(setting, cache, capacity, step=step or step_of(settings, draft), around=around)

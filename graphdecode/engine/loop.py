@@ -23,30 +23,30 @@ from graphdecode.engine.scheduler import Scheduler, Sequence, draft_gaps
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
-_Constrained = dict[type[Any], list[tuple[int, Sequence]]]  # by the kind of the constraint: rows with their sequences
+_Constrained = dict[type[Any], list[tuple[int, Sequence]]]  # class of constraint -> rows with their sequences
 
 
 class _InFlight(NamedTuple):
-    """A launch, and whose its rows are."""
+    """A launch and the sequences of its rows."""
 
     launch: Launch
     sequences: list[Sequence]
-    logprobs: int | None  # most likely tokens that any of them asked for
-    prefilled: int  # tokens of prompts that were computed right before it
+    logprobs: int | None  # largest number of top tokens that a row asked for
+    prefilled: int  # prompt tokens that were computed right before it
     since: float  # when that began
-    found: list[tuple[int, int]]  # drafts that its first step had, and what spoke for them
+    found: list[tuple[int, int]]  # of its first step, row by row: drafts, match length
 
 
 class EngineLoop:
-    """Turns waiting sequences into finished ones, a step at a time.
+    """Schedules, launches and reads, one round per `step`.
 
-    On a GPU a launch is read while the next one (`lookahead`) runs, over the same rows: before these change, what is in
-    flight is read.
+    On a GPU a launch is read while the next one (`lookahead`) runs over the same rows. Before rows change, all launches
+    in flight are read.
 
     Attributes:
-        worth_a_thread_seconds: on a CPU, masks that take less are filled before the step, and not beside it.
-        ended: whose requests the events since somebody looked have ended.
-        pace: chooses how many drafts a launch verifies; None for a step that has none.
+        mask_thread_seconds: on a CPU, masks that take less are filled before the step instead of in another thread.
+        ended: ids of requests that have ended; the engine empties it.
+        pace: chooses how many drafts a launch verifies; None without speculation.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
@@ -55,19 +55,18 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._in_flight: deque[_InFlight] = deque()
         self._staged: list[Sequence] = []
-        self._has_adapters = False  # whether any of them has one
-        self._repeated: LaunchPlan | None = None  # of the staged rows, while nothing but their tokens changes
-        self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
-        # staged rows whose masks the host fills, by the kind of their constraints
-        self._held: _Constrained = {}
-        self._mask_seconds = 0.0  # that this took for the last step
-        self.worth_a_thread_seconds = 1e-3
+        self._has_adapters = False  # whether any staged row has one
+        self._repeated: LaunchPlan | None = None  # the plan of a steady step
+        self._logprobs: int | None = None  # largest number of top tokens that a staged row asked for
+        self._masked_rows: _Constrained = {}  # staged rows whose masks the host fills
+        self._mask_seconds = 0.0  # time of the last fill
+        self.mask_thread_seconds = 1e-3
         self._page_size, self._pages_of = scheduler.cache.page_size, scheduler.cache.pages_of
-        self._steps_with_pages = 0  # which the staged rows have beyond what was launched
+        self._steps_with_pages = 0  # steps for which the staged rows have pages, beyond those launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.setting.prefill_tokens, target_itl_ms / 1000)
         self._to_prefill: list[PromptChunk] = []  # in this round
-        self._prefilled = 0  # tokens of prompts since the last launch
+        self._prefilled = 0  # prompt tokens since the last launch
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
         self.ended: list[int] = []
@@ -76,7 +75,7 @@ class EngineLoop:
         if drafting is not None:
             widths = runner.graphs.ladder.queries
             self.pace = DraftPace(widths, is_fixed=drafting.is_fixed, is_cheap=drafting.is_cheap)
-        self._found: list[tuple[int, int]] = []  # drafts of the staged rows, as far as the host knows
+        self._found: list[tuple[int, int]] = []  # of the next step, row by row: drafts, match length
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +83,7 @@ class EngineLoop:
         return self.scheduler.has_work or bool(self._in_flight or self._events)
 
     def remove(self, sequence: Sequence) -> bool:
-        """Forget a sequence once what is in flight is read; return whether it was there, and had not ended."""
+        """Read all launches in flight and remove a sequence; return False if it had ended."""
         if not sequence.finished:
             self._drain()
         if sequence.finished:
@@ -97,47 +96,48 @@ class EngineLoop:
         """Run one round: at most one prefill, one launch, and the reading of one earlier launch."""
         self._since, self._prefilled = time.perf_counter(), 0
         if self.scheduler.waiting or self.scheduler.prefilling:
-            self._enter_prompts()
-        goes_on = bool(self.scheduler.decoding) and self._wants_more()
-        plan = self._planned() if goes_on else None
+            self._schedule_prompts()
+        goes_on = bool(self.scheduler.decoding) and self._needs_launch()
+        plan = self._plan_launch() if goes_on else None
         if plan is not None:
             launch = self.runner.launch(plan, None if plan.wanted.part == "whole" else self._fill_masks)
             self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-            told = (self._logprobs, self._prefilled, self._since, self._found)
-            self._in_flight.append(_InFlight(launch, self._staged, *told))
+            self._in_flight.append(
+                _InFlight(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
+            )
         if self._to_prefill:
             self._prefill()
-        may_look_ahead = goes_on and not self._held
+        may_look_ahead = goes_on and not self._masked_rows
         while len(self._in_flight) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
         return events
 
     def reset(self) -> list[Event]:
-        """Forget everything that runs or waits, in whatever state a failed step left it; return what it gave so far."""
+        """Drop all sequences, in whatever state a failed step left them; return the pending events."""
         self._in_flight.clear()
         self._staged, self._to_prefill, self._repeated = [], [], None
         self.scheduler.reset()
         events, self._events = self._events, []
         return events
 
-    def _enter_prompts(self) -> None:
-        """Choose chunks of prompts for this round; those that no launch can take along are computed at once."""
+    def _schedule_prompts(self) -> None:
+        """Choose the prompt chunks of this round; if no mixed step can take them, compute them at once."""
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
         self._to_prefill = [chunk for _, chunk in chunks]
         self._prefilled = sum(len(chunk.token_ids) for chunk in self._to_prefill)
         self.stats.prefilled_tokens += self._prefilled
-        is_wanted = any(chunk.scored or sequence.is_full for sequence, chunk in chunks)
-        if is_wanted or not self.runner.graphs.takes(1, self._prefilled):
+        is_read = any(chunk.scored or sequence.is_full for sequence, chunk in chunks)
+        if is_read or not self.runner.graphs.can_mix(1, self._prefilled):
             for (sequence, chunk), found in zip(chunks, self._prefill(), strict=True):
                 if found is not None:
-                    places = range(len(chunk.token_ids))
-                    entries = [_token_logprobs(found, place, chunk.num_logprobs) for place in places]
+                    indices = range(len(chunk.token_ids))
+                    entries = [_token_logprobs(found, index, chunk.num_logprobs) for index in indices]
                     sequence.prompt_logprobs[chunk.start :] = entries[: sequence.prompt_length - 1 - chunk.start]
-        for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
+        for sequence in self.scheduler.prefilled(chunks):  # no token was to be generated
             sequence.finish_reason = "length"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
-            self._tell(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
+            self._emit(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
 
     def _prefill(self) -> SequenceOf[StepLogprobs | None]:
         chunks, self._to_prefill = self._to_prefill, []
@@ -149,68 +149,68 @@ class EngineLoop:
         self.stats.prefill_seconds += time.perf_counter() - began
         return found
 
-    def _wants_more(self) -> bool:
-        """Whether any row lacks tokens that what is in flight will not give it."""
+    def _needs_launch(self) -> bool:
+        """Whether any row needs more tokens than the launches in flight will give it."""
         if not self._in_flight or self.scheduler.decoding != self._staged:
             return True
         ahead = sum(batch.launch.num_steps for batch in self._in_flight)
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
-    def _planned(self) -> LaunchPlan | None:
-        """Stage what has changed, and return what to launch; None where no row is left."""
-        # what a held row may sample follows from its last token, which the host has to see first: while there is such a
+    def _plan_launch(self) -> LaunchPlan | None:
+        """Stage what has changed, and return what to launch; None if no row is left."""
+        # the mask of a masked row depends on its last token, which the host has to read first: while there is such a
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
-        is_held = bool(self._held)
+        has_masked_rows = bool(self._masked_rows)
         if not is_steady:
-            is_held = any(s.constraint is not None and s.constraint.guide is None for s in self.scheduler.decoding)
-        num_steps = 1 if is_held else self.runner.steps_per_launch
+            has_masked_rows = any(
+                s.constraint is not None and s.constraint.guide is None for s in self.scheduler.decoding
+            )
+        num_steps = 1 if has_masked_rows else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
         if is_steady and not (pages_changed or self._to_prefill) and self._repeated is not None:
             return self._repeated
         is_new = not is_steady or (pages_changed and self.scheduler.decoding != self._staged)  # some were preempted
         if is_new:
-            self._drain()  # what is in flight belongs to the rows as they were
+            self._drain()  # launches in flight belong to the old rows
             if not self._stage(list(self.scheduler.decoding)):
                 return None
-            num_steps = 1 if self._held else num_steps
+            num_steps = 1 if self._masked_rows else num_steps
         elif pages_changed:
-            with self.runner.here():
+            with self.runner.device_guard():
                 self.runner.step.stage_pages([self._pages_of(sequence.request_id) for sequence in self._staged])
         queries = self._queries(room)
-        in_halves = bool(self._held) and not is_new and self._fills_on_the_way(queries)
+        in_halves = bool(self._masked_rows) and not is_new and self._overlaps_masks(queries)
         if self._to_prefill:
-            if queries == 1 and not in_halves and self.runner.graphs.takes(len(self._staged), self._prefilled):
-                along, self._to_prefill = self._to_prefill, []
+            if queries == 1 and not in_halves and self.runner.graphs.can_mix(len(self._staged), self._prefilled):
+                chunks, self._to_prefill = self._to_prefill, []
                 self.stats.mixed_steps += 1
-                self.runner.stage(chunks=along)
-                # the rings have one entry of it
-                return LaunchPlan.of_chunks(along, len(self._staged), has_adapters=self._has_adapters)
+                self.runner.stage(chunks=chunks)
+                return LaunchPlan.of_chunks(chunks, len(self._staged), has_adapters=self._has_adapters)
             self._prefill()
         part = "logits" if in_halves else "whole"
         shape = StepShape(len(self._staged), queries, part=part, has_adapters=self._has_adapters)
         plan = LaunchPlan(shape, min(num_steps, room // queries))
-        self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._held else None
+        self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._masked_rows else None
         return plan
 
     def _stage(self, rows: list[Sequence]) -> bool:
-        self._staged, self._held, self._found, self._repeated = [], {}, [], None
+        self._staged, self._masked_rows, self._found, self._repeated = [], {}, [], None
         if not rows:
             return False
-        fresh = [row for row, sequence in enumerate(rows) if not sequence.num_generated]  # theirs are filled already
+        fresh = [row for row, sequence in enumerate(rows) if not sequence.num_generated]  # filled by `Engine.add`
         for row, mask in _masks(_constrained(rows, fresh)).items():
             np.copyto(rows[row].sampling.token_mask, mask)  # type: ignore[arg-type]
-        cache, ids = self.scheduler.cache, [sequence.request_id for sequence in rows]
-        places = zip(rows, map(cache.pages_of, ids), map(cache.state_row_of, ids), strict=True)
-        self.runner.stage([sequence.row_inputs(pages, state_row) for sequence, pages, state_row in places])
+        cache = self.scheduler.cache
+        self.runner.stage([s.row_inputs(cache.pages_of(s.request_id), cache.state_row_of(s.request_id)) for s in rows])
         self._staged, self._has_adapters = rows, any(sequence.adapter is not None for sequence in rows)
-        self._held = _constrained(rows, self.runner.step.guided_rows)
+        self._masked_rows = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
         return True
 
     def _queries(self, room: int) -> int:
-        """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""
+        """Return how many tokens each row feeds per step of the next launch; at most `room`."""
         drafting, rows = self.runner.step.drafting, len(self._staged)
         if drafting is None or self.pace is None:
             return 1
@@ -219,29 +219,29 @@ class EngineLoop:
             self._found = found
         queries = self.pace.choose(self.runner.graphs.bucket_for(rows), self._found, room)
         if queries > 1 and not drafting.is_cheap:
-            self._drain()  # its tokens are part of what the source is to see
+            self._drain()  # the draft model needs their tokens
             running = (sequence for sequence in self._staged if not sequence.finished)
             for chunks in draft_gaps(running, self.scheduler.cache, self.runner.setting.prefill_tokens):
                 self.runner.stage(chunks=chunks)
                 self.runner.launch(LaunchPlan.of_chunks(chunks, catches_up=True))
         return queries
 
-    def _fills_on_the_way(self, queries: int) -> bool:
-        """Whether the masks are to be filled while the step of one query a row is computed; else fill them now."""
-        if queries == 1 and (not self.runner.is_on_host or self._mask_seconds > self.worth_a_thread_seconds):
+    def _overlaps_masks(self, queries: int) -> bool:
+        """Whether to fill masks between the halves of the step, while the first runs; if not, fill them now."""
+        if queries == 1 and (not self.runner.is_cpu or self._mask_seconds > self.mask_thread_seconds):
             return True
         self._fill_masks()
         return False
 
     def _fill_masks(self) -> None:
         began = time.perf_counter()
-        masks = _masks(self._held)
+        masks = _masks(self._masked_rows)
         self._mask_seconds = time.perf_counter() - began
-        with self.runner.here():
+        with self.runner.device_guard():
             self.runner.step.stage_masks(masks)
 
     def _reserve_pages(self, num_tokens: int, is_steady: bool) -> tuple[int, bool]:
-        """Find pages for the next tokens; return how many there are pages for, and whether pages changed."""
+        """Reserve pages for the next tokens; return for how many there are pages, and whether pages changed."""
         if is_steady and num_tokens <= self._steps_with_pages:
             self._steps_with_pages -= num_tokens
             return num_tokens, False
@@ -252,7 +252,7 @@ class EngineLoop:
             self._steps_with_pages = self.scheduler.steps_with_pages() - ahead
             return num_tokens, changed
         except CacheFullError:
-            self._prefill()  # whose pages may be taken
+            self._prefill()  # before its sequences may be preempted
             self._drain()
             return self.scheduler.make_room(num_tokens), True
 
@@ -267,9 +267,9 @@ class EngineLoop:
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self.stats.generated_tokens += self._accept(sequence, row, steps)
-                if queries > 1:  # the last draft was not fed to its source
+                if queries > 1:  # the draft model has not seen the last draft
                     sequence.drafted_length = sequence.cached_length - 1
-        # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
+        # count steps that ran for a live row: a loop on the device may end early, a launch may follow a stop
         first_tokens = steps[::queries] if queries > 1 else steps
         ran = sum([step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in first_tokens])
         self.stats.batch_sizes[launch.num_rows] += ran
@@ -298,14 +298,14 @@ class EngineLoop:
             self._found = found
 
     def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> int:
-        """Take what the steps of a launch gave one row, and tell its owner; return how many tokens it kept."""
+        """Append the tokens of a launch to one sequence, and emit an event; return how many tokens it kept."""
         accepted: list[int] = []
         wanted = sequence.params.logprobs
         logprobs: list[TokenLogprobs] | None = None if wanted is None else []
         error: str | None = None
         for step in steps:
             token = step.tokens[row]
-            if token == ENDED_BEFORE:  # or the draft before it was wrong, and the row's next step goes on
+            if token == ENDED_BEFORE:  # or the draft before it was rejected
                 continue
             if token < 0 or sequence.failure is not None:
                 error = sequence.fail(sequence.failure or token)
@@ -323,13 +323,13 @@ class EngineLoop:
             if sequence.finish_reason is not None:
                 break
         if accepted or error is not None:
-            self._tell(sequence, accepted, logprobs, error)
+            self._emit(sequence, accepted, logprobs, error)
         return len(accepted)
 
-    def _tell(
+    def _emit(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, error: str | None = None
     ) -> None:
-        """Tell a sequence's owner of new tokens, or of an error, and forget the sequence if it has ended."""
+        """Emit an event of new tokens or an error; remove the sequence if it has ended."""
         metrics, finish_reason = sequence.metrics, sequence.finish_reason
         if metrics.first_token_time is None and tokens:
             metrics.first_token_time = time.perf_counter()
@@ -339,10 +339,10 @@ class EngineLoop:
             self.scheduler.remove(sequence, findable=error is None)
             self.ended.append(sequence.request_id)
         scores = None
-        if sequence.params.prompt_logprobs is not None and not sequence.has_told_prompt:
-            scores, sequence.has_told_prompt = sequence.prompt_logprobs, True
-        told = (metrics, error, scores, sequence.is_complete, sequence.error_code)
-        self._events.append(Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, *told))
+        if sequence.params.prompt_logprobs is not None and not sequence.prompt_reported:
+            scores, sequence.prompt_reported = sequence.prompt_logprobs, True
+        outcome = (finish_reason, sequence.stop_reason, metrics, error, scores, sequence.is_complete)
+        self._events.append(Event(sequence.request_id, tokens, logprobs, *outcome, sequence.error_code))
 
 
 def _constrained(rows: list[Sequence], without: Collection[int] = ()) -> _Constrained:
@@ -354,7 +354,7 @@ def _constrained(rows: list[Sequence], without: Collection[int] = ()) -> _Constr
 
 
 def _masks(constrained: _Constrained) -> dict[int, np.ndarray]:
-    """Return which tokens each row may sample next; a constraint that fails ends its row when the step is read."""
+    """Return the token mask of each row; a constraint that fails ends its row when the step is read."""
     masks: dict[int, np.ndarray] = {}
     for kind, rows in constrained.items():
         found = kind.fill_all([sequence.constraint for _, sequence in rows], [s.stop_ids for _, s in rows])

@@ -13,15 +13,15 @@ _STEP_TIMES_KEPT = 100_000
 
 @dataclass
 class RequestMetrics:
-    """When things happened, in seconds of `time.perf_counter`, and what it took; None: not yet.
+    """Times of a request, in seconds of `time.perf_counter` (None: not yet), and counts.
 
     Attributes:
-        arrival_time: the request was handed in.
+        arrival_time: the request was added.
         first_scheduled_time: it first got a row and pages.
-        first_token_time: its first token was known to the host.
-        finished_time: its last answer was finished.
-        num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
-        num_preemptions: how often the request gave its pages back and was recomputed.
+        first_token_time: its first token was read by the host.
+        finished_time: its last output was finished.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_preemptions: how often it was preempted.
     """
 
     arrival_time: float
@@ -38,7 +38,7 @@ class RequestMetrics:
 
 
 class DraftCounts(NamedTuple):
-    """Counts of drafts: verified ones, those that were accepted, and these by their place in a run of drafts."""
+    """Counts of verified and accepted drafts, and of accepted ones by position in a run of drafts."""
 
     drafted: int
     accepted: int
@@ -51,14 +51,13 @@ class EngineStats:
 
     Attributes:
         generated_tokens: sampled tokens that were kept.
-        prefilled_tokens: tokens whose keys and values were computed by prefill.
+        prefilled_tokens: tokens computed by prefill.
         prefill_seconds: host time of prefills.
-        mixed_steps: decode steps that took chunks of prompts along.
-        batch_sizes: live rows of a decode step -> how many steps had so many.
-        bucket_steps: bucket -> how often it was replayed.
-        step_seconds: time of the last decode steps: from the launch, or from the tokens of the step before where that
-            is later, to the tokens.
-        launch_seconds: of the host, for each of the last launches; without a GPU the launch is the work.
+        mixed_steps: decode steps with prompt chunks.
+        batch_sizes: live rows -> decode steps.
+        bucket_steps: bucket -> decode steps.
+        step_seconds: of the last decode steps: from the launch, or the read of the step before if later, to the read.
+        launch_seconds: host time of the last launches; on a CPU, of the whole step.
     """
 
     generated_tokens: int = 0
@@ -80,14 +79,14 @@ class EngineStats:
         self.spec_decode_num_drafts += 1
         self.spec_decode_num_draft_tokens += verified
         self.spec_decode_num_accepted_tokens += accepted
-        places = self.spec_decode_num_accepted_tokens_per_pos
-        places += [0] * (verified - len(places))
-        for place in range(accepted):
-            places[place] += 1
+        by_position = self.spec_decode_num_accepted_tokens_per_pos
+        by_position += [0] * (verified - len(by_position))
+        for position in range(accepted):
+            by_position[position] += 1
 
     @property
     def speculation(self) -> DraftCounts:
-        """The counts of drafts that have vLLM's names above, together."""
+        """The counts of drafts."""
         by_position = tuple(self.spec_decode_num_accepted_tokens_per_pos)
         return DraftCounts(self.spec_decode_num_draft_tokens, self.spec_decode_num_accepted_tokens, by_position)
 
@@ -110,7 +109,7 @@ class EngineStats:
         return "; ".join([*parts, *self.drafted()])
 
     def drafted(self) -> list[str]:
-        """Return what became of drafts, in words; nothing where there were none."""
+        """Return a summary of drafts; [] without any."""
         drafted, accepted, _ = self.speculation
         if not drafted:
             return []
@@ -118,7 +117,7 @@ class EngineStats:
         return [f"{accepted} of {drafted} drafts accepted, {mean:.2f} tokens a verification"]
 
     def step_times(self) -> list[str]:
-        """Return the median and the 99th percentile of the last steps' times, in words; nothing where none ran."""
+        """Return the median and 99th percentile of step times as text; [] without steps."""
         if not self.step_seconds:
             return []
         p50, p99 = np.percentile(np.array(self.step_seconds) * 1000, [50, 99])

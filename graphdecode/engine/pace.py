@@ -1,4 +1,4 @@
-"""How much the next round takes on, by the times of earlier ones: drafts to verify, and tokens of prompts."""
+"""Draft length and chunk size of the next round, by the times of earlier ones."""
 
 from __future__ import annotations
 
@@ -9,88 +9,88 @@ from statistics import median
 
 from graphdecode.engine.steps import StepDrafts
 
-_TIMES_KEPT = 9  # of each kind of step; their median counts
-_LEAST_TIMES = 3  # below, what was measured may be chance, and a guess counts
-_FORGOTTEN_AFTER = 200  # launches without a kind of step, behind which it is tried again
-_HALF_LIFE = 0.98  # what an observation counts after each later one
-_PRIOR = (1.0, 0.6)  # drafts that are taken as seen before any was, and as right: the first ones are tried
-_PATIENCE = (128, 2048)  # plain launches, at first and at most, behind which drafts that are not cheap are tried again
+_TIMES_KEPT = 9  # per kind of step, for the median
+_LEAST_TIMES = 3  # fewer measurements are not used
+_FORGOTTEN_AFTER = 200  # launches without a kind of step, after which its times are measured again
+_DECAY = 0.98  # weight of an observation after each later one
+_PRIOR = (1.0, 0.6)  # drafts and right drafts that are counted at first, so that drafts are tried
+_PATIENCE = (128, 2048)  # plain launches, at first and at most, before drafts that are not cheap are tried again
 _TRIAL = 4  # launches
-_TRIAL_WEIGHT = 0.1  # of what was seen before a trial
-_GUESSED_SHARE = 0.06  # of a step's time, for each more query, where nothing was measured
-_FIRST_CHUNK = 32  # tokens of the first chunk between steps, before anything is known
-_LEAST_CHUNK = 8  # tokens: a prompt goes on, however long a step takes
-_CHUNK_WEIGHT = 0.3  # of what was seen last, in the averages
+_TRIAL_WEIGHT = 0.1  # of earlier observations in a trial
+_GUESSED_SHARE = 0.06  # of a step's time per additional query, if nothing was measured
+_FIRST_CHUNK = 32  # tokens of the first chunk between steps
+_LEAST_CHUNK = 8  # tokens, however long a step takes
+_CHUNK_WEIGHT = 0.3  # of the last time in the averages
 
 
 class DraftPace:
-    """Chooses how many queries a row the next launch has, of the `widths` that there are steps for.
+    """Chooses the queries per row of the next launch, among `widths`, by the expected tokens per second.
 
-    A draft's chance is an average over what was accepted lately where as many tokens spoke for it; a step's time is the
-    median of the last ones of its kind. So speculation that does not pay is switched off, and on again, at no cost.
-    Plain steps tell whether a cheap draft would have been right. They make no others: a few launches try these again,
-    after a time that doubles whenever they were tried in vain.
+    The chance of a draft is a moving average of acceptance at its match length; the time of a step is the median of the
+    last ones of its kind. Plain steps show whether a cheap draft would have been right, so that speculation is switched
+    off and on at no cost. Drafts that are not cheap are tried again for a few launches, after an interval that doubles
+    with each trial in vain.
     """
 
     def __init__(self, widths: Sequence[int], *, is_fixed: bool = False, is_cheap: bool = True) -> None:
         self.widths = tuple(widths)
         self._is_fixed, self._is_cheap = is_fixed, is_cheap
         self._patience = _PATIENCE[0]
-        self._plain = 0  # launches since drafts paid, or were tried in vain
+        self._plain = 0  # launches since drafts were faster, or the last trial
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._last_run: dict[tuple[int, int], int] = {}
         self._launches = 0
-        self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # by match length: drafts, right ones
+        self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # match length -> drafts, right ones
 
     def choose(self, bucket: int, found: Sequence[tuple[int, int]], most: int) -> int:
-        """Return the queries of a row, at most `most`, for the next launch of `bucket` rows.
+        """Return the queries per row, at most `most`, for the next launch of `bucket` rows.
 
-        `found` are each row's drafts, and how many tokens speak for them.
+        `found`: each row's number of drafts and match length.
         """
         drafts = max((count for count, _ in found), default=0)
         if drafts == 0:
             return 1
-        able = [width for width in self.widths if width <= most]
-        able = [width for narrower, width in pairwise([0, *able]) if narrower <= drafts]
+        widths = [width for width in self.widths if width <= most]
+        widths = [width for narrower, width in pairwise([0, *widths]) if narrower <= drafts]
         if self._is_fixed:
-            return able[-1]
-        if not self._is_cheap:  # from plain steps on, one number of queries after the other is measured
-            known = sum(self._is_known(bucket, width) for width in able)
+            return widths[-1]
+        if not self._is_cheap:  # measure one width after the other, from plain steps on
+            known = sum(self._is_known(bucket, width) for width in widths)
             if known == 0:
                 return 1
-            able = able[: known + 1]
+            widths = widths[: known + 1]
         chances = [(count, self.chance(matched)) for count, matched in found]
         best, best_speed = 1, 0.0
-        for width in able:
+        for width in widths:
             tokens = sum(_expected(min(count, width - 1), chance) for count, chance in chances)
             speed = tokens / self.step_seconds(bucket, width)
             if speed > best_speed:
                 best, best_speed = width, speed
-        return best if self._is_cheap else self._best_or_trial(best, able)
+        return best if self._is_cheap else self._best_or_trial(best, widths)
 
-    def _best_or_trial(self, best: int, able: Sequence[int]) -> int:
-        """Return the choice; or the least that feeds drafts, where none was fed for long."""
+    def _best_or_trial(self, best: int, widths: Sequence[int]) -> int:
+        """Return the choice, or the smallest width with drafts if none were fed for long."""
         if best > 1:
-            if self._plain > self._patience:  # a trial has shown it
+            if self._plain > self._patience:  # the trial succeeded
                 self._patience = max(self._patience // 2, _PATIENCE[0])
             self._plain = 0
             return best
         self._plain += 1
-        if self._plain <= self._patience or len(able) == 1:
+        if self._plain <= self._patience or len(widths) == 1:
             return best
         if self._plain == self._patience + 1:
             self._seen.update({matched: [_TRIAL_WEIGHT * n for n in seen] for matched, seen in self._seen.items()})
         if self._plain == self._patience + _TRIAL:
             self._plain, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
-        return able[1]
+        return widths[1]
 
     def chance(self, matched: int) -> float:
-        """Return how likely a draft is right where so many tokens speak for it."""
+        """Return the probability that a draft with this match length is right."""
         drafts, right = self._seen[matched]
         return right / drafts
 
     def step_seconds(self, bucket: int, width: int) -> float:
-        """Return what a step takes, or a low guess by those that were measured, so that it is tried."""
+        """Return the time of a step, or a low estimate from other widths, so that it is tried."""
         if self._is_known(bucket, width) and not self._is_forgotten(bucket, width):
             return median(self._times[bucket, width])
         known = {known: median(self._times[bucket, known]) for known in self.widths if self._is_known(bucket, known)}
@@ -109,9 +109,9 @@ class DraftPace:
         return self._is_cheap and self._launches - last >= _FORGOTTEN_AFTER
 
     def saw_step(self, bucket: int, width: int, seconds: float) -> None:
-        """Take the time of a step."""
+        """Record the time of a step."""
         self._launches += 1
-        if (bucket, width) not in self._times:  # the first time does not count: it may hold a capture
+        if (bucket, width) not in self._times:  # skip the first time, which may include a capture
             self._times[bucket, width] = deque(maxlen=_TIMES_KEPT)
         else:
             if width > 1 and self._is_forgotten(bucket, width):
@@ -120,31 +120,31 @@ class DraftPace:
         self._last_run[bucket, width] = self._launches
 
     def saw_drafts(self, before: Sequence[tuple[int, int]], drafts: StepDrafts) -> None:
-        """Take what became of a step's drafts, and what was found `before` it, row by row."""
+        """Record the drafts of a step, given the `found` of `choose` before it."""
         for (count, matched), verified, accepted in zip(before, drafts.verified, drafts.accepted, strict=False):
             if not count or not (verified or self._is_cheap):
                 continue
             tried = accepted + (accepted < verified) if verified else 1
             seen = self._seen[matched]
-            seen[0] = seen[0] * _HALF_LIFE + tried
-            seen[1] = seen[1] * _HALF_LIFE + accepted
+            seen[0] = seen[0] * _DECAY + tried
+            seen[1] = seen[1] * _DECAY + accepted
 
 
 def _guessed(width: int) -> float:
-    return 1.0 + _GUESSED_SHARE * (width - 1)  # a step of some queries a row, in the time of one query's
+    return 1.0 + _GUESSED_SHARE * (width - 1)  # relative to one query per row
 
 
 def _expected(drafts: int, chance: float) -> float:
-    """Return how many tokens a step is likely to give: 1 + p + p^2 + ... + p^drafts."""
+    """Return the expected tokens of a step: 1 + p + p^2 + ... + p^drafts."""
     return drafts + 1.0 if chance >= 1.0 else (1.0 - chance ** (drafts + 1)) / (1.0 - chance)
 
 
 class ChunkBudget:
-    """Sizes chunks by what chunks and steps took so far.
+    """Chooses chunk sizes by the times of earlier chunks and steps.
 
     Args:
-        largest: tokens of a chunk where no row waits for its next token.
-        target_seconds: between two tokens of a row, at most; 0: chunks are always as large as they may be.
+        largest: tokens of a chunk if no row is decoding.
+        target_seconds: largest time between two tokens of a row; 0: chunks always have the largest size.
     """
 
     def __init__(self, largest: int, target_seconds: float) -> None:
@@ -153,7 +153,7 @@ class ChunkBudget:
         self._token_seconds: float | None = None  # of a prompt's token
 
     def tokens(self, *, others_wait: bool) -> int:
-        """Return how many tokens of prompts to compute now; fewer where rows wait for their next token behind it."""
+        """Return how many prompt tokens to compute now; fewer if rows are decoding (`others_wait`)."""
         if not (self.target_seconds and others_wait):
             return self._largest
         if self._token_seconds is None:
@@ -162,7 +162,7 @@ class ChunkBudget:
         return max(min(int(room / self._token_seconds), self._largest), min(_LEAST_CHUNK, self._largest))
 
     def saw(self, prefilled: int, seconds: float) -> None:
-        """Learn from the time between two tokens of a row, in which so many tokens of prompts were computed."""
+        """Record the time between two tokens of a row, in which `prefilled` prompt tokens were computed."""
         if not prefilled:
             self._step_seconds = _moved(self._step_seconds, seconds)
         elif self._step_seconds is not None:

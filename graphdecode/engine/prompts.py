@@ -1,4 +1,4 @@
-"""Prompts, chunk by chunk: many tokens of some rows in one pass, into the same cache."""
+"""Prefill: chunks of prompts, many tokens of some rows in one pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphdecode.buckets import StepShape
 from graphdecode.buffers import Slot, StepBuffers
 from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps import StepLogprobs
-from graphdecode.engine.steps.decode import adopt_model, decode_attention_of
+from graphdecode.engine.steps.decode import adopt_model, decode_attention_of, or_trash
 from graphdecode.engine.steps.step import StepSetting, prompt_shapes
 from graphdecode.kernels.sampling.logprobs import token_logprobs
 from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, LogprobOutputs
@@ -24,35 +24,34 @@ from graphdecode.models import Chunks
 _CHUNKS = "chunks"  # the staging block
 _DUMMY_TOKEN = 1
 _PROBED_TOKENS = 16
-_PLACES = 128  # whose logits are held at once
-_ALIGNED_ROWS = 4  # so many int32 are 16 bytes: kernels that begin there are the ones that begin at 0
+_SCORED_TOKENS = 128  # logits that are held at once while scoring
+_ALIGNED_ROWS = 4  # int32 in 16 bytes: slices at a multiple of it take the same kernels as slices at 0
 
 
 @dataclass(frozen=True)
 class PromptChunk:
     """Some tokens of one sequence, to be computed."""
 
-    token_ids: Sequence[int]  # of the chunk
-    start: int  # tokens of the sequence that are in the cache already
-    pages: Sequence[int]  # of the cache, in order, with room for these
-    # the tokens that follow those of the chunk, one for each, where their log-probabilities are wanted
-    scored: Sequence[int] = ()
-    num_logprobs: int = 0  # most likely tokens that are wanted beside them
-    state_row: int | None = None  # of the sequence's recurrent states and rolling pages; None: nobody's
-    adapter: int = -1  # the slot of the sequence's adapter; -1: none
+    token_ids: Sequence[int]
+    start: int  # tokens of the sequence that are cached already
+    pages: Sequence[int]  # of the sequence, with room for these tokens
+    scored: Sequence[int] = ()  # if log-probabilities are wanted: the successor of each token of the chunk
+    num_logprobs: int = 0  # number of top tokens for each
+    state_row: int | None = None  # of the sequence's recurrent states and rolling pages; None: the trash row
+    adapter: int = -1  # slot of the sequence's adapter; -1: none
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence that are in the cache afterwards."""
+        """Tokens of the sequence that are cached afterwards."""
         return self.start + len(self.token_ids)
 
 
 class Prompts:
-    """Computes keys and values of prompts, and logits to score them alone: the last token is fed to a decode step.
+    """Computes keys and values of prompts; logits only to score them, since a decode step feeds the last token.
 
     Attributes:
-        buffers: every tensor that a pass reads or writes; its rows are tokens.
-        shapes: passes that have graphs; none with `batch_invariant`, where tokens are taken one by one.
+        buffers: slots of a pass; their rows are tokens.
+        shapes: passes that have graphs; none with `batch_invariant`, which attends token by token.
     """
 
     def __init__(self, setting: StepSetting) -> None:
@@ -63,19 +62,20 @@ class Prompts:
         self._longest = setting.max_pages_per_row * setting.page_size
         self.max_tokens = max_tokens = setting.prefill_tokens
         self._rows = rows = min(setting.config.max_batch_size, max_tokens)
-        longs = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), (rows + 1,))
-        shapes = dict.fromkeys(("rows", "positions"), ("batch",)) | longs
+        pages, int32 = setting.max_pages_per_row, torch.int32
         slots = [
             Slot("tokens", ("batch",), torch.int64, pad=_DUMMY_TOKEN, staged=_CHUNKS),
-            *(Slot(name, shape, torch.int32, staged=_CHUNKS) for name, shape in shapes.items()),
-            Slot("state_rows", (rows,), torch.int32, pad=self._trash_state_row, staged=_CHUNKS),
-            Slot("page_table", (rows, setting.max_pages_per_row), torch.int32, pad=self._trash_page, staged=_CHUNKS),
+            Slot("rows", ("batch",), int32, staged=_CHUNKS),
+            Slot("positions", ("batch",), int32, staged=_CHUNKS),
+            Slot("cu_seqlens_q", (rows + 1,), int32, staged=_CHUNKS),
+            Slot("cu_seqlens_kv", (rows + 1,), int32, staged=_CHUNKS),
+            Slot("state_rows", (rows,), int32, pad=self._trash_state_row, staged=_CHUNKS),
+            Slot("page_table", (rows, pages), int32, pad=self._trash_page, staged=_CHUNKS),
         ]
         if self._model.adapters is not None:
             slots.append(Slot("adapters", (rows,), torch.int32, pad=-1, staged=_CHUNKS))
         if setting.rolling is not None:
-            sizes = (rows, setting.max_pages_per_row)
-            slots.append(Slot("rolling_table", sizes, torch.int32, pad=setting.rolling.trash_page, staged=_CHUNKS))
+            slots.append(Slot("rolling_table", (rows, pages), int32, pad=setting.rolling.trash_page, staged=_CHUNKS))
         device = self._model.device
         self.buffers = StepBuffers(slots, max_batch_size=max_tokens, device=device)
         self._most_logprobs = min(setting.config.max_logprobs, self._model.config.vocab_size)
@@ -92,9 +92,7 @@ class Prompts:
                 self.shapes = prompt_shapes(device.type, max_tokens)
 
     def chunks(self, shape: StepShape, rows: int | None = None) -> Chunks:
-        """Return what `stage` writes, narrowed to a shape's tokens and so many chunks (None: all); the last may be
-        padding.
-        """
+        """Return the slots, narrowed to a shape's tokens and some chunks (None: all); the last may be padding."""
         buffers, tokens, rows = self.buffers, shape.prompt_tokens, self._rows if rows is None else rows
         return Chunks(
             buffers.tokens[:tokens],
@@ -110,11 +108,11 @@ class Prompts:
         )
 
     def run(self, chunks: Chunks) -> Any:
-        """Compute the keys and values of some chunks; return what `score` takes."""
+        """Compute keys and values of some chunks; return the hidden states for `score`."""
         return self._model.prefill(chunks, self._caches, self._attention)
 
     def dummies(self) -> list[list[PromptChunk]]:
-        """Return passes of 1, 2, 4, ... tokens into the trash page, up to the largest: they compile all."""
+        """Return passes of 1, 2, 4, ... tokens into the trash page, up to the largest, which compile all kernels."""
         most = min(self.max_tokens, self._longest * self._rows)
         passes = []
         for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
@@ -122,8 +120,8 @@ class Prompts:
             passes.append([PromptChunk([_DUMMY_TOKEN] * length, 0, ()) for length in lengths])
         return passes
 
-    def stay_finite(self) -> bool:
-        """Whether the logits of tokens from all of the vocabulary, whose keys go to the trash page, are finite."""
+    def has_finite_logits(self) -> bool:
+        """Whether the logits of tokens from the whole vocabulary are finite; writes the trash page only."""
         count = min(self._page_size, self.max_tokens, _PROBED_TOKENS)
         tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
         self.stage([PromptChunk(tokens, 0, ())])
@@ -143,8 +141,7 @@ class Prompts:
             end += length
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
-            state_row = self._trash_state_row if chunk.state_row is None else chunk.state_row
-            staged["state_rows"][row] = state_row
+            staged["state_rows"][row] = state_row = or_trash(chunk.state_row, self._trash_state_row)
             if "adapters" in staged:
                 staged["adapters"][row] = chunk.adapter
             if self._rolling is not None:
@@ -155,28 +152,30 @@ class Prompts:
         self.buffers.upload(_CHUNKS, end)
 
     def score(self, chunks: Sequence[PromptChunk], passed: Any) -> list[StepLogprobs | None]:
-        """Return the log-probabilities that each chunk of a pass wants; it had no others behind it."""
+        """Return the log-probabilities of each chunk of a pass that wants them."""
         begins = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
         placed = zip(chunks, begins, strict=False)
         return [self._scored(chunk, passed, begin) if chunk.scored else None for chunk, begin in placed]
 
     def _scored(self, chunk: PromptChunk, passed: Any, begin: int) -> StepLogprobs:
-        """Reduce a chunk's logits, from `begin` on in the pass, with the operator that a decode step does it with."""
+        """Return the log-probabilities of a chunk at `begin` of the pass, by the operator of decode steps."""
         device, width = self._model.device, chunk.num_logprobs
         found = StepLogprobs([], [], [], [])
         targets = torch.tensor(chunk.scored, dtype=torch.int64).to(device)
-        for first in range(0, len(targets), _PLACES):
-            count = min(_PLACES, len(targets) - first)
+        for first in range(0, len(targets), _SCORED_TOKENS):
+            count = min(_SCORED_TOKENS, len(targets) - first)
             outputs = LogprobOutputs(
                 sampled_logprob=torch.empty(count, dtype=torch.float32, device=device),
                 sampled_rank=torch.empty(count, dtype=torch.int32, device=device),
                 top_logprobs=torch.empty(count, self._most_logprobs, dtype=torch.float32, device=device),
                 top_ids=torch.empty(count, self._most_logprobs, dtype=torch.int32, device=device),
             )
-            asked = ((1, count), (count, FLAG_LOGPROBS), (count, width))  # live rows, flags, likely tokens
-            given = (torch.full((size,), value, dtype=torch.int32, device=device) for size, value in asked)
+            live_rows, flags, tops = (
+                torch.full((size,), value, dtype=torch.int32, device=device)
+                for size, value in ((1, count), (count, FLAG_LOGPROBS), (count, width))
+            )
             logits = self._model.logits(passed, begin + first, begin + first + count)
-            token_logprobs(outputs, logits, targets[first : first + count], *given)
+            token_logprobs(outputs, logits, targets[first : first + count], live_rows, flags, tops)
             found.sampled.extend(outputs.sampled_logprob.tolist())
             found.ranks.extend(outputs.sampled_rank.tolist())
             found.top.extend(outputs.top_logprobs[:, :width].tolist())

@@ -1,8 +1,8 @@
-"""A process that is one rank of a model, and not the first.
+"""The process of one rank other than 0.
 
     python -m graphdecode.engine.rank_process LINK LIFE BOARD
 
-The descriptors are those of `follower_of`. It ends with rank 0, and when rank 0 ends it.
+The descriptors are those of `follower_of`. It ends with rank 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphdecode.engine.ranks import run
 
 
 def main() -> None:
-    """Take part in the group that `start_ranks` has started this process for."""
+    """Join the group of `start_ranks`."""
     leave_signals()
     sys.exit(run(follower_of([int(each) for each in sys.argv[1:]]), captured_runner))
 

@@ -1,4 +1,4 @@
-"""A model that several processes share: rank 0 tells the others all that its own steps are about to do."""
+"""Tensor parallelism: rank 0 schedules, and sends the other ranks every staged change and launch."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Load: TypeAlias = Callable[[str, EngineConfig, Ranks], Runner]
 class Command(IntEnum):
     """The messages of rank 0 to the others, with their numbers and payloads."""
 
-    LOAD = 0  # what to load, as JSON
-    CHANGE = 1  # which buffers, bytes of the name, how many numbers; name, numbers, data
+    LOAD = 0  # model and configuration, as JSON
+    CHANGE = 1  # index of the buffers, bytes of the name, count of numbers; name, numbers, data
     STAGED = 2  # rows
-    LAUNCH = 3  # a `LaunchPlan`; what the host does between halves follows, up to HANDED
-    HANDED = 4
+    LAUNCH = 3  # a `LaunchPlan`; for halves, the changes in between follow, up to HALF_STAGED
+    HALF_STAGED = 4
     UNLOAD = 5
     END = 6
 
 
 class LeadingRunner(Runner):
-    """A `Runner` whose model the other ranks have a part of.
+    """A `Runner` on rank 0, whose model the other ranks share.
 
-    They get what was staged, as bytes, and then the same launch to run: in a steady state one short message a launch.
-    A failure in the midst of it is the group's. With `ends_ranks` the other ranks end with this runner.
+    They receive staged data as bytes, and then the same launch: one short message per launch in a steady state. A
+    failure fails the whole group. With `ends_ranks` the other ranks end with this runner.
     """
 
     def __init__(self, *arguments: Any, leader: Leader, **keywords: Any) -> None:
@@ -50,7 +50,7 @@ class LeadingRunner(Runner):
         self.ranks, self.ends_ranks = leader, True
 
     def lead(self, *, ends_ranks: bool) -> None:
-        """Send commands from now on; up to here all ranks have done the same by themselves."""
+        """Send commands from now on; until here, all ranks have run the same code."""
         self.ends_ranks = ends_ranks
         for number, buffers in enumerate((self.buffers, self.prompts.buffers)):
             buffers.relay = lambda change, number=number: self._relay(number, change)
@@ -58,10 +58,10 @@ class LeadingRunner(Runner):
     def _relay(self, number: int, change: Change) -> None:
         name = change.name.encode()
         payload = name + np.asarray(change.numbers, dtype=np.int32).tobytes() + change.data
-        self.ranks.tell(Command.CHANGE, (number, len(name), len(change.numbers)), payload)
+        self.ranks.send(Command.CHANGE, (number, len(name), len(change.numbers)), payload)
 
     def capture_waiting(self) -> bool:
-        """Return False: what one rank captures all must, and they do when a step needs it."""
+        """Return False: ranks capture together, when a step needs a graph."""
         return False
 
     @contextmanager
@@ -78,35 +78,35 @@ class LeadingRunner(Runner):
         """Stage rows and chunks on all ranks; see `Runner.stage`."""
         with self._together():
             super().stage(rows, chunks)
-            if rows:  # what follows on the device is looked at before the next launch
-                self.ranks.tell(Command.STAGED, (len(rows), 0, 0))
+            if rows:
+                self.ranks.send(Command.STAGED, (len(rows), 0, 0))
 
     def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
         """Start what is staged on all ranks; see `Runner.launch`."""
         with self._together():
-            self.ranks.tell(Command.LAUNCH, payload=plan.to_bytes())
-            return super().launch(plan, None if meanwhile is None else lambda: self._handing(meanwhile))
+            self.ranks.send(Command.LAUNCH, payload=plan.to_bytes())
+            return super().launch(plan, None if meanwhile is None else lambda: self._stage_half(meanwhile))
 
-    def _handing(self, meanwhile: Callable[[], None]) -> None:
+    def _stage_half(self, meanwhile: Callable[[], None]) -> None:
         try:
             meanwhile()
         finally:
-            self.ranks.tell(Command.HANDED)
+            self.ranks.send(Command.HALF_STAGED)
 
     def close(self) -> None:
-        """Release the graphs of all ranks, and end the other ranks, unless they go on with another model."""
+        """Release the graphs of all ranks; end the other ranks, or have them wait for another model."""
         super().close()
         if self.ends_ranks:
             self.ranks.close(Command.END)
         else:
-            self.ranks.tell(Command.UNLOAD)
+            self.ranks.send(Command.UNLOAD)
 
 
 def follow(ranks: Follower, load: Load) -> None:
-    """Run the commands of rank 0, without a scheduler, until it ends the group.
+    """Run the commands of rank 0 until it ends the group.
 
     Raises:
-        GraphdecodeError: the model cannot be loaded or captured, or a collective did not come to its end.
+        GraphdecodeError: the model cannot be loaded or captured, or a collective timed out.
     """
     runner: Runner | None = None
     while True:
@@ -117,22 +117,22 @@ def follow(ranks: Follower, load: Load) -> None:
         if message.kind == Command.END:
             return
         if message.kind == Command.LOAD:
-            told = json.loads(message.payload)
-            runner = load(told["model"], EngineConfig.of(tomllib.loads(told["config"])), ranks)
+            job = json.loads(message.payload)
+            runner = load(job["model"], EngineConfig.of(tomllib.loads(job["config"])), ranks)
             gc.collect()
-            gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
+            gc.freeze()  # keeps loaded objects out of collections between steps
         elif runner is not None and message.kind == Command.UNLOAD:
             runner.close()
             runner = None
             gc.unfreeze()
             gc.collect()
         elif runner is not None:
-            _obey(message, runner, ranks)
+            _execute(message, runner, ranks)
         if (late := ranks.collectives.late()) is not None:
             raise RankError(late)
 
 
-def _obey(message: Message, runner: Runner, ranks: Follower) -> None:
+def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
     kind, numbers, payload = message
     if kind == Command.CHANGE:
         buffers = (runner.buffers, runner.prompts.buffers)[numbers[0]]
@@ -143,16 +143,16 @@ def _obey(message: Message, runner: Runner, ranks: Follower) -> None:
         runner.step.begin(numbers[0])
     elif kind == Command.LAUNCH:
         plan = LaunchPlan.of_bytes(payload)
-        runner.launch(plan, (lambda: _obey_until_handed(runner, ranks)) if plan.wanted.part != "whole" else None)
+        runner.launch(plan, (lambda: _stage_half(runner, ranks)) if plan.wanted.part != "whole" else None)
 
 
-def _obey_until_handed(runner: Runner, ranks: Follower) -> None:
-    while (message := ranks.receive()).kind != Command.HANDED:
-        _obey(message, runner, ranks)
+def _stage_half(runner: Runner, ranks: Follower) -> None:
+    while (message := ranks.receive()).kind != Command.HALF_STAGED:
+        _execute(message, runner, ranks)
 
 
 def run(ranks: Follower, load: Load) -> int:
-    """Follow, and return the process's exit code; rank 0 is told why where that is not 0."""
+    """Follow rank 0, and return the process's exit code; failures are reported to rank 0."""
     try:
         follow(ranks, load)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Requests and events of the engine, in tokens and no text; and the rules by which requests are refused."""
+"""Requests and events of the engine, in tokens; and the limits of requests."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class RequestError(ArgumentError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt is longer than what fits."""
+    """The prompt is too long."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to be generated.
+    """One output to be generated.
 
     Args:
         prompt_token_ids: at least one token, each in the model's vocabulary.
-        sampling_params: with `n` 1, and without what is resolved above the engine: stop texts, bad words, structured
-            outputs, cuts of the prompt; without a seed, one is derived from the engine's and the request's number.
+        sampling_params: with `n` 1, and without stop texts, bad words, structured outputs and truncation, which the
+            caller resolves. Without a seed, one is derived from the engine's and the request's id.
         bad_words_token_ids: the tokens of `bad_words`.
-        grammar: of the structured output, for the engine's `constrain`; None: there is none.
-        priority: the lowest is served first and preempted last; requests of one priority are served by their `turn`.
-        turn: the lowest is served first; requests of one turn are served as they come.
-        adapter: the name of one that the engine has loaded; None: the model as it is.
-        is_checked: it was held against the engine's `rules` already.
+        grammar: of the structured output, for the engine's `constrain`.
+        priority: the lowest is served first and preempted last.
+        start_tag: within a priority, the lowest is served first (start-time fair queuing); of equals, the first added.
+        adapter: name of a loaded adapter; None: the model without any.
+        is_checked: the engine's `rules` were checked already.
     """
 
     prompt_token_ids: Sequence[int]
@@ -43,15 +43,15 @@ class Request:
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     grammar: str | None = None
     priority: int = 0
-    turn: float = 0.0
+    start_tag: float = 0.0
     adapter: str | None = None
     is_checked: bool = False
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities, natural logarithm, at the place of one token.
+    """Log-probabilities (natural logarithm) at the position of one token.
 
-    `sampled` is of the token, `rank` its place among all, from 1 (of equals the lower id is first), `top` the most
+    `sampled` is the token's, `rank` its rank in the vocabulary from 1 (of equals the lower id is first), `top` the most
     likely tokens with theirs.
     """
 
@@ -65,15 +65,15 @@ class Event(NamedTuple):
 
     Attributes:
         request_id: what `Engine.add` returned.
-        token_ids: the new tokens, the one that ended the answer included.
-        logprobs: one entry for each of them; None where they were not asked for.
-        finish_reason: "stop" or "length" with the last tokens; "error" where the request had to be given up; else None.
-        stop_reason: the token of `stop_token_ids` that ended the answer; None for end-of-sequence.
+        token_ids: the new tokens, including the one that ended the output.
+        logprobs: one entry for each of them, if they were asked for.
+        finish_reason: "stop" or "length" with the last tokens, "error" if the request failed, else None.
+        stop_reason: the token of `stop_token_ids` that ended the output; None for end-of-sequence.
         metrics: times and counts of the request so far.
-        error: why it was given up.
-        prompt_logprobs: with the first tokens, where they were asked for: for each token of the prompt from the second.
-        error_code: for a program: "form_too_complex" where the structured output could not be followed further.
-        completes: the last token ended the answer because nothing can follow it, and not because it is one that ends.
+        error: message of the failure.
+        prompt_logprobs: with the first tokens, if they were asked for: of each prompt token from the second.
+        error_code: "form_too_complex" if the structured output could not be followed further.
+        completes: the last token completed the structured output; it is text, and no end-of-sequence token.
     """
 
     request_id: int
@@ -89,19 +89,19 @@ class Event(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether it brings log-probabilities of the prompt alone, of which others follow."""
+        """Whether it holds only log-probabilities of the prompt, and others follow."""
         return self.prompt_logprobs is not None and not self.token_ids and self.finish_reason is None
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The limits of an engine, as plain data: a front in any process refuses by it what the engine would."""
+    """The limits of requests, as plain data: other processes check requests with it before they send them."""
 
-    vocab_size: int  # token ids are below it
-    eos_token_ids: tuple[int, ...]  # that end an answer unless the request ignores them
-    capacity: Capacity  # what fits
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]  # end an output unless the request ignores them
+    capacity: Capacity
     page_size: int  # tokens of a page of the cache
-    sampling: SamplingCapacity  # how much one request may ask of sampling
+    sampling: SamplingCapacity  # limits of sampling parameters
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never be served.
@@ -130,9 +130,9 @@ class RequestRules:
             raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
 
     def check_sampling(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, has_form: bool) -> None:
-        """Refuse parameters of one answer, in tokens, that no prompt can be served with; see `check`."""
+        """Refuse sampling parameters that can never be served; see `check`."""
         if params.n != 1:
-            raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
+            raise RequestError(f"the engine generates one output per request: n must be 1, got {params.n}")
         cut = params.truncate_prompt_tokens
         if cut is not None:
             raise RequestError(f"prompts are cut above the engine: truncate_prompt_tokens must be None, got {cut}")
@@ -167,7 +167,7 @@ class RequestRules:
             raise RequestError("none of allowed_token_ids is left by bad_words, and by stop tokens before min_tokens")
 
     def check_count(self, name: str, count: int | None, key: str) -> None:
-        """Refuse more of something than a row has room for, by a key of `SamplingCapacity`; see `check`."""
+        """Refuse a count above the limit `key` of `SamplingCapacity`; see `check`."""
         limit = getattr(self.sampling, key)
         if count is not None and count > limit:
             raise RequestError(
@@ -175,23 +175,23 @@ class RequestRules:
             )
 
     def _beyond(self, tokens: Sequence[int]) -> list[Any]:
-        """Return those of some tokens that are none; what is right is looked at as fast as can be."""
+        """Return the values that are no token ids; fast if there are none."""
         are_ints = type(tokens) is list and set(map(type, tokens)) == {int}
         if are_ints and 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             return []
         return [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < self.vocab_size)]
 
     def counted(self, logprobs: int | None) -> int | None:
-        """Return how many log-probabilities are asked for; -1 is all of the vocabulary."""
+        """Return how many log-probabilities are asked for; -1 means the whole vocabulary."""
         return self.vocab_size if logprobs == -1 else logprobs
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens that end an answer."""
+        """Return the tokens that end an output."""
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
 
     def held_back_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens that are masked before `min_tokens`, as those that end an answer are, but end none."""
+        """Return the tokens that are masked before `min_tokens` but end no output (ignored end-of-sequence tokens)."""
         if not (params.min_tokens and params.ignore_eos):
             return ()
         return tuple(token for token in self.eos_token_ids if token not in (params.stop_token_ids or ()))

@@ -20,7 +20,7 @@ from graphdecode.engine.request import TokenLogprobs
 from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_FINITE
 
-_TURN = attrgetter("turn")
+_SERVICE_ORDER = attrgetter("service_order")
 
 
 @dataclass(eq=False)
@@ -32,32 +32,31 @@ class Sequence:
     """
 
     request_id: int  # names it, in the engine and in the cache
-    token_ids: list[int]  # prompt and answer
-    params: SamplingParams  # what was asked for
+    token_ids: list[int]  # prompt and output
+    params: SamplingParams  # of the request
     prompt_length: int  # tokens of the prompt
-    max_length: int  # tokens that prompt and answer may have together
+    max_length: int  # tokens that prompt and output may have together
     stop_ids: tuple[int, ...]  # tokens that end it
     eos_token_ids: tuple[int, ...]  # those of them that are the model's
-    sampling: RowSampling  # what the step is told of it
+    sampling: RowSampling  # sampling slots of its row
     metrics: RequestMetrics  # times and counts
-    turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first, preempted last
-    constraint: Constraint | None = None  # of its structured output; None: there is none
-    adapter: LoadedAdapter | None = None  # that changes the model for it; None: there is none
-    slot: int = NO_ADAPTER  # the adapter's, as long as the sequence has a row
-    cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
-    drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
+    service_order: tuple[int, float, int] = (0, 0.0, 0)  # priority, start tag, id; the lowest first
+    constraint: Constraint | None = None  # of its structured output, if any
+    adapter: LoadedAdapter | None = None
+    slot: int = NO_ADAPTER  # its adapter's, while it has a row
+    cached_length: int = 0  # tokens whose keys and values are in the cache; recorded nowhere else
+    drafted_length: int = 0  # tokens whose keys a draft model has computed
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
     stop_reason: int | None = None  # the request's stop token that ended it
-    # of the prompt's tokens from the second on, as far as they are computed
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    has_told_prompt: bool = False  # whether an event has brought them to the owner
-    failure: ConstraintError | None = None  # why the constraint cannot be kept any further; the answer ends with it
-    error_code: str | None = None  # of its error, as an event has it
-    is_complete: bool = False  # whether the constraint has ended the answer, by a token that is part of its text
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second prompt token on, so far
+    prompt_reported: bool = False  # whether an event has carried `prompt_logprobs`
+    failure: ConstraintError | None = None  # why the constraint cannot be followed further, which ends the output
+    error_code: str | None = None  # see `Event.error_code`
+    is_complete: bool = False  # whether the constraint has ended the output, by a token that is part of its text
 
     @property
     def unscored(self) -> bool:
-        """Whether tokens of its prompt are still to be scored, so that the whole prompt has to be computed."""
+        """Whether prompt log-probabilities are still missing, so that the whole prompt has to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
@@ -67,25 +66,25 @@ class Sequence:
 
     @property
     def prefilled(self) -> bool:
-        """Whether only the last token waits to be fed, so that decode steps can take over."""
+        """Whether all tokens but the last are cached, so that decode steps can take over."""
         return self.cached_length >= len(self.token_ids) - 1
 
     @property
     def is_full(self) -> bool:
-        """Whether it has all the tokens that it may have."""
+        """Whether it has `max_length` tokens."""
         return len(self.token_ids) >= self.max_length
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer so far."""
+        """Output tokens so far."""
         return len(self.token_ids) - self.prompt_length
 
     def length_ahead(self, tokens_ahead: int) -> int:
-        """Return how many of its tokens are cached in so many steps."""
+        """Return its cached length after `tokens_ahead` more tokens."""
         return min(self.cached_length + tokens_ahead, self.max_length)
 
     def accept(self, token_id: int) -> None:
-        """Take a sampled token, whose step has cached the one before, and decide whether it ends the answer."""
+        """Append a sampled token, whose step has cached the one before, and decide whether it ends the output."""
         tokens, constraint = self.token_ids, self.constraint
         self.cached_length = len(tokens)
         tokens.append(token_id)
@@ -98,7 +97,7 @@ class Sequence:
             self.finish_reason = "length"
 
     def fail(self, why: int | ConstraintError) -> str:
-        """End it, for no token can be chosen (see NO_CHOICE, or its constraint); return an error that says so."""
+        """End it because no token can be sampled (see NO_CHOICE, or its constraint); return the error message."""
         self.finish_reason = "error"
         if self.constraint is not None and why == WITHOUT_FINITE:
             why = ConstraintError("its grammar cannot be followed further: bad_words forbid all")
@@ -111,7 +110,7 @@ class Sequence:
         )
 
     def row_inputs(self, pages: SequenceOf[int], state_row: int | None = None) -> RowInputs:
-        """Return what a step is told of it, and of its place in the cache."""
+        """Return the inputs of its row, given its pages and its row of states."""
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
         tokens = (self.token_ids, self.prompt_length, pages)
@@ -119,21 +118,18 @@ class Sequence:
 
 
 class Scheduler:
-    """Holds every sequence from its arrival to its end: it waits, gets a row and pages, is prefilled, and decoded.
-
-    Row i of a decode step is the i-th sequence of `decoding`.
-    """
+    """Holds all sequences: waiting for a row and pages, prefilling, or decoding (row i is `decoding[i]`)."""
 
     def __init__(self, cache: PagedKVCache, adapters: EngineAdapters, *, max_batch_size: int) -> None:
         self.cache, self.adapters, self.max_batch_size = cache, adapters, max_batch_size
-        self.waiting: list[Sequence] = []  # in the order of their turns
+        self.waiting: list[Sequence] = []  # in service order
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.num_preemptions = 0
 
     @property
     def admitted(self) -> list[Sequence]:
-        """The sequences that have a row."""
+        """Sequences that have a row."""
         return [*self.prefilling, *self.decoding]
 
     @property
@@ -143,27 +139,26 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Enqueue a sequence."""
-        insort(self.waiting, sequence, key=_TURN)
+        insort(self.waiting, sequence, key=_SERVICE_ORDER)
 
     def next_chunks(self, budget: int) -> list[tuple[Sequence, PromptChunk]]:
-        """Choose what to prefill now, at most `budget` tokens, admitting sequences as rows and pages allow."""
+        """Return the chunks to prefill now, at most `budget` tokens; admit sequences as rows and pages allow."""
         chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
-        slots_are_full = False
-        for candidate in list(self.waiting):
-            if budget <= 0 or len(self.admitted) >= self.max_batch_size:
-                break
-            if candidate.adapter is not None and not slots_are_full:
-                slot = self.adapters.acquire(candidate.adapter)
-                slots_are_full = slot is None
-                candidate.slot = NO_ADAPTER if slot is None else slot
-            if candidate.adapter is not None and slots_are_full:
-                continue  # whoever needs no slot may pass; whoever does would keep one from those before
+        place, slots_are_full = 0, False
+        while place < len(self.waiting) and budget > 0 and len(self.admitted) < self.max_batch_size:
+            candidate = self.waiting[place]
+            if candidate.adapter is not None:
+                slot = None if slots_are_full else self.adapters.acquire(candidate.adapter)
+                if slot is None:  # requests without an adapter may pass; others would keep the slot from this one
+                    slots_are_full, place = True, place + 1
+                    continue
+                candidate.slot = slot
             if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
                 self._release_slot(candidate)
                 break
-            self.waiting.remove(candidate)
+            del self.waiting[place]
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
 
@@ -180,23 +175,23 @@ class Scheduler:
         return end - start
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:
-        """Whether the candidate had better wait a step, because a chunk of this step writes a page to share."""
+        """Whether a chunk of this step writes a page that the candidate can share in the next step."""
         if not self.cache.shares_with_running or candidate.unscored:
             return False
         page = self.cache.page_size
         for sequence, chunk in chunks:
-            end = (chunk.start // page + 1) * page  # of the first page that the chunk completes
+            end = (chunk.start // page + 1) * page  # end of the first page that the chunk completes
             if end <= chunk.end and end < len(candidate.token_ids):  # noqa: SIM102 - numbers first, lists where they fit
                 if candidate.adapter is sequence.adapter and candidate.token_ids[:end] == sequence.token_ids[:end]:
                     return True
         return False
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its pages, or leave everything as it was and return False."""
-        # a prompt that is to be scored is computed whole: what is read from the cache has no logits
+        """Give a waiting sequence its pages; if there are too few, change nothing and return False."""
+        # a prompt that is scored is computed whole: cached tokens have no logits
         root = b"" if sequence.adapter is None else sequence.adapter.prefix_root
         cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids, root)
-        # one page stays free for each running sequence that may want more: whoever enters must not push out who works
+        # one page stays free for each running sequence that may grow: admission must not cause preemption
         spare = sum(map(self._may_grow, self.admitted))
         try:
             self.cache.reserve(sequence.request_id, len(sequence.token_ids))
@@ -205,8 +200,8 @@ class Scheduler:
         except CacheFullError:
             self.cache.free(sequence.request_id)
             return False
-        # where more than half of the pool stays free, all pages of the answer are taken at once: its page table never
-        # changes; whoever needs them more gets them back in `make_room`
+        # if more than half of the pool stays free, take all pages of the output at once, so that the page table never
+        # changes; `make_room` gives them back
         if self.cache.pool.free - sequence.max_length // self.cache.page_size > self.cache.pool.total // 2:
             self.cache.reserve(sequence.request_id, sequence.max_length)
         sequence.cached_length = sequence.drafted_length = cached
@@ -219,7 +214,7 @@ class Scheduler:
         return True
 
     def prefilled(self, chunks: list[tuple[Sequence, PromptChunk]]) -> list[Sequence]:
-        """Record that chunks were computed; whose prompt is complete joins `decoding`, or is returned to be removed."""
+        """Record computed chunks. Complete prompts move to `decoding`; those with nothing to generate are returned."""
         for sequence, chunk in chunks:
             sequence.cached_length = sequence.drafted_length = chunk.end
             self.publish(sequence)
@@ -230,14 +225,14 @@ class Scheduler:
         return complete
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish the computed length of a sequence; its full pages become prefixes that others can find."""
+        """Make the full pages of a sequence's cached tokens available as prefixes."""
         self.cache.publish(sequence.request_id, sequence.cached_length, sequence.token_ids)
 
     def reserve(self, tokens_ahead: int) -> bool:
-        """Make sure that each decoding sequence has pages for its next tokens; return whether any pages changed.
+        """Reserve pages for the next tokens of each decoding sequence; return whether any pages changed.
 
-        Where pages are plentiful, a page more is taken for everyone as soon as one sequence needs one: the page table
-        changes once in a page's length. At a CacheFullError some sequences may have got theirs.
+        If pages are plentiful, every sequence takes one more as soon as any needs one, so that the page table changes
+        once per page length. At a CacheFullError some sequences may have got theirs.
         """
         changed = [self._reserve(sequence, tokens_ahead) for sequence in self.decoding]
         if any(changed) and self.cache.available_pages >= 2 * len(self.decoding):
@@ -246,27 +241,29 @@ class Scheduler:
         return any(changed)
 
     def steps_with_pages(self) -> int:
-        """Return how many next tokens of every decoding sequence its pages suffice for."""
+        """Return for how many more tokens the pages of every decoding sequence suffice."""
         growing = filter(self._may_grow, self.decoding)
-        return min((self._room(sequence) - sequence.cached_length for sequence in growing), default=sys.maxsize)
+        return min(
+            (self._allocated_tokens(sequence) - sequence.cached_length for sequence in growing), default=sys.maxsize
+        )
 
-    def _room(self, sequence: Sequence) -> int:
+    def _allocated_tokens(self, sequence: Sequence) -> int:
         return len(self.cache.pages_of(sequence.request_id)) * self.cache.page_size
 
     def _may_grow(self, sequence: Sequence) -> bool:
-        return self._room(sequence) < sequence.max_length
+        return self._allocated_tokens(sequence) < sequence.max_length
 
     def make_room(self, tokens_ahead: int) -> int:
-        """Find pages for everybody's next tokens; return for how many of each, 1 to `tokens_ahead`.
+        """Free pages for the next tokens of all sequences; return for how many tokens, 1 to `tokens_ahead`.
 
-        Pages taken ahead are given back first, then the last sequences are preempted. Nothing may be in flight.
+        Pages reserved ahead are freed first, then sequences are preempted, the last first. Nothing may be in flight.
         """
         for sequence in self.decoding:
             self.publish(sequence)
             self.cache.truncate(sequence.request_id, sequence.cached_length)
         tokens = range(1, tokens_ahead + 1)
         while not (fitting := bisect_right(tokens, self.cache.available_pages, key=self._missing_pages)):
-            last = max(self.admitted, key=_TURN)
+            last = max(self.admitted, key=_SERVICE_ORDER)
             self._release(last)
             last.cached_length = 0
             last.metrics.num_preemptions += 1
@@ -286,14 +283,14 @@ class Scheduler:
         return self.cache.reserve(sequence.request_id, sequence.length_ahead(tokens_ahead))
 
     def remove(self, sequence: Sequence, *, findable: bool = True) -> None:
-        """Forget a sequence wherever it stands; its pages may serve others, unless they are not to be findable."""
+        """Remove a sequence in any state; its pages stay in the prefix cache if `findable`."""
         if sequence in self.admitted:
             self._release(sequence, findable=findable)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def reset(self) -> None:
-        """Forget every sequence and all that the cache holds, in whatever state both are."""
+        """Remove all sequences and empty the cache, in whatever state both are."""
         self.adapters.reset()
         self.waiting.clear()
         self.prefilling, self.decoding = [], []
@@ -315,9 +312,9 @@ class Scheduler:
 
 
 def draft_gaps(sequences: Iterable[Sequence], cache: PagedKVCache, max_tokens: int) -> list[list[PromptChunk]]:
-    """Return the chunks, in passes of at most `max_tokens`, that bring a source of drafts up to date.
+    """Return the chunks that a draft model has not computed yet, in passes of at most `max_tokens`.
 
-    One token that is missing is no gap: drafting begins with the last two.
+    One missing token is no gap: drafting begins with the last two.
     """
     passes: list[list[PromptChunk]] = []
     room = 0

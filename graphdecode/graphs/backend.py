@@ -1,4 +1,4 @@
-"""`Backend`: captures steps over some memory, all of one engine on one stream, into one pool."""
+"""`Backend`: captures all graphs of an engine on one stream, into one pool."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ BACKENDS = ("auto", "cuda", "recorded", "eager")
 
 
 class StalePointerError(GraphdecodeError, RuntimeError):
-    """A graph would read or write memory whose owner has left it."""
+    """A graph would read or write memory that has lost its owner."""
 
 
 class StalePointer(NamedTuple):
-    """An address in a graph that nobody owns any more."""
+    """An address in a graph that has lost its owner."""
 
     bucket: int  # rows of the graph
-    node: str  # the operator or kernel
+    node: str  # operator or kernel
     argument: str  # its argument
-    address: int | None  # where the graph points
-    owner: str | None  # whose memory it was at capture
-    problem: str  # what has become of it
+    address: int | None
+    owner: str | None  # at capture
+    problem: str
     file: str | None  # of the step's line
-    line: int | None  # its number
-    is_certain: bool = True  # whether it surely is an address, and had an owner; a strict manager refuses no other
+    line: int | None
+    is_certain: bool = True  # see `Argument.is_certain`; a strict table refuses no other
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: " if self.file else ""
@@ -45,7 +45,7 @@ class StalePointer(NamedTuple):
 
 
 def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[StalePointer]:
-    """Yield each argument of a graph that points at memory which has another owner than at capture, or none."""
+    """Yield each argument of a graph whose memory has another owner than at capture, or none."""
     problem_of = graph.problem_finder(owners)
     for node in graph.nodes:
         for argument in node.arguments:
@@ -55,26 +55,21 @@ def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[St
 
 
 class Backend:
-    """Makes graphs that share a stream and a pool, and knows who owns the memory that they touch."""
+    """Makes graphs that share a stream and a pool, and tracks the owners of their memory."""
 
     def __init__(
         self, *buffers: StepBuffers, constants: Iterable[Any] = (), name: str = "auto", warmup_steps: int = 2
     ) -> None:
         if warmup_steps < 1:
             raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps}")
-        self._buffers = buffers
+        self._buffers, self.device = buffers[0], buffers[0].device
         self.name = backend_for(name, self.device)
         self.owners = Owners(buffers[0], constants, buffers[1:])
         self._warmup_steps = warmup_steps
-        self._captures: list[CudaCapture] = []  # one, unless the driver has spoilt some
-        self._blocks: list[Tensor] = []  # what recorded intermediates lie in
+        self._captures: list[CudaCapture] = []  # the last is in use; earlier ones are spoilt
+        self._blocks: list[Tensor] = []  # memory of recorded intermediates
         self._has_recorded = False
         self._cuda_loops: CudaLoops | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the buffers."""
-        return self._buffers[0].device
 
     def _graph(self, step: Step, batch: Batch) -> StepGraph:
         if self.name == "cuda":
@@ -83,9 +78,9 @@ class Backend:
             shared = self._captures[-1]
             with shared.on_stream():
                 warm_up(step, batch, self.owners, self._warmup_steps)
-                run(step, batch)  # under observation some modules take another path
+                run(step, batch)  # unobserved: some modules take another path then
             return CudaStepGraph(step, batch, shared, self.owners)
-        # what a recording checks itself, its warm-up need not; the first shape is run more often, as on a GPU
+        # the recording checks memory itself; the first shape runs more often, as on a GPU
         warm_up(step, batch, self.owners, self._warmup_steps - 1 if not self._has_recorded else 0)
         warm_up(step, batch, self.owners, 1, checks_memory=False)
         graph = RecordedStepGraph(step, batch, self.owners, self._blocks)
@@ -93,7 +88,7 @@ class Backend:
         return graph
 
     def captured(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
-        """Capture a step, and what follows it in a graph of its own; build a loop where there is one to govern it."""
+        """Capture a step, and `second` in a graph of its own; build a loop if there is a control."""
         graphs: list[StepGraph] = []
         loop: StepLoop | None = None
         with on_device(self.device):
@@ -101,7 +96,7 @@ class Backend:
                 graphs.append(self._graph(step, batch))
                 if second is not None:
                     if control is not None:
-                        control.count_all()  # so that it runs as behind a launch that left nothing out
+                        control.count_all()  # the epilogue reads the count
                     graphs.append(self._graph(second, batch))
                 replays = [graph.replay for graph in graphs]
                 if control is not None and self.name == "cuda":
@@ -116,7 +111,7 @@ class Backend:
         return Ready(replays, loop, graphs)
 
     def eager(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
-        """Return what runs the same without any graph."""
+        """Return the same without a graph."""
         replays = [partial(self._run, each, batch) for each in (step, second) if each is not None]
         if control is None:
             return Ready(replays)
@@ -131,17 +126,17 @@ class Backend:
             run(step, batch)
 
     def audit(self, graphs: Iterable[tuple[int, StepGraph]]) -> list[StalePointer]:
-        """Return every address in some graphs, each with its bucket, that nobody owns any more."""
+        """Return the stale pointers of some graphs, each with its bucket."""
         return [stale for bucket, graph in graphs for stale in stale_pointers(bucket, graph, self.owners)]
 
     def verify(self, stale: Iterable[StalePointer] = ()) -> None:
-        """Check that nothing was moved; raise a StalePointerError of those given that certainly are addresses."""
+        """Check that nothing was moved; raise a StalePointerError of the certain ones in `stale`."""
         if certain := [pointer for pointer in stale if pointer.is_certain]:
             raise StalePointerError("\n".join(map(str, certain)))
         self.owners.verify()
 
     def release(self, gone: Sequence[Ready], *, is_last: bool) -> None:
-        """Retire what was captured, a loop before its graphs; with the last ones the pool goes, too."""
+        """Release graphs, each after its loop; with the last ones the pool, too."""
         for ready in gone:
             if ready.loop is not None:
                 ready.loop.close()
@@ -156,15 +151,15 @@ class Backend:
             self._captures, self._blocks, self._cuda_loops, self._has_recorded = [], [], None, False
 
     def forget(self) -> None:
-        """Release the constants, too: nothing is captured any more."""
+        """Drop the constants, after the last graph."""
         self.owners.thaw()
-        self.owners = Owners(self._buffers[0])
+        self.owners = Owners(self._buffers)
 
 
 def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_memory: bool = True) -> None:
-    """Run a step under observation: hazards get a name, and what happens only once gets done.
+    """Run a step under observation: hazards raise, and one-time initialization is done before the capture.
 
-    What it makes in its first run and keeps in some Python object has no owner in the second, and is refused.
+    A tensor that the first run makes and Python keeps has no owner in the second, and is refused.
     """
     observer = StepObserver(owners, checks_memory=checks_memory)
     for _ in range(num_steps):
@@ -174,7 +169,7 @@ def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_
 
 
 def backend_for(backend: str, device: torch.device) -> str:
-    """Return the backend that a name stands for on a device; a ValueError says that it is unknown, or not for it."""
+    """Resolve "auto" for a device; a ValueError if the backend is unknown, or does not work there."""
     if backend not in BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     native = "cuda" if device.type == "cuda" else "recorded"

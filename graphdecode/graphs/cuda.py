@@ -19,12 +19,11 @@ from graphdecode.graphs.step_graph import Argument, Step, StepGraph
 
 
 class CudaCapture:
-    """The stream to capture on and the memory pool that all graphs of a back end share, for one generation of graphs.
+    """The capture stream and memory pool that all graphs of a backend share.
 
-    cuBLAS keeps a workspace for every stream that it was used on. All are freed right before a capture and right after
-    it, so that a graph's workspaces lie in its pool and live as long as that. A graph that somebody else captured keeps
-    its workspace only if that was first needed inside of its capture. `is_spoilt`: the driver refused to end a capture,
-    and nothing else can be captured with this.
+    cuBLAS keeps a workspace for every stream that it was used on. All are freed right before and right after a capture,
+    so that a graph's workspaces lie in its pool. A graph that other code captured keeps its workspace only if that was
+    allocated during its capture. `is_spoilt`: the driver refused to end a capture; no other can begin.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +35,7 @@ class CudaCapture:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Make the capture's stream the current one for a while, in order with what comes before and after."""
+        """Make the capture stream the current one, ordered with the work before and after."""
         outer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(outer)
         try:
@@ -46,13 +45,13 @@ class CudaCapture:
             outer.wait_stream(self.stream)
 
     def clear(self) -> None:
-        """Free what no graph points at: workspaces of cuBLAS outside of the pool, and the allocator's free memory."""
+        """Free cuBLAS workspaces outside of the pool, and the allocator's free memory."""
         _clear_workspaces()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def capture(self, step: Step, batch: Batch) -> torch.cuda.CUDAGraph:
-        """Run a step on the stream, and return the graph of what it launched; a CaptureError leaves the process fit."""
+        """Run a step on the stream, and return its graph; after a CaptureError the process can go on."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         observer = LastOperator()
         try:
@@ -83,19 +82,19 @@ class CudaCapture:
             _clear_workspaces()
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End what torch left under way when the driver refused to end a capture.
+        """Clean up after the driver refused to end a capture.
 
-        Up to 2.13 torch leaves before it tells its allocators. The one of device memory can be told from here. The one
-        of pinned host memory cannot: it goes on asking this graph whether a stream is its own, and refuses the pool.
+        Up to 2.13 torch then does not notify its allocators. That of device memory is notified here. That of pinned
+        host memory cannot be: it goes on asking this graph whether a stream is its own, and refuses the pool.
         """
         index = torch.cuda.current_device()
-        tell = [getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")]
+        functions = [getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")]
         try:
-            for told in filter(None, tell):
-                told(index, self.pool)
+            for function in filter(None, functions):
+                function(index, self.pool)
         except RuntimeError:
-            return  # a newer torch has ended it
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # so that whom it asks never goes away
+            return  # a newer torch has done it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # never free the graph that the allocator asks
 
     def close(self) -> None:
         """Release the graphs whose capture failed."""
@@ -111,10 +110,10 @@ def _clear_workspaces() -> None:
 
 
 class CudaStepGraph(StepGraph):
-    """A captured step, which was warmed up; replay is one launch.
+    """A step captured after warm-up; replay is one launch.
 
     Raises:
-        CaptureError: the step or its capture failed; the process is fit to go on.
+        CaptureError: the step or its capture failed; the process can go on.
     """
 
     def __init__(self, step: Step, batch: Batch, shared: CudaCapture, owners: Owners) -> None:
@@ -127,7 +126,7 @@ class CudaStepGraph(StepGraph):
         try:
             self._graph.instantiate()
         except RuntimeError as error:
-            self._graph.reset()  # whoever holds the error holds the graph, and its pool
+            self._graph.reset()  # the error's traceback would keep the graph and its pool
             raise CaptureError.of(error) from error
         ended = time.perf_counter()
         self.capture_ms, self.instantiate_ms = 1000 * (ended - began), 1000 * (ended - captured)
@@ -146,11 +145,11 @@ class CudaStepGraph(StepGraph):
         self._graph.replay()
 
     def raw_graph(self) -> int:
-        """Return the `cudaGraph_t`, for graphs that this one is to be a part of."""
+        """Return the `cudaGraph_t`, to add to another graph."""
         return self._graph.raw_cuda_graph()
 
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
-        """Return a function that says what has become of the memory at an address since capture; None if nothing."""
+        """Return a function that says how the owner of an address has changed since capture, or None."""
         return cuda_nodes.AddressMap.now(owners, self._pool).problem_of
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ _MAX_UNROLLED_NODES = 100_000  # the driver takes microseconds and kilobytes for
 _COUNT_BYTES = 4
 CONDITION = b"graphdecode_loop_goes_on"
 
-# The declaration stands for a header, which NVRTC would need a toolkit for; the function is the compiler's own.
+# the declaration replaces a header of the CUDA toolkit; the compiler provides the function
 CONDITION_SOURCE = b"""
 typedef unsigned long long cudaGraphConditionalHandle;
 extern "C" __device__ void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
@@ -44,33 +44,33 @@ extern "C" __global__ void graphdecode_loop_goes_on(
 
 
 class LoopRefusedError(GraphdecodeError, RuntimeError):
-    """This kind of loop cannot be had here; the message says why."""
+    """This kind of loop is not available; the message says why."""
 
 
 def compile_condition(capability: tuple[int, int]) -> bytes:
-    """Return the kernel's code for a kind of GPU, such as (9, 0): a cubin.
+    """Return the condition kernel's cubin for a compute capability, such as (9, 0).
 
     Raises:
-        RuntimeError: there is no NVRTC, or it refuses.
+        RuntimeError: there is no NVRTC, or it fails.
     """
     if nvrtc is None:
         raise RuntimeError("cuda-python is not installed")
-    called = functools.partial(_checked, what="NVRTC refused to compile the loop's condition")
+    checked = functools.partial(_checked, what="NVRTC refused to compile the loop's condition")
     major, minor = capability
     option = f"--gpu-architecture=sm_{major}{minor}".encode()
-    (program,) = called(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
+    (program,) = checked(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
     try:
-        called(nvrtc.nvrtcCompileProgram(program, 1, [option]))
-        (size,) = called(nvrtc.nvrtcGetCUBINSize(program))
+        checked(nvrtc.nvrtcCompileProgram(program, 1, [option]))
+        (size,) = checked(nvrtc.nvrtcGetCUBINSize(program))
         code = b" " * size
-        called(nvrtc.nvrtcGetCUBIN(program, code))
+        checked(nvrtc.nvrtcGetCUBIN(program, code))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return code
 
 
 class CudaLoops:
-    """Makes the loops of a back end; the condition's kernel is compiled once, for the first."""
+    """Makes the loops of a backend; the condition kernel is compiled once."""
 
     def __init__(self, control: LoopControl, device: torch.device) -> None:
         self._control = control
@@ -78,7 +78,7 @@ class CudaLoops:
         self._condition: _Condition | RuntimeError | None = None
 
     def over(self, *graphs: CudaStepGraph) -> StepLoop:
-        """Return the best loop over a captured step, and its epilogue where it has one, that the driver grants."""
+        """Return the best loop over a captured step, and its epilogue if it has one, that the driver supports."""
         refusals: list[str] = []
         loop = StepLoop(self._control, *(graph.replay for graph in graphs))
         for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
@@ -94,7 +94,7 @@ class CudaLoops:
         return loop
 
     def close(self) -> None:
-        """Release the condition's kernel; all loops are closed."""
+        """Release the condition kernel, after all loops are closed."""
         if isinstance(self._condition, _Condition):
             self._condition.close()
         self._condition = None
@@ -111,7 +111,7 @@ class CudaLoops:
             try:
                 self._condition = _Condition(self._device)
             except RuntimeError as error:
-                self._condition = error.with_traceback(None)  # whose frames would keep the step's graph
+                self._condition = error.with_traceback(None)  # its frames would keep the step's graph
         if isinstance(self._condition, RuntimeError):
             raise LoopRefusedError(str(self._condition))
         return GraphLoop(self._control, graphs, self._device, self._condition)
@@ -124,7 +124,7 @@ class CudaLoops:
 
 
 class _Condition:
-    """The condition's kernel in a device's memory, unloaded by `close`, or when nobody holds it any more."""
+    """The condition kernel, loaded on a device; unloaded by `close` or its finalizer."""
 
     def __init__(self, device: torch.device) -> None:
         code = compile_condition(torch.cuda.get_device_capability(device))
@@ -134,12 +134,11 @@ class _Condition:
 
 
 class GraphLoop(StepLoop):
-    """All steps of a launch in one graph; destroyed by `close`, or when nobody holds it any more.
+    """All steps of a launch in one graph; destroyed by `close` or its finalizer.
 
-    With a condition the step is the body of a WHILE node: as many steps as the slots say. The count is cleared, the
-    body runs, and behind each step the condition's kernel counts it, adds it and the live rows to a tally of all
-    launches, and decides; it is not unloaded before the graph. Without one the step stands there as often as a launch
-    may be asked for, and rows that finished are inert.
+    With a condition the step is the body of a WHILE node. The count is cleared; after each step the condition kernel
+    counts it, adds it and the live rows to a tally of all launches, and decides whether to go on. Without a condition
+    the graph repeats the step `max_steps` times; finished rows are inert.
 
     Raises:
         LoopRefusedError: the driver refuses.
@@ -166,8 +165,8 @@ class GraphLoop(StepLoop):
                 last = self._add_while(graph, context, step, condition)
             else:
                 steps = control.loop.max_steps
-                last = _add_in_turn(graph, self._set_count(graph, context, steps), [step] * steps)
-            _add_in_turn(graph, last, epilogue)
+                last = _add_chain(graph, self._set_count(graph, context, steps), [step] * steps)
+            _add_chain(graph, last, epilogue)
             (self._exec,) = _call(driver.cuGraphInstantiate, graph, 0)
         except BaseException:
             self._release()
@@ -206,10 +205,9 @@ class GraphLoop(StepLoop):
         return node
 
     def launch(self, num_steps: int) -> int:
-        """Launch on the current stream of the graph's device, which need not be the current one.
+        """Launch on the current stream of the graph's device, which need not be the current device.
 
-        How many steps of a WHILE node run is in the slot, and how many ran the condition's kernel counts. An unrolled
-        graph leaves none out: where they are fewer than it holds, they are launched one by one.
+        An unrolled graph always runs `max_steps` steps: fewer are launched one by one.
         """
         if self.kind == "unrolled" and num_steps != self._control.loop.max_steps:
             return super().launch(num_steps)
@@ -220,7 +218,7 @@ class GraphLoop(StepLoop):
         return num_steps if self.kind == "unrolled" else 0
 
     def counted(self) -> tuple[int, int]:
-        """Return steps and live rows of all launches of a WHILE node; waits for them."""
+        """Return steps and live rows of all launches of a WHILE node; waits for the device."""
         steps, rows = self._tally.tolist()
         return steps, rows
 
@@ -229,7 +227,7 @@ class GraphLoop(StepLoop):
         self._release()
 
 
-def _add_in_turn(graph: Any, last: Any, children: Sequence[int]) -> Any:
+def _add_chain(graph: Any, last: Any, children: Sequence[int]) -> Any:
     for child in children:
         (last,) = _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, child)
     return last
@@ -242,14 +240,14 @@ def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition 
 
 def _call(function: Callable[..., tuple], *arguments: Any) -> tuple[Any, ...]:
     try:
-        answer = function(*arguments)
-    except RuntimeError as missing:  # a driver without this function, or none at all
+        result = function(*arguments)
+    except RuntimeError as missing:  # no driver, or one without this function
         raise LoopRefusedError(f"{function.__name__}: {missing}") from missing
-    return _checked(answer, function.__name__)
+    return _checked(result, function.__name__)
 
 
-def _checked(answer: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    error, *values = answer
+def _checked(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    error, *values = result
     if int(error) != 0:
         raise LoopRefusedError(f"{what}: {error.name}")
     return tuple(values)

@@ -16,7 +16,7 @@ from graphdecode.errors import GraphdecodeError
 
 
 def _folders_of(package: str) -> Iterator[str]:
-    """Yield where a package lies, also by the name that a link in its path points at."""
+    """Yield the folders of a package, with links as they are and resolved."""
     found = importlib.util.find_spec(package)
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         yield from {os.path.join(folder, ""), os.path.join(os.path.realpath(folder), "")}
@@ -24,8 +24,8 @@ def _folders_of(package: str) -> Iterator[str]:
 
 _NOT_THE_STEPS = ("torch", "triton", "graphdecode.graphs", "graphdecode.kernels")
 _OWN_FOLDERS = tuple(folder for package in _NOT_THE_STEPS for folder in _folders_of(package))
-_OWN_FILES = (buffers.__file__, os.path.realpath(buffers.__file__))  # where a slot that is not there is missed
-# what a registered operator does inside stands below a frame of these
+_OWN_FILES = (buffers.__file__, os.path.realpath(buffers.__file__))  # raises for missing slots
+# frames of these are above those of a registered operator's implementation
 _DISPATCH_FILES = tuple(
     os.path.join(folder, part) for folder in _folders_of("torch") for part in ("_ops.py", "_library" + os.sep)
 )
@@ -87,7 +87,7 @@ HAZARDS = {
 
 
 class CaptureError(GraphdecodeError, RuntimeError):
-    """A step does what no graph can replay: `why`, what to do instead (`remedy`), and `file` and `line` where known."""
+    """No graph can replay a step: `why`, what to do instead (`remedy`), and `file` and `line` if known."""
 
     def __init__(
         self, kind: str, operator: str, detail: str = "", place: tuple[str | None, int | None] | None = None
@@ -102,7 +102,7 @@ class CaptureError(GraphdecodeError, RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException, operator: str | None = None) -> CaptureError:
-        """Return what stands for an error that the step raised, blamed on its innermost line and the last operator."""
+        """Wrap an error that the step raised, with the step's innermost line and the last operator."""
         message = str(error).partition("\n")[0]
         detail = f"{type(error).__name__}: {message}" if message else type(error).__name__
         return cls("failed", operator or type(error).__name__, detail, raised_at(error.__traceback__))
@@ -124,7 +124,7 @@ def caller() -> tuple[str | None, int | None]:
 
 
 def raised_at(trace: TracebackType | None) -> tuple[str | None, int | None]:
-    """Return file and line of a traceback's innermost frame that `caller` would name, outside of any operator."""
+    """Return file and line of the innermost frame of a traceback that is the step's own; see `caller`."""
     place: tuple[str | None, int | None] = (None, None)
     for frame, line in traceback.walk_tb(trace):
         path = frame.f_code.co_filename
@@ -136,7 +136,7 @@ def raised_at(trace: TracebackType | None) -> tuple[str | None, int | None]:
 
 
 def definition_of(step: Any) -> tuple[str | None, int | None]:
-    """Return file and line where a step is defined, as far as it is written in Python."""
+    """Return file and line where a step is defined, if it is Python."""
     function = step if hasattr(step, "__code__") else vars(type(step)).get("__call__")
     code = getattr(function, "__code__", None)
     return (None, None) if code is None else (code.co_filename, code.co_firstlineno)

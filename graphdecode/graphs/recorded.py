@@ -20,11 +20,11 @@ from graphdecode.buffers import Batch
 from graphdecode.graphs.errors import CaptureError, caller, definition_of
 from graphdecode.graphs.inspect.observer import (
     StepObserver,
-    given_tensors,
-    leaves,
+    flattened,
     mapped,
     observed,
     schema_of,
+    tensor_arguments,
     tensors_of,
     values_of,
 )
@@ -33,7 +33,7 @@ from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
 from graphdecode.kernels.native.library import NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
 
-# factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
+# factories of uninitialized memory: the memory is part of the graph, and there is nothing to replay
 _UNINITIALIZED = {
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
@@ -42,19 +42,19 @@ _ALIGNMENT = 64  # bytes: a line of a processor's caches
 
 
 class ReusedMemory:
-    """Blocks of memory, and which storage of a step stands for which, as CUDA's allocator does within a capture.
+    """Assigns memory blocks to the intermediates of a step, as CUDA's allocator does within a capture.
 
-    The step itself runs over memory of its own. Each storage that it makes stands for a block, until nobody refers to
-    it: replays run the same operators in the same order. Graphs that run one after another share all blocks.
+    The recorded run uses memory of its own. Each storage that it makes gets a block until the storage is freed: replays
+    run the same operators in the same order. All graphs share the blocks.
     """
 
     def __init__(self, blocks: list[Tensor]) -> None:
-        self.blocks = blocks  # uint8, all there are; new ones are added
+        self.blocks = blocks  # uint8; new ones are appended
         self._free = list(blocks)
         self._in_use: dict[int, tuple[StorageWeakRef, Tensor]] = {}
 
     def hold(self, key: int, tensor: Tensor) -> Tensor:
-        """Assign a block to a new storage of the step, which a key identifies; return its first tensor over it."""
+        """Assign a block to the new storage `key` of the step; return `tensor` over the block."""
         for one, (storage, block) in list(self._in_use.items()):
             if storage.expired():
                 self._free.append(block)
@@ -71,7 +71,7 @@ class ReusedMemory:
         return _over(found, tensor)
 
     def standing_for(self, key: int | None, tensor: Tensor) -> Tensor:
-        """Return a tensor over the block that a tensor's storage stands for, or an alias of what is not the step's."""
+        """Return a tensor over the block of its storage; an alias, if the step did not make it."""
         if key not in self._in_use:
             return tensor.detach()
         return _over(self._in_use[key][1], tensor)
@@ -83,28 +83,28 @@ def _over(block: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Recorder(StepObserver):
-    """An observer that keeps what it sees as a flat list of calls without arguments."""
+    """An observer that records operators as a flat list of calls without arguments."""
 
     def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
         super().__init__(owners)
-        self.in_setitem = True  # a warm-up has refused host data; what is left are numbers written by index
+        self.in_setitem = True  # the warm-up has refused host data other than numbers written by index
         self.calls: list[Callable[[], Any]] = []
-        self.memory = ReusedMemory(blocks)  # what intermediates lie in when the calls are run again
-        self.pool: list[Tensor] = []  # the tensors that the step made, over that memory
-        self.nodes: list[Node] = []  # what each call does, for reports and audits
+        self.memory = ReusedMemory(blocks)  # of intermediates in replays
+        self.pool: list[Tensor] = []  # the step's intermediates, over that memory
+        self.nodes: list[Node] = []  # one per call
 
     def made_new(self, key: int, tensor: Tensor) -> None:
-        """Have memory for what the step made."""
+        """Assign memory to a tensor that the step made."""
         with self.working():
             self.pool.append(self.memory.hold(key, tensor))
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Keep a call that does again what the operator did, over aliases that stay with the memory of the capture."""
+        """Record a call that repeats the operator over aliases of the same memory."""
         schema = schema_of(func)
         if schema.name in _UNINITIALIZED or schema.reshapes:
             return
         with self.working():
-            given = list(given_tensors(schema, args, kwargs))
+            given = list(tensor_arguments(schema, args, kwargs))
             found = tensors_of(result)
             old = {storage_key(tensor) for _, tensor, _ in given} - {None} if found else set()
             new = [tensor for tensor in found if storage_key(tensor) not in old]
@@ -122,11 +122,11 @@ class Recorder(StepObserver):
             self.calls.append(functools.partial(func._op, *args, **kwargs))
         else:
             fresh = {id(tensor) for tensor in new}
-            outputs = [places[id(leaf)][2] if id(leaf) in fresh else None for leaf in leaves(result)]
+            outputs = [places[id(leaf)][2] if id(leaf) in fresh else None for leaf in flattened(result)]
             self.calls.append(_into_outputs(func, args, kwargs, outputs))
 
     def _place(self, tensor: Tensor) -> tuple[int | None, str | None, Tensor, int | None]:
-        """Return where a graph finds a tensor of the step: its address and owner, an alias of it, and its storage."""
+        """Return a tensor's address, owner, alias and storage, as in `Argument`."""
         if is_opaque(tensor):
             return None, self.owner_of(tensor), tensor, None
         alias = self.memory.standing_for(storage_key(tensor), tensor)
@@ -135,7 +135,7 @@ class Recorder(StepObserver):
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
-    """Return a call that computes into recorded outputs; None stands for an output that is a view of an argument."""
+    """Return a call that computes into `outputs`; None is a view of an argument."""
     if not func._schema.is_mutable and None not in outputs:
         operator, names = _out_version(func)
         if len(outputs) == len(names):
@@ -144,13 +144,13 @@ def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | N
 
 
 def _compute_and_copy(operator: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> None:
-    for target, source in zip(outputs, leaves(operator(*args, **kwargs)), strict=True):
+    for target, source in zip(outputs, flattened(operator(*args, **kwargs)), strict=True):
         if target is not None:
             target.copy_(source)
 
 
 def _out_version(func: Any) -> tuple[Any, list[str]]:
-    """Return the overload of an operator that writes into given outputs, with the names of these, if it has one."""
+    """Return the operator's out= overload with the names of its outputs, or (None, [])."""
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
@@ -205,7 +205,7 @@ class RecordedStepGraph(StepGraph):
 
     def replay(self) -> None:
         """Run the recorded operators again, into the same memory."""
-        # inference_mode leaves out more of the dispatcher than no_grad: a tenth of a small model's step
+        # inference_mode skips more of the dispatcher than no_grad: a tenth of a small model's step
         if not self._is_compiled:
             with torch.inference_mode():
                 for call in self._calls:
@@ -215,7 +215,7 @@ class RecordedStepGraph(StepGraph):
             call()
 
     def poison(self) -> None:
-        """Fill all intermediates with NaN or the largest integer; a replay may not depend on what they hold."""
+        """Fill all intermediates with NaN or the largest integer; a replay must not depend on their contents."""
         for tensor in self._pool:
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

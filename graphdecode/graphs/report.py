@@ -20,35 +20,34 @@ class BucketReport:
     """One bucket's graph."""
 
     bucket: int  # rows
-    state: str  # "captured", "waiting" (for its first use, or for `capture()`), or "eager" (nothing is captured)
+    state: str  # "captured", "waiting" (for its first use, or for `capture()`), or "eager"
     nodes: Counter[str] = field(default_factory=Counter)  # kind of node or operator -> count
     kernels: Counter[str] = field(default_factory=Counter)  # name of kernel or operator -> count
-    capture_ms: float = 0.0  # time that the capture took, without warm-up
-    instantiate_ms: float = 0.0  # time of it that the driver took to make the graph fit to launch
-    pool_bytes: int = 0  # memory that the capture added for intermediates, where those of other graphs left too little
-    driver_bytes: int = 0  # device memory that the driver took to make the graph fit to launch
-    moved_bytes: int = 0  # what one replay reads and writes at most, see `StepGraph.moved_bytes`
-    replays: int = 0  # how many steps ran, in single replays and in launches
-    live_rows: int = 0  # rows that were live, over all these steps
-    # by name, what the step's owner chose for this bucket, and the figures that spoke for it
-    choices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    capture_ms: float = 0.0  # the next five: see `StepGraph`
+    instantiate_ms: float = 0.0
+    pool_bytes: int = 0
+    driver_bytes: int = 0
+    moved_bytes: int = 0
+    replays: int = 0  # steps that ran, in single replays and in loops
+    live_rows: int = 0  # sum over these steps
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # by weight: the chosen product, its figures
     error: str | None = None  # why the capture failed, for a bucket that stays eager
-    loop: str | None = None  # how several steps are launched: `StepLoop.kind`; None where there is no loop
+    loop: str | None = None  # `StepLoop.kind`
     loop_reason: str | None = None  # why it is not "while" on a GPU
-    launches: int = 0  # how often the loop was launched
-    eager_runs: int = 0  # steps that ran operator by operator, before there was a graph, or because none holds them
-    queries: int = 1  # of each row
-    along: int = 0  # tokens beside the rows that the step takes along, such as those of prompts
+    launches: int = 0  # of the loop
+    eager_runs: int = 0  # steps without a graph
+    queries: int = 1  # per row
+    along: int = 0  # prompt tokens of a mixed step
 
     @classmethod
     def of(cls, shape: StepShape, state: str) -> BucketReport:
-        """Return the empty report of a shape; of prompts by themselves the bucket is their tokens."""
+        """Return the empty report of a shape; the bucket of prompts alone is their number of tokens."""
         along = shape.prompt_tokens if shape.rows else 0
         return cls(shape.rows or shape.prompt_tokens, state, queries=shape.queries, along=along)
 
     @property
     def name(self) -> str:
-        """Its rows, the queries of each where there are several, and what it takes along."""
+        """Rows, "x" queries if several, "+" prompt tokens."""
         name = str(self.bucket) if self.queries == 1 else f"{self.bucket}x{self.queries}"
         return f"{name}+{self.along}" if self.along else name
 
@@ -58,7 +57,7 @@ class BucketReport:
         return 1.0 - self.live_rows / (self.bucket * self.replays) if self.replays else 0.0
 
     def take(self, ready: Ready, *, is_whole: bool) -> None:
-        """Add the figures of what runs a shape; times and memory of its halves add up, and the rest is the whole's."""
+        """Add the figures of a shape's graphs; times and memory of the halves are added to the whole's."""
         for graph, name in product(ready.graphs, ("capture_ms", "instantiate_ms", "pool_bytes", "driver_bytes")):
             setattr(self, name, getattr(self, name) + getattr(graph, name))
         if ready.loop is not None:
@@ -78,12 +77,11 @@ class BucketReport:
 
 @dataclass
 class GraphReport:
-    """All buckets of a manager, smallest first."""
+    """The buckets of a graph table, smallest first."""
 
     backend: str  # "cuda", "recorded" or "eager"
-    buckets: list[BucketReport]  # of it
-    # what the step's owner says of its dtype, its weights and the processor; "" where it says nothing
-    computed_in: str = ""
+    buckets: list[BucketReport]
+    computed_in: str = ""  # dtype, weight forms and instruction set
 
     def as_dict(self) -> dict:
         """Return the report as plain data, for JSON."""

@@ -1,4 +1,4 @@
-"""A captured step: what it is run within, what it must offer, and how several of its steps are one launch."""
+"""The interface of a captured step, and loops: several steps in one launch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Replay = Callable[[], None]
 
 
 def run(step: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Run a step as it is, and return what it does."""
+    """Run a step eagerly and return its result."""
     with torch.no_grad():
         return step(batch)
 
 
 @contextmanager
 def slots_restored(buffers: StepBuffers) -> Iterator[None]:
-    """Give the slots, and how many rows are live, back as they were. Adopted tensors are not saved."""
+    """Restore the slots and the number of live rows afterwards; adopted tensors are not saved."""
     saved = {name: buffers.tensors[name].clone() for name in buffers.slots}
     live = buffers.live_row_count
     try:
@@ -45,7 +45,7 @@ def slots_restored(buffers: StepBuffers) -> Iterator[None]:
 
 @contextmanager
 def no_row_live(*buffers: StepBuffers) -> Iterator[None]:
-    """Make every row padding for a while, so that a step touches nothing but the slots, which are given back."""
+    """Make every row padding, so that a step changes nothing but the slots, which are restored."""
     with ExitStack() as held:
         for each in buffers:
             held.enter_context(slots_restored(each))
@@ -58,13 +58,13 @@ def no_row_live(*buffers: StepBuffers) -> Iterator[None]:
 class Argument:
     """One tensor of an operator, or one address among the arguments of a kernel."""
 
-    name: str  # of the operator's argument, "result" for what it returns; for a kernel, its number and the byte in it
+    name: str  # of the operator's argument, or "result"; of a kernel, "number of the argument+byte"
     address: int | None  # where the tensor's storage began at capture, or the address itself
-    owner: str | None  # the slot or constant that it belongs to; None: an operator's intermediate, or nobody's
-    tensor: Tensor | None = None  # of an operator, an alias that goes on pointing at the memory of the capture
-    storage: int | None = None  # what identifies the tensor's storage; None for opaque tensors
-    is_written: bool = False  # whether the operation writes there
-    is_certain: bool = True  # whether it surely is an address: a word of a kernel's struct may be padding
+    owner: str | None  # the slot or constant; None: an intermediate, or unknown
+    tensor: Tensor | None = None  # of an operator: an alias of the memory at capture
+    storage: int | None = None  # identifies the tensor's storage; None for opaque tensors
+    is_written: bool = False
+    is_certain: bool = True  # False: may be no address, such as padding in a kernel's struct
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,21 @@ class Node:
     """One operation of a graph."""
 
     name: str  # of the operator or kernel
-    kind: str  # of the node ("kernel", "memcpy", ...); a recorded operator is a kind of its own
-    file: str | None = None  # of the step's line that it comes from, where that is known
-    line: int | None = None  # its number
-    arguments: tuple[Argument, ...] = ()  # its tensors, where they are known
+    kind: str  # "kernel", "memcpy", ...; for a recorded operator, its name
+    file: str | None = None  # of the step's line that it comes from, if known
+    line: int | None = None
+    arguments: tuple[Argument, ...] = ()  # its tensors, if known
 
 
 class StepGraph(ABC):
     """One bucket's step, captured: replayed any number of times, closed once."""
 
     nodes: list[Node]  # the operations in order
-    pool_bytes: int  # memory of intermediates that this capture added to the pool, where others left too little
-    # what one replay reads and writes at most, as far as it is known; what is read in part (the live pages of a cache,
-    # the gathered rows of a table) is counted whole
-    moved_bytes: int
-    capture_ms: float  # time that it took to capture the graph and make it fit to launch, without warm-up
-    driver_bytes: int = 0  # device memory that the driver took to make the graph fit to launch; 0 where there is none
-    instantiate_ms: float = 0.0  # time of it that the driver took; 0 where there is none
+    pool_bytes: int  # memory that this capture added to the shared pool
+    moved_bytes: int  # upper bound of what a replay reads and writes: caches and embedding tables count whole
+    capture_ms: float  # time of capture and instantiation, without warm-up
+    driver_bytes: int = 0  # device memory of the instantiated graph; 0 on a CPU
+    instantiate_ms: float = 0.0  # part of `capture_ms`; 0 on a CPU
 
     @property
     def kinds(self) -> Counter[str]:
@@ -101,30 +99,29 @@ class StepGraph(ABC):
 
     @abstractmethod
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
-        """Return a function that says what has become of an argument's memory since capture; None if nothing."""
+        """Return a function that says how the owner of an argument's memory has changed since capture, or None."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release graph and memory."""
+        """Release the graph and its memory."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of steps in one launch: the step again and again, while fewer than `limit` ran and any row is running.
+    """A loop of steps in one launch: repeats the step while fewer than `limit` steps ran and any row is running.
 
-    All of this is read from slots on the device, each int32 [1]: neither another number of steps nor another membership
-    needs another capture.
+    The device reads this from slots, int32 [1], so that a change of either needs no capture.
     """
 
-    max_steps: int  # steps that a launch may be asked for at most
-    running: str = "running"  # the slot where the step writes how many rows go on
-    limit: str = "loop_limit"  # steps that the launch was asked for; the manager writes it when that changes
-    count: str = "loop_count"  # steps that ran in the last launch; where the device cannot end a loop early, all
-    epilogue: Step | None = None  # runs once behind the steps of a launch, over the same batch, and is captured, too
+    max_steps: int  # per launch
+    running: str = "running"  # slot where the step writes how many rows are running
+    limit: str = "loop_limit"  # slot of the number of steps to run; the table writes it
+    count: str = "loop_count"  # slot of the number of steps that ran; all, if the device cannot end a loop early
+    epilogue: Step | None = None  # captured, too; runs once after the steps of a launch, over the same batch
 
 
 class LoopControl:
-    """The slots of a loop, where they are in memory; a ValueError says what of it cannot be."""
+    """The tensors of a loop's slots; a ValueError if a slot does not fit."""
 
     def __init__(self, loop: Loop, buffers: StepBuffers) -> None:
         if loop.max_steps < 1:
@@ -139,25 +136,25 @@ class LoopControl:
         self.loop = loop
         self.running, self.limit, self.count = (buffers.tensors[name] for name in names)
         self.live_rows = buffers.tensors[LIVE_ROWS]
-        self._asked_for = 0
-        self.ask_for(loop.max_steps)
+        self._limit_value = 0
+        self.set_limit(loop.max_steps)
 
-    def ask_for(self, num_steps: int) -> None:
-        """Set the steps of the launches to come; costs nothing while the number stays the same."""
-        if num_steps != self._asked_for:
+    def set_limit(self, num_steps: int) -> None:
+        """Set the steps of the next launches; no copy if the number stays the same."""
+        if num_steps != self._limit_value:
             self.limit.fill_(num_steps)
-            self._asked_for = num_steps
+            self._limit_value = num_steps
 
     def count_all(self) -> None:
-        """Count all steps that were asked for as run."""
+        """Set the count to the limit."""
         self.count.copy_(self.limit)
 
 
 class StepLoop:
-    """One shape's steps, several to a launch; here a launch for each, for a host that does not wait to learn who runs.
+    """Several steps of one shape per call of `launch`; this base class launches each step by itself.
 
-    `kind` is "while" (the device runs the loop), "unrolled" (a graph of as many steps), "host" (the host runs it over
-    memory that it can read), or "single" (a launch for each step); `reason` says why it is none of those before.
+    `kind`: "while" (the device runs the loop), "unrolled" (one graph of `max_steps` steps), "host" (a CPU runs it), or
+    "single" (a launch per step); `reason`: why not an earlier one of these.
     """
 
     kind = "single"
@@ -167,9 +164,9 @@ class StepLoop:
         self._control, self._step, self._epilogue = control, step, epilogue
 
     def launch(self, num_steps: int) -> int:
-        """Run that many steps, or fewer where the loop can end early, and the epilogue.
+        """Run `num_steps` steps, fewer if the loop can end early, and the epilogue.
 
-        Returns how many steps ran; 0 where the device decides that, and counts them.
+        Returns how many steps ran; 0 if the device decides and counts them.
         """
         for _ in range(num_steps):
             self._step()
@@ -178,20 +175,20 @@ class StepLoop:
         return num_steps
 
     def counted(self) -> tuple[int, int]:
-        """Return the steps that the device counted in all launches, and the live rows of these steps, summed."""
+        """Return the steps that the device counted in all launches, and the sum of their live rows."""
         return 0, 0
 
     def close(self) -> None:
-        """Release what the loop holds."""
+        """Release the loop's graph."""
 
 
 class HostLoop(StepLoop):
-    """The loop of a device whose memory the host reads: the same slots decide, step by step."""
+    """The loop on a CPU: the host reads the slots after each step."""
 
     kind = "host"
 
     def launch(self, num_steps: int) -> int:
-        """Run the steps; how many is read from the slot, as a device would."""
+        """Run the steps; their number is read from the slot, as on a device."""
         control = self._control
         count, limit, running = (tensor.numpy() for tensor in (control.count, control.limit, control.running))
         ran = count[0] = 0
@@ -207,6 +204,6 @@ class HostLoop(StepLoop):
 class Ready:
     """The callables that run a shape."""
 
-    replays: Sequence[Replay]  # run one step, and the loop's epilogue; or the two halves of a step
-    loop: StepLoop | None = None  # runs several steps; None where there is no loop
-    graphs: Sequence[StepGraph] = ()  # whose replays these are; none where nothing is captured
+    replays: Sequence[Replay]  # of a step and the loop's epilogue, or of the two halves of a step
+    loop: StepLoop | None = None
+    graphs: Sequence[StepGraph] = ()  # of `replays`; empty if nothing is captured

@@ -1,4 +1,4 @@
-"""`GraphTable`: the graphs of an engine by the shape of a step; the life of each: capture, replay, retire."""
+"""`GraphTable`: captures, keeps and replays the graphs of an engine, one per step shape."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, no_row_live, run
 
 CAPTURE_TIMES = ("startup", "idle", "first-use")
-_WITHOUT = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
+_WITHOUT_GRAPHS = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
 
 
 class GraphTable:
     """Captures a step once for each shape, and replays it: see `StepShape` and `ShapeLadder`.
 
     Args:
-        step: runs a shape, over the buffers narrowed to its rows; of prompts by themselves, to their tokens.
+        step: runs a shape over the buffers narrowed to its rows, or to its tokens if it has prompts alone.
         buffers: everything that the step reads and writes.
-        ladder: the shapes; its buckets are those of steps of one query a row.
-        constants: modules and tensors that the step only reads; they are kept alive, and watched for being moved.
+        ladder: the shapes; its buckets are those of steps with one query per row.
+        constants: modules and tensors that the step only reads; they are kept alive, and must not move.
         backend: "cuda", "recorded" (the same semantics on a CPU), "eager" (nothing is captured), or "auto".
-        warmup_steps: eager steps before each capture; recordings after the first do with one.
-        prompts: buffers of prompts, whose rows are tokens; None where no shape has any.
-        capture_when: "startup", or "first-use": a shape is captured after the first step that needed it, and that step
-            runs padded to the next captured one, or eagerly. "idle" is the same, but that a shape with prompts is
-            captured after the second one, and any by `capture_waiting`.
-        strict: refuse a replay when an address in its graph has lost its owner.
-        choices, computed_in: what the step's owner says of so many tokens, and of all, for the report.
-        loop: lets a run be several steps.
-        around: given a shape, returns what is entered around its capture.
+        warmup_steps: eager steps before each capture; recordings after the first need one.
+        prompts: buffers of prompts, whose rows are tokens; None if no shape has prompts.
+        capture_when: "startup", or "first-use": a shape is captured after the first step that needed it; that step runs
+            padded to the next captured shape, or eagerly. "idle": as first-use, but a shape with prompts is captured
+            after its second step, and any shape by `capture_waiting`.
+        strict: refuse a replay if an address in its graph has lost its owner.
+        choices, computed_in: facts for the report: for a number of tokens, and for all.
+        loop: allows several steps per launch.
+        around: given a shape, returns a context manager to capture it in.
     """
 
     def __init__(
@@ -71,24 +71,24 @@ class GraphTable:
             raise ArgumentError(f"the ladder goes up to {most} rows, the buffers hold {held}")
         memory = [buffers] if prompts is None else [buffers, prompts]
         self.buffers, self.prompts = memory[0], memory[-1]
-        self.ladder = self._given = ladder
+        self.ladder = self._full_ladder = ladder
         buckets = BucketLadder((shape.rows for shape in ladder.of("steps")), most)
-        self.buckets, self.bucket_for = buckets.sizes, buckets.bucket_for  # ascending; which one holds some rows
+        self.buckets, self.bucket_for = buckets.sizes, buckets.bucket_for
         self._backend = Backend(*memory, constants=constants, name=backend, warmup_steps=warmup_steps)
         self.backend = self._backend.name
         self._step, self._around, self._strict = step, around, strict
         self._captures_lazily = capture_when != "startup" and self.backend != "eager"
-        self._is_patient = capture_when == "idle"
-        self._asked_for: dict[StepShape, None] = {}  # shapes with prompts that wait for a second step, or for leisure
+        self._captures_when_idle = capture_when == "idle"
+        self._requested: dict[StepShape, None] = {}  # shapes with prompts after their first step ("idle")
         self._choices, self._computed_in = choices, computed_in
         self._control = None if loop is None else LoopControl(loop, buffers)
         self._ready: dict[StepShape, tuple[Ready, BucketReport]] = {}
         self._reports: dict[StepShape, BucketReport] = {}
-        self._open: set[str] = set()  # kinds that were captured, or are at their first use
-        self._verified: int | None = None  # rows of the last run, when all addresses were looked at
+        self._enabled: set[str] = set()  # kinds of shapes that may run: captured, or to be captured at first use
+        self._verified: int | None = None  # rows of the last run; addresses are verified when they change
         self._frozen = False
-        self._user = object()  # stands for this table where buffers remember whose step ran
-        self._beside: ThreadPoolExecutor | None = None
+        self._identity = object()  # by which the buffers know whose step ran last
+        self._host_thread: ThreadPoolExecutor | None = None
         at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(at_exit)
         weakref.finalize(self, atexit.unregister, at_exit)
@@ -96,7 +96,7 @@ class GraphTable:
 
     @property
     def graphs(self) -> dict[int, StepGraph]:
-        """The captured steps of one query a row by bucket, for those who look into them."""
+        """The captured steps of one query per row, by bucket."""
         return {shape.rows: graph for shape, graph in self._captured.items() if shape == StepShape(shape.rows)}
 
     @property
@@ -104,73 +104,73 @@ class GraphTable:
         return {shape: ready.graphs[0] for shape, (ready, _) in sorted(self._ready.items()) if ready.graphs}
 
     def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> GraphReport:
-        """Capture the shapes of some kinds, those of most tokens first, and return the report of steps of rows alone.
+        """Capture the shapes of some kinds, largest first, and return the report of steps without prompts.
 
-        With "idle" and "first-use", only make ready for it. Steps run for real, with no row live; the slots hold the
-        same afterwards as before, adopted tensors may not. Where steps with prompts cannot be captured, prompts go by
-        themselves, or without graphs, and a warning says why.
+        With "idle" and "first-use", capture nothing yet. Steps run for real, with no row live. Slots are restored,
+        adopted tensors are not. If steps with prompts cannot be captured, a warning says why, and prompts run in passes
+        of their own, or without graphs.
 
         Raises:
-            CaptureError: the step does what no graph can replay; the process is fit to go on, and no graph is left.
+            CaptureError: no graph can replay the step. The table is empty; the process can go on.
             FrozenError: the table is frozen.
         """
         if self._frozen:
             raise FrozenError("the graphs are frozen: thaw() before capturing again")
-        self.ladder = self._given
+        self.ladder = self._full_ladder
         self._drop(kinds)
         try:
             with (
                 self._nothing_live(StepShape(1, 1, 1)),
-                # all bars of a process share a lock: none is made that nobody wants
+                # all bars of a process share a lock: make none without need
                 tqdm(desc="capturing", unit="graph", disable=None, leave=False) if progress else nullcontext() as bar,
             ):
                 while (shape := self._next_to_capture(kinds)) is not None:
                     try:
-                        (self._try if self._captures_lazily else self._capture)(shape)
+                        (self._probe if self._captures_lazily else self._capture)(shape)
                     except CaptureError as error:
                         if shape.kind == "steps":
                             raise
                         self.ladder = self.ladder.without(shape.kind)
                         self._drop([shape.kind])
-                        warnings.warn(f"{_WITHOUT[shape.kind]}: {error}", RuntimeWarning, stacklevel=3)
+                        warnings.warn(f"{_WITHOUT_GRAPHS[shape.kind]}: {error}", RuntimeWarning, stacklevel=3)
                     if bar is not None:
                         bar.update()
         except BaseException:
             self._drop(KINDS)
             raise
-        self._open.update(kinds)
+        self._enabled.update(kinds)
         return self.report()
 
     def _next_to_capture(self, kinds: Collection[str]) -> StepShape | None:
-        if self._captures_lazily:  # one mixed step is tried
-            return next(iter([] if "mixed" in self._open or "mixed" not in kinds else self.ladder.of("mixed")), None)
+        if self._captures_lazily:  # probe one mixed step
+            return next(iter([] if "mixed" in self._enabled or "mixed" not in kinds else self.ladder.of("mixed")), None)
         wanted = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in kinds)
         return next((shape for shape in wanted if shape not in self._ready), None)
 
-    def _try(self, shape: StepShape) -> None:
-        """Run a mixed step that nobody asked for: a model whose steps cannot take prompts along says so now."""
+    def _probe(self, shape: StepShape) -> None:
+        """Run a mixed step eagerly, with no row live: a model that cannot mix raises now."""
         try:
-            self._backend.eager(*self._bound(shape)).replays[0]()
+            self._backend.eager(*self._arguments_of(shape)).replays[0]()
         except Exception as error:
             raise CaptureError.of(error) from error
-        self._open.add(shape.kind)
+        self._enabled.add(shape.kind)
 
     def capture_waiting(self) -> bool:
-        """With "idle", capture one shape that was asked for, or is one of startup; return whether there was one."""
-        if not self._is_patient or not self._captures_lazily or self._frozen:
+        """With "idle", capture one shape that was requested, or of startup; return whether there was one."""
+        if not self._captures_when_idle or not self._captures_lazily or self._frozen:
             return False
-        rest = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in self._open)
-        shape = next((shape for shape in (*self._asked_for, *rest) if shape not in self._ready), None)
+        rest = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in self._enabled)
+        shape = next((shape for shape in (*self._requested, *rest) if shape not in self._ready), None)
         if shape is not None:
             self._capture_or_stay_eager(shape)
         return shape is not None
 
     def _nothing_live(self, shape: StepShape) -> AbstractContextManager[None]:
-        # the last pages of prompts may be somebody else's by now
+        # pages of the last prompts may have another owner by now
         return no_row_live(*[self.buffers] * bool(shape.rows), *[self.prompts] * bool(shape.prompt_tokens))
 
-    def _bound(self, shape: StepShape) -> tuple[Step, Batch, Step | None, LoopControl | None]:
-        """Return a shape's step, the batch that it is given, what follows the step, and what governs its loop."""
+    def _arguments_of(self, shape: StepShape) -> tuple[Step, Batch, Step | None, LoopControl | None]:
+        """Return a shape's step, its batch, what runs after the step, and the control of its loop."""
         narrowed = self.buffers.narrow(shape.rows) if shape.rows else self.prompts.narrow(shape.prompt_tokens)
         step = functools.partial(self._step, shape)
         if shape.part != "whole":
@@ -182,33 +182,33 @@ class GraphTable:
     def _capture(self, shape: StepShape) -> None:
         is_eager = self.backend == "eager"
         with nullcontext() if is_eager else self._around(shape):
-            ready = (self._backend.eager if is_eager else self._backend.captured)(*self._bound(shape))
-        self._keep(shape, ready)
+            ready = (self._backend.eager if is_eager else self._backend.captured)(*self._arguments_of(shape))
+        self._add(shape, ready)
 
-    def _keep(self, shape: StepShape, ready: Ready) -> None:
+    def _add(self, shape: StepShape, ready: Ready) -> None:
         self._ready[shape] = ready, self._report_at(shape)
         self._report_at(shape).take(ready, is_whole=shape.part == "whole")
 
     def _report_at(self, shape: StepShape) -> BucketReport:
-        """Return what counts a shape's runs; those of its halves count with the whole."""
+        """Return the report of a shape; its halves share it."""
         return self._reports.setdefault(shape._replace(part="whole"), BucketReport.of(shape, "waiting"))
 
     def run(
         self, wanted: StepShape, *, steps: int | None = None, meanwhile: Callable[[], None] | None = None
     ) -> StepShape | None:
-        """Run a step in the shape that fits it, and return that: one launch; None where no graph holds it.
+        """Run a step in the smallest shape that holds it, and return that shape; None if no shape does.
 
-        When the rows change, those that the shape has beyond them get the pads that their slots declare, and the
-        addresses of all slots and constants are checked; a strict table audits its graphs before every replay.
+        When the number of rows changes, padding rows get the pads of their slots, and the addresses of all slots and
+        constants are checked. A strict table audits its graphs before every replay.
 
         Args:
-            wanted: the step as it is: live rows, their queries, tokens of staged chunks of prompts.
+            wanted: the step before padding: live rows, queries, tokens of staged prompt chunks.
             steps: of a loop; None: one step, and no epilogue.
-            meanwhile: what the host does between the two halves of a step, on a CPU in another thread while the first
-                one runs; what it writes, and uploads on the current stream, the second half reads.
+            meanwhile: host work between the two halves of a step, on a CPU in another thread while the first half runs.
+                The second half reads what it writes, or uploads on the current stream.
 
         Raises:
-            ValueError: there are more rows than the capacity, or there is no step of so many queries.
+            ValueError: more rows than the capacity, or no step with so many queries.
             RuntimeError: nothing was captured, or the step does not run in halves.
             FrozenError: a slot, adopted tensor or constant was moved.
             StalePointerError: strict, and an address in the graph has lost its owner.
@@ -217,25 +217,25 @@ class GraphTable:
             raise RuntimeError(f"{wanted} does not run in halves")
         shape = self.ladder.fit(wanted)
         rows, prompt_tokens = wanted.rows, wanted.prompt_tokens
-        if shape is None or (prompt_tokens and shape.kind not in self._open):
+        if shape is None or (prompt_tokens and shape.kind not in self._enabled):
             return None
         fitting, found = shape, self._ready.get(shape)
         if is_first := found is None:
-            shape, found = self._instead_of(shape, wanted)
+            shape, found = self._fallback(shape, wanted)
         ready, report = found
         size = rows or prompt_tokens
         if self._strict or is_first or self._verified != size:
             self.verify()
             self._verified = size
         if rows:
-            self.buffers.make_ready(rows, shape.rows, self._user)
+            self.buffers.make_ready(rows, shape.rows, self._identity)
         if prompt_tokens:
-            self.prompts.make_ready(prompt_tokens, shape.prompt_tokens, self._user)
+            self.prompts.make_ready(prompt_tokens, shape.prompt_tokens, self._identity)
         ran = 1
         if steps is not None:
             assert ready.loop is not None
             assert self._control is not None
-            self._control.ask_for(steps)
+            self._control.set_limit(steps)
             ran = ready.loop.launch(steps)
             report.launches += 1
         elif meanwhile is None:
@@ -245,59 +245,60 @@ class GraphTable:
         report.replays += ran
         report.live_rows += size * ran
         if is_first and not self._frozen:
-            if self._is_patient and fitting.prompt_tokens and fitting not in self._asked_for:
-                self._asked_for[fitting] = None
+            if self._captures_when_idle and fitting.prompt_tokens and fitting not in self._requested:
+                self._requested[fitting] = None
             else:
                 self._capture_or_stay_eager(fitting)
         return shape
 
     def _run_halves(self, ready: Ready, meanwhile: Callable[[], None]) -> None:
         first, second = ready.replays
-        if self.buffers.device.type == "cuda":  # a launch comes back before its work is done; on a CPU it is the work
+        if self.buffers.device.type == "cuda":  # launches are asynchronous
             first()
             meanwhile()
         else:
-            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="graphdecode-beside")
-            done = self._beside.submit(meanwhile)
+            self._host_thread = self._host_thread or ThreadPoolExecutor(1, thread_name_prefix="graphdecode-beside")
+            done = self._host_thread.submit(meanwhile)
             try:
                 first()
             finally:
                 done.result()
         second()
 
-    def _instead_of(self, shape: StepShape, wanted: StepShape) -> tuple[StepShape, tuple[Ready, BucketReport]]:
-        """Return what runs a step whose shape has no graph yet: the next larger one that has, or the step itself."""
-        if shape.kind not in self._open:
+    def _fallback(self, shape: StepShape, wanted: StepShape) -> tuple[StepShape, tuple[Ready, BucketReport]]:
+        """Return what runs a shape without a graph: the next larger captured one, or the step eagerly."""
+        if shape.kind not in self._enabled:
             raise RuntimeError(f"{shape} was not captured: call capture() first")
         if shape.part != "whole":
-            return shape, (self._backend.eager(*self._bound(shape)), self._report_at(shape))
+            return shape, (self._backend.eager(*self._arguments_of(shape)), self._report_at(shape))
         for other in self.ladder.holding(wanted):
             if other in self._ready and self._ready[other][0].graphs:
                 return other, self._ready[other]
         self._report_at(shape).eager_runs += 1
-        return shape, (self._backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
+        # its replays are not counted
+        return shape, (self._backend.eager(*self._arguments_of(shape)), BucketReport(0, "eager"))
 
     def _capture_or_stay_eager(self, fitting: StepShape) -> None:
-        self._asked_for.pop(fitting, None)
+        self._requested.pop(fitting, None)
         try:
             with self._nothing_live(fitting):
                 self._capture(fitting)
         except CaptureError as error:
-            self._keep(fitting, self._backend.eager(*self._bound(fitting)))
+            self._add(fitting, self._backend.eager(*self._arguments_of(fitting)))
             what = f"the halves of {fitting._replace(part='whole')} stay"
             if fitting.part == "whole":
                 what, self._report_at(fitting).error = f"{fitting} stays", str(error)
             warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
 
     def replay(self, batch_size: int) -> int:
-        """Run one step of the first `batch_size` rows: one launch. Return the bucket that ran; see `GraphTable.run`."""
+        """Run one step of the first `batch_size` rows, and return the bucket that ran; see `run`."""
         self.bucket_for(batch_size)
         return (self.run(StepShape(batch_size)) or StepShape(0)).rows
 
     def launch(self, batch_size: int, num_steps: int) -> int:
-        """Run `num_steps` steps of the first `batch_size` rows, and the loop's epilogue. Return the bucket that ran.
+        """Run `num_steps` steps of the first `batch_size` rows, and the loop's epilogue; return the bucket that ran.
 
-        Fewer steps run where none of the rows is running any more; see `GraphTable.run`.
+        Fewer steps run if all rows finish; see `run`.
 
         Raises:
             ValueError: `num_steps` is outside 1..max_steps of the loop.
@@ -312,14 +313,14 @@ class GraphTable:
         return (self.run(StepShape(batch_size), steps=num_steps) or StepShape(0)).rows
 
     def run_eager(self, batch_size: int) -> int:
-        """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
+        """Run the step over the same bucket without its graph: bit for bit what `replay` computes."""
         shape = StepShape(self.bucket_for(batch_size))
-        self.buffers.make_ready(batch_size, shape.rows, self._user)
-        self._backend.eager(*self._bound(shape)).replays[0]()
+        self.buffers.make_ready(batch_size, shape.rows, self._identity)
+        self._backend.eager(*self._arguments_of(shape)).replays[0]()
         return shape.rows
 
     def dot(self, bucket: int, queries: int = 1) -> str:
-        """Return a picture of one bucket's step, in Graphviz' language; a ValueError where it has no graph."""
+        """Return one bucket's step in Graphviz' language; a ValueError if it has no graph."""
         captured, shape = self._captured, StepShape(bucket, queries)
         if type(bucket) is not int or shape not in captured:
             known = [other.rows for other in captured if other == StepShape(other.rows, queries)]
@@ -327,38 +328,38 @@ class GraphTable:
         return to_dot(str(shape), captured[shape].nodes)
 
     def svg(self, bucket: int, queries: int = 1) -> str:
-        """Return the same as SVG; Graphviz draws it, and a PictureError says where it is not installed."""
+        """Return the same as SVG, drawn by Graphviz; a PictureError if that is not installed."""
         return to_svg(self.dot(bucket, queries))
 
-    def run_beyond(self, shape: StepShape, step: Callable[[], Any]) -> Any:
-        """Run what no graph holds, operator by operator, and count it with the most prompt tokens that there can be."""
+    def run_without_graph(self, shape: StepShape, step: Callable[[], Any]) -> Any:
+        """Run a shape that no graph holds, operator by operator; the report counts it in the largest shape."""
         if shape.rows:
             self.buffers.set_live_rows(shape.rows)
         largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, self.prompts.max_batch_size)
         self._reports.setdefault(largest, BucketReport.of(largest, "eager")).eager_runs += 1
         return run(lambda _: step(), Batch(shape.rows, {}))
 
-    def takes(self, rows: int, prompt_tokens: int) -> bool:
-        """Whether prompts are to go along with a step of some rows.
+    def can_mix(self, rows: int, prompt_tokens: int) -> bool:
+        """Whether to put prompts into a step of some rows.
 
-        They do where a graph has room for them, or none for so many at all: in between they go by themselves.
+        That is so if a graph holds them, or if no mixed graph holds so many prompt tokens with any number of rows.
         """
-        mixed = self.ladder.of("mixed") if "mixed" in self._open else []
+        mixed = self.ladder.of("mixed") if "mixed" in self._enabled else []
         if not mixed or self.ladder.fit(StepShape(rows, 1, prompt_tokens)) is not None:
             return bool(mixed)
         return prompt_tokens > max(shape.tokens for shape in mixed)
 
     def verify(self) -> None:
-        """Check that everything the graphs point at is where it was at capture; see `run` for the errors."""
+        """Check that all memory of the graphs is where it was at capture; see `run` for the errors."""
         self._backend.verify(self.audit() if self._strict else ())
 
     def audit(self) -> list[StalePointer]:
-        """Return every address in the graphs that nobody owns any more, smallest bucket first; see `StalePointer`."""
+        """Return every address in the graphs that has lost its owner, smallest bucket first."""
         buckets = sorted((shape.rows or shape.prompt_tokens, shape) for shape in self._ready)
         return self._backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
 
     def freeze(self) -> None:
-        """Refuse, from now on, to adopt, to capture again, and to load weights; what moves all the same `verify` finds.
+        """Refuse to adopt, to capture again and to load weights, until `thaw`; `verify` finds what moves anyway.
 
         Raises:
             FrozenError: something was moved already.
@@ -369,14 +370,14 @@ class GraphTable:
         self._frozen = True
 
     def thaw(self) -> None:
-        """Allow changes again; the graphs are invalid and dropped."""
+        """Allow changes again; the graphs are dropped."""
         self._frozen = False
         self.buffers.thaw()
         self._backend.owners.thaw()
         self._drop(KINDS)
 
     def report(self, kind: str = "steps") -> GraphReport:
-        """Return what was captured and run of a kind, shape by shape; waits for loops that the device ends."""
+        """Return the report of a kind, shape by shape; waits for loops on the device."""
         buckets = []
         shapes = sorted(shape for shape in self._reports if shape.kind == kind)
         for shape in sorted(shapes, key=lambda shape: shape.tokens if kind == "mixed" else 0):
@@ -388,29 +389,29 @@ class GraphTable:
         return GraphReport(self.backend, buckets, self._computed_in)
 
     def close(self) -> None:
-        """Release all graphs; the buffers stay. What is not closed when the process ends is released then.
+        """Release all graphs, but not the buffers; happens at the end of the process at the latest.
 
-        Close before process groups are destroyed, where the step holds collectives: their graphs keep communicators.
+        If the step has collectives, close before process groups are destroyed: graphs keep communicators.
         """
         self._drop(KINDS)
         self._backend.forget()
 
     def _drop(self, kinds: Collection[str]) -> None:
-        self._open.difference_update(kinds)
+        self._enabled.difference_update(kinds)
         self._verified = None
         gone = [self._ready.pop(shape)[0] for shape in list(self._ready) if shape.kind in kinds]
         self._backend.release(gone, is_last=not self._ready)
-        if "steps" in kinds and self._beside is not None:
-            self._beside.shutdown()
-            self._beside = None
+        if "steps" in kinds and self._host_thread is not None:
+            self._host_thread.shutdown()
+            self._host_thread = None
         waiting = {shape: BucketReport.of(shape, "waiting") for shape in self.ladder.of(*kinds) if shape.queries == 1}
         self._reports = {s: report for s, report in self._reports.items() if s.kind not in kinds} | waiting
 
 
 class GraphManager(GraphTable):
-    """The graphs of a step that has rows alone, one a bucket; see `GraphTable`.
+    """The graphs of a step without prompts, one per bucket; see `GraphTable`.
 
-    `step` is given the buffers narrowed to a bucket's rows; `ladder` is a `BucketLadder`, or batch sizes.
+    `step` takes the buffers narrowed to a bucket's rows; `ladder` is a `BucketLadder`, or batch sizes.
     """
 
     def __init__(

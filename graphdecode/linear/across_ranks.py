@@ -1,4 +1,4 @@
-"""Products whose weight several ranks share: by columns, so that they are summed, or by rows, and put side by side."""
+"""Products whose weight several ranks share: by columns (all-reduce), or by rows (all-gather)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphdecode.linear.wrapped import Wrapped
 
 @dataclass(frozen=True)
 class Summed(Wrapped):
-    """Each rank has some columns of the weight, and its inputs are the same columns of `x`.
+    """Each rank has some columns of the weight, and the same columns of `x`; the products are summed.
 
     Attributes:
         collectives: of the ranks.
@@ -24,24 +24,21 @@ class Summed(Wrapped):
     place: str
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the sum of all ranks' products into `out`."""
         self.form.apply(out, x)
         self.collectives.all_reduce(out, self.place)
 
     @property
     def workspace(self) -> list[Tensor]:
-        """That of the shard's product, and of the collectives."""
         return [*self.form.workspace, *self.collectives.workspace]
 
 
 @dataclass(frozen=True)
 class Gathered(Summed):
-    """Each rank has some rows of the weight, and all get all outputs."""
+    """Each rank has some rows of the weight; all get all outputs."""
 
     path = "gathered"
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the products of all ranks, side by side, into `out`."""
         part = out.new_empty((out.shape[0], self.form.out_features))
         self.form.apply(part, x)
         self.collectives.all_gather(out, part, self.place)

@@ -1,7 +1,6 @@
-"""The weights of a layer's experts: those of one product, of all experts, read expert by expert.
+"""The weights of a layer's experts: one product of all experts, read expert by expert.
 
-They are whole, in panels on a CPU with compiled kernels, else as they stand; or quantized as their source has them, in
-panels on a CPU, in tiles on a GPU.
+Plain ones are in panels on a CPU with compiled kernels; quantized ones are in panels on a CPU, in tiles on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stor
 
 
 class Gate(NamedTuple):
-    """What is made of a product's two halves, by the names of `expert_linear`'s arguments; the plain one has none."""
+    """The activation of a gated product, in the arguments of `expert_linear`; "none": the product is not gated."""
 
     gate: str = "none"
     alpha: float = 1.0
@@ -48,15 +47,14 @@ NO_GATE = Gate()
 
 
 class ExpertNames(NamedTuple):
-    """Where a source has the weights of one product of all experts.
+    """The tensors of one product of all experts in a source.
 
     Attributes:
-        weights: the tensors of one expert after another, to be fused along their rows; or one that is a stack, with all
-            experts along its first dimension.
-        experts: how many there are.
+        weights: the tensors of one expert after another, to be fused along their rows; or one stack, with all experts
+            along its first dimension.
+        experts: number of experts.
         is_gated: the first half of the outputs is the gate of the second.
-        interleaved: stacks are [experts, in_features, out_features], and with a gate every second output is the gate's,
-            as gpt-oss has them.
+        interleaved: stacks are [experts, in_features, out_features], with gate and input alternating (gpt-oss).
     """
 
     weights: tuple[str, ...]
@@ -66,25 +64,25 @@ class ExpertNames(NamedTuple):
 
     @property
     def is_stack(self) -> bool:
-        """Whether one tensor has all experts."""
+        """Whether one tensor holds all experts."""
         return len(self.weights) == 1
 
     def of(self, expert: int) -> tuple[str, ...]:
-        """Return the tensors of one expert; of a stack that is the stack."""
+        """Return the tensors of one expert, or the stack."""
         each = len(self.weights) // self.experts
         return self.weights if self.is_stack else self.weights[expert * each : (expert + 1) * each]
 
 
 @dataclass(frozen=True)
 class ExpertForm(StoredForm):
-    """The weights of all experts for one of their products, as that reads them."""
+    """The weights of one product of all experts."""
 
     @classmethod
     @abstractmethod
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights into this form, one after another; None where they cannot take it."""
+        """Read all experts' weights, one after another; None if this form does not support them."""
 
     @abstractmethod
     def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
@@ -106,7 +104,7 @@ def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
 
 
 def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions) -> Iterator[Tensor]:
-    """Yield each expert's weight [out_features, in_features], the gate first, in memory of its own."""
+    """Yield each expert's weight [out_features, in_features], the gate first, in new memory."""
     for expert in range(names.experts):
         if not names.is_stack:
             yield read_fused(source, names.of(expert), None, options.dtype, options.device)
@@ -129,7 +127,7 @@ class PlainExperts(ExpertForm):
 
     @classmethod
     def load(cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> PlainExperts:
-        """Read all experts' weights, dequantized; each is dropped before the next one is read."""
+        """Read all experts' weights, dequantized, one at a time."""
         whole: Tensor | None = None
         for expert, weight in enumerate(plain_weights(source, names, options)):
             own = expert_panels(weight, names.is_gated) if can_panel(weight) else weight.unsqueeze(0)
@@ -142,30 +140,28 @@ class PlainExperts(ExpertForm):
 
     @property
     def gives_floats(self) -> bool:
-        """On a CPU sums are written as they are."""
         return self.weight.is_cpu
 
     def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
-        """Write the product of each listed pair into `out`."""
         expert_linear(out, x, self.weight, self.bias, pairs, batch_invariant=self.batch_invariant)
 
 
 @dataclass(frozen=True)
 class ExpertPanels(ExpertForm):
-    """Quantized weights in panels, as their source has them."""
+    """Quantized weights in panels."""
 
     path = "panels"
     weight: QuantizedPanels
-    columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: as they stand
+    columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: in order
     layout: str  # the path of their `QuantizedWeight`
     batch_invariant: bool
-    gives_floats = True  # sums are written as they are
+    gives_floats = True
 
     @classmethod
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights; None where they are not quantized, or not all of one kind."""
+        """Read all experts' weights; None unless all are quantized in one kind."""
         if KeptPanels.why_not(options):
             return None
         firsts: list[QuantizedWeight] = []  # of each expert
@@ -187,18 +183,17 @@ class ExpertPanels(ExpertForm):
         return cls(shape_of(source, names), bias, weight, order, firsts[0].path, options.batch_invariant)
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the layout, which says more than that they are in panels."""
+        """Return the layout of the source."""
         return LinearChoice(self.layout)
 
     def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
-        """Write the product of each listed pair into `out`."""
         held = (self.weight, self.columns, self.bias)
         quantized_expert_linear(out, x, *held, pairs, batch_invariant=self.batch_invariant)
 
 
 @dataclass(frozen=True)
 class ExpertTiles(ExpertForm):
-    """Quantized weights in tiles, the rows of one expert after another, dequantized as they are multiplied."""
+    """Quantized weights in tiles, the rows of one expert after another, dequantized in the product."""
 
     path = "tiles"
     tiles: WeightTiles
@@ -209,7 +204,7 @@ class ExpertTiles(ExpertForm):
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights; None where they are not quantized, or not all alike, or tiles cannot hold them."""
+        """Read all experts' weights; None unless all are quantized in one kind that tiles support."""
         if KeptTiles.why_not(options):
             return None
         held: list[WeightTiles] = []
@@ -231,7 +226,7 @@ class ExpertTiles(ExpertForm):
 
 
 def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iterator[tuple[QuantizedWeight, ...]]:
-    """Yield each expert's weight, with a gate both halves; () where it is not quantized, or in several kinds."""
+    """Yield each expert's weight, with a gate both halves; () if it is not quantized, or in several kinds."""
     for expert in range(names.experts):
         own = LinearNames(names.of(expert))
         parts: list[QuantizedWeight | None] = []
@@ -246,7 +241,7 @@ def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iter
 
 
 def _halves_of(rows: int, names: ExpertNames) -> tuple[slice, ...]:
-    """Return which rows of an expert's weight are multiplied as one: with a gate those of each half."""
+    """Return the rows of an expert's weight; with a gate, those of each half."""
     if not names.is_gated:
         return (slice(0, rows),)
     if names.is_stack and names.interleaved:

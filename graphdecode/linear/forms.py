@@ -1,4 +1,4 @@
-"""The forms that a weight can take, and which of them it takes: the one place where that is decided."""
+"""The registry of weight forms, and the choice among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphdecode.linear.plain import Int8, Packed, Panels, Plain
 from graphdecode.linear.tiles import Int8Tiles, KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
-FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
+FORMS: list[type[WeightForm]] = [  # in order of preference
     Int8Tiles,
     Int8,
     KeptTiles,
@@ -29,14 +29,10 @@ FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled whil
 
 
 def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
-    """Let weights take another form, before those that are known.
-
-    Args:
-        form: the class.
-        replace: even before one that reports or `quantize` call by the same name.
+    """Register a weight form, which is preferred to all others; `replace` one of the same `path` or `quantize`.
 
     Raises:
-        ArgumentError: there is a form of that name.
+        ArgumentError: the name is taken.
     """
     names = {form.path, form.quantize or form.path}
     taken = names & {name for each in FORMS for name in (each.path, each.quantize)}
@@ -53,14 +49,14 @@ def _known_forms() -> list[type[WeightForm]]:
 
 
 def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[type[WeightForm]]:
-    """Return the forms that can be taken, the preferred one first.
+    """Return the available forms, the preferred one first.
 
     Args:
         options: of the forms.
-        others: what `quantize` may be beside the names of forms, where it is none of these.
+        others: further values of `quantize`, for the error message.
 
     Raises:
-        ValueError: `quantize` is not known, or cannot be had here.
+        ValueError: `quantize` is unknown, or not available.
     """
     wanted = options.quantize
     asked = [form for form in _known_forms() if form.quantize == wanted or (wanted is None and form.is_of_source)]
@@ -68,41 +64,34 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[ty
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         known = " or ".join(["None", *(repr(name) for name in names if name)])
         raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}; a form {BRING_YOUR_OWN}")
-    able = [form for form in asked if not form.why_not(options)]
-    if not able:
+    available = [form for form in asked if not form.why_not(options)]
+    if not available:
         raise ArgumentError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")
-    return able
+    return available
 
 
 def has_form(options: FormOptions) -> bool:
-    """Whether a form is asked for by the name that `quantize` has, and can be taken."""
+    """Whether `quantize` names an available form."""
     return any(form.quantize == options.quantize and not form.why_not(options) for form in _known_forms())
 
 
 def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-    """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
-    form, choices = keeping(source, names, options), Choices()
+    """Read a layer's tensors, or a shard of them, in the form that a decode step reads fastest."""
+    form, choices = quantized_form(source, names, options), Choices()
     if form is None:
         form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
     return _with(form.load(source, names, shard, options), choices)
 
 
 def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
-    """Read the weights of all experts of a layer for one of their products, in few bits where the source has them so.
+    """Read one product's weights of all experts of a layer; quantized ones stay so if a form supports that.
 
-    Args:
-        source: of the weights.
-        names: of these.
-        bias: [experts, out_features], the gate first, or None.
-        options: of the forms.
-
-    Raises:
-        ValueError: a form is asked for that experts do not have.
+    `bias` is [experts, out_features], the gate first, or None. A ValueError if experts have no form `quantize`.
     """
     if options.quantize not in (None, KeptPanels.quantize):
-        raise ArgumentError(f"quantize={options.quantize!r} cannot be had for a model with experts")
-    held = (form.load(source, names, bias, options) for form in (ExpertTiles, ExpertPanels, PlainExperts))
-    return next(form for form in held if form is not None)
+        raise ArgumentError(f"quantize={options.quantize!r} is not available for a model with experts")
+    forms = (form.load(source, names, bias, options) for form in (ExpertTiles, ExpertPanels, PlainExperts))
+    return next(form for form in forms if form is not None)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
@@ -111,39 +100,34 @@ def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> Weig
     return _with(form.of(weight, bias, options), choices)
 
 
-def keeps(source: TensorSource, names: LinearNames, options: FormOptions) -> bool:
-    """Whether the preferred form holds a layer's tensors as the source has them."""
-    return check_options(options)[0].keeps(source, names)
-
-
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
-    """Return the product with a plain weight that was read before; read again for a form that keeps what is stored."""
-    if keeping(source, names, options) is not None:
+    """Return the product with a plain weight that was read before; a quantized one is read again."""
+    if quantized_form(source, names, options) is not None:
         return load_linear(source, names, None, options)
     return linear_of(weight, None, options)
 
 
-def keeping(source: TensorSource, names: LinearNames, options: FormOptions) -> type[WeightForm] | None:
-    """Return the form that holds a layer's tensors as the source has them; None: they are to be read as plain ones."""
+def quantized_form(source: TensorSource, names: LinearNames, options: FormOptions) -> type[WeightForm] | None:
+    """Return the form that keeps a layer's weights quantized as stored; None: they are read as plain ones."""
     return next((form for form in check_options(options) if form.keeps(source, names)), None)
 
 
 def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
-    """Return the preferred form, or the fastest if it is one that is measured; and what was measured."""
-    known = check_options(options)
-    able = [form for form in known if not form.is_of_source] or known
-    rivals = {form.path: form for form in able if form.is_measured}
-    if not able[0].is_measured or len(rivals) == 1:
-        return able[0], {}
+    """Return the preferred form of plain weights, or if it is measured the fastest, with the measurements."""
+    available = check_options(options)
+    candidates = [form for form in available if not form.is_of_source] or available
+    measured = {form.path: form for form in candidates if form.is_measured}
+    if not candidates[0].is_measured or len(measured) == 1:
+        return candidates[0], {}
     bias = torch.zeros(shape[0], dtype=options.dtype, device=options.device) if has_bias else None
 
     def product_of(form: type[WeightForm]) -> Product:
         return form.of(torch.ones(shape, dtype=options.dtype, device=options.device), bias, options).apply
 
-    key = torch.empty(shape, dtype=options.dtype, device=options.device)  # never written: it takes no memory
-    paths = {path: partial(product_of, form) for path, form in rivals.items()}
+    key = torch.empty(shape, dtype=options.dtype, device=options.device)  # never written: takes no memory
+    paths = {path: partial(product_of, form) for path, form in measured.items()}
     choices = options.tuner.choose(key, bias, options.batch_sizes, paths)
-    return rivals[choices[options.batch_sizes[0]].path], choices
+    return measured[choices[options.batch_sizes[0]].path], choices
 
 
 def _with(form: WeightForm, choices: Choices) -> WeightForm:

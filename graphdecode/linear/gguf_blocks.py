@@ -1,6 +1,6 @@
-"""GGUF's block types as codes, what these mean, and the numbers that go with them; see ggml's `ggml-common.h`.
+"""GGUF's block types as codes, tables and scales; see ggml's `ggml-common.h`.
 
-Integers stay what they are, and so do scales: where a type has them as integers times a factor, they are kept so.
+Codes and scales are not changed: two-level scales stay integers times a factor.
 """
 
 from __future__ import annotations
@@ -19,28 +19,22 @@ from graphdecode.linear.weight_form import Shard
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what e2m1 stands for, so that all are integers
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of e2m1, which makes them integers
 
 
 class BlockType(NamedTuple):
-    """One type in which a GGUF file keeps weights, by the name that ggml has for it.
+    """A type of weights in GGUF files."""
 
-    Attributes:
-        name: such as "Q4_K".
-        values: of a block; 1 for a type that is no block.
-        nbytes: of a block.
-    """
-
-    name: str
-    values: int
-    nbytes: int
+    name: str  # ggml's, such as "Q4_K"
+    values: int  # of a block; 1 for plain types
+    nbytes: int  # of a block
 
     def size(self, values: int) -> int:
-        """Return the bytes of so many values, a multiple of a block's."""
+        """Return the bytes of `values` values, whole blocks."""
         return values // self.values * self.nbytes
 
 
-# by the number that a file has for it; what is not here is no weight (I8, ...), or never stored (Q8_1, Q8_K)
+# by ggml's number; missing types are not for weights (I8, ...), or never stored (Q8_1, Q8_K)
 _DESCRIBED: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 28: ("F64", 1, 8), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
@@ -55,15 +49,15 @@ BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
 
 
 class _Layout(NamedTuple):
-    """How values lie in the blocks of one type.
+    """The layout of the blocks of one type.
 
     Attributes:
         bits: of a code.
-        table: what codes mean; None for bytes, which mean themselves.
-        tile_code: the same code in tiles; None if there is none.
-        codes: given blocks, uint8 [rows, blocks, nbytes], returns their codes, [rows, blocks, values]; or the byte of
-            a block from where it has 16 bytes, those of 16 values in the lower halves and of 16 in the upper.
-        numbers: given the same, returns scales and least values of the groups, [rows, blocks * groups].
+        table: value of each code; None for signed bytes.
+        tile_code: the code in tiles; None if there is none.
+        codes: returns the codes [rows, blocks, values] of blocks, uint8 [rows, blocks, nbytes]; or the offset of 16
+            bytes in a block, with 16 codes in the lower half bytes, and 16 in the upper ones.
+        numbers: returns scales and minima of the groups, [rows, blocks * groups], of the same blocks.
     """
 
     bits: int
@@ -74,18 +68,18 @@ class _Layout(NamedTuple):
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
-    """Return the number in half precision at a byte of each block."""
+    """Return the fp16 number at an offset of each block."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _nibbles(stored: Tensor) -> Tensor:
-    """Return half-bytes [..., 2 * n] of bytes [..., n], first the low ones."""
+    """Return the half bytes [..., 2 * n] of bytes [..., n], all low ones first."""
     eights = stored.clone(memory_format=torch.contiguous_format).view(torch.int64)
     return torch.cat((eights & _LOW_NIBBLES, eights >> 4 & _LOW_NIBBLES), dim=-1).view(torch.uint8)
 
 
 def _bits(stored: Tensor, count: int) -> Tensor:
-    """Return the bits of bytes [..., n] by their place, `count` at a time, [..., 8 / count, n]."""
+    """Return `count` bits at a time of bytes [..., n], as [..., 8 / count, n]."""
     shifts = torch.arange(0, 8, count, dtype=torch.uint8)[:, None]
     return stored[..., None, :] >> shifts & ((1 << count) - 1)
 
@@ -99,7 +93,7 @@ def _scale_and_least(blocks: Tensor) -> tuple[Numbers, Numbers]:
 
 
 def _five_bits(at: int) -> Callable[[Tensor], Tensor]:
-    """Return what takes codes, whose fifth bits begin at a byte of a block."""
+    """Return a reader of codes whose fifth bits are at an offset of a block."""
 
     def codes(blocks: Tensor) -> Tensor:
         fifth = blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
@@ -141,7 +135,7 @@ def _q3_k_scales(blocks: Tensor) -> tuple[Numbers, None]:
 
 
 def _scales_and_mins(blocks: Tensor) -> tuple[Numbers, Numbers]:
-    """Return those of Q4_K and Q5_K: eight of each, in six bits."""
+    """Return scales and minima of Q4_K and Q5_K: eight of each, in six bits."""
     first, second, third = blocks[..., 4:16].split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
     mins = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
@@ -210,21 +204,17 @@ class GgufBlocks(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[out_features, in_features]."""
         kind = BLOCK_OF[self.block_type]
         return len(self.stored), self.stored.shape[1] // kind.nbytes * kind.values
 
     @property
     def kind(self) -> str:
-        """The type."""
         return self.block_type
 
     def rows(self, rows: slice) -> GgufBlocks:
-        """Return some rows, in memory that is shared."""
         return replace(self, stored=self.stored[rows])
 
     def part(self, shard: Shard | None) -> GgufBlocks:
-        """Return some rows, or some columns; see `QuantizedWeight`."""
         if shard is None:
             return self
         kind = BLOCK_OF[self.block_type]
@@ -236,15 +226,12 @@ class GgufBlocks(QuantizedWeight):
 
     @classmethod
     def joined(cls, parts: Sequence[GgufBlocks]) -> GgufBlocks | None:
-        """Return weights of one type, one below another, as one."""
         return replace(parts[0], stored=torch.cat([part.stored for part in parts]))
 
     def for_panels(self, *, by_values: bool) -> GgufBlocks | None:
-        """Return it: panels have the groups of all types."""
         return self
 
     def some_panels(self) -> QuantizedPanels:
-        """Return some rows in panels."""
         layout, blocks = self._layout, self._blocks
         table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.int8)
         at = layout.codes
@@ -252,17 +239,15 @@ class GgufBlocks(QuantizedWeight):
         return quantized_panels(codes, layout.bits, table, *layout.numbers(blocks))
 
     def for_tiles(self) -> GgufBlocks | None:
-        """Return it, where tiles have its codes."""
         return self if self.block_type in TILED_BLOCKS else None
 
     def some_tiles(self) -> WeightTiles:
-        """Return some rows in tiles."""
         layout, blocks = self._layout, self._blocks
         code, at, (scales, mins) = layout.tile_code, layout.codes, layout.numbers(blocks)
         codes = (_nibbles(blocks[..., at : at + 16]) if isinstance(at, int) else at(blocks)).flatten(1)
         group = codes.shape[1] // scales.values.shape[1]
         assert code is not None
-        if code == "e2m1":  # its table has twice the values, and so its scales are halves of what they are here
+        if code == "e2m1":  # the table of blocks has twice the values of e2m1
             exponents = (scales.values * 2).view(torch.int16) >> 7
             return tiled(codes, code, exponents.to(torch.uint8), group)
         if scales.factors is None:

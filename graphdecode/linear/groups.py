@@ -1,7 +1,7 @@
-"""A weight quantized in groups: a scale, and perhaps a zero point, for some columns of a row.
+"""Weights quantized in groups: a scale, and perhaps a zero point, for some columns of a row.
 
-This is what checkpoints of compressed-tensors, GPTQ, AWQ, fp8 and MXFP4 have in common once they are read.
-`Groups.dequantized` is its definition: every product with it agrees with that one up to the order of sums.
+Checkpoints of compressed-tensors, GPTQ, AWQ, fp8 and MXFP4 are read as these. `Groups.dequantized` is the reference of
+every product.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Groups(QuantizedWeight):
         zeros: uint8 [out_features, groups], the codes of 0; None: that is 2 ** (bits - 1) everywhere.
         group_size: columns that share a scale.
         rows_of_scale: rows that do; zeros are by row.
-        order: int32 [in_features], the input feature of each column; None: as they stand.
+        order: int32 [in_features], the input feature of each column; None: in order.
     """
 
     path = "groups"
@@ -66,7 +66,6 @@ class Groups(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[out_features, in_features]."""
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
 
     def dequantized(self) -> Tensor:
@@ -77,7 +76,7 @@ class Groups(QuantizedWeight):
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
     def values(self) -> Tensor:
-        """Return what is multiplied with the scales, float32 [out_features, in_features], columns as they stand."""
+        """Return the values before scaling, float32 [out_features, in_features], columns not reordered."""
         if self.code == "e4m3":
             return self.codes.float()
         codes = self.codes if self.bits == 8 else unpacked(self.codes)
@@ -88,7 +87,7 @@ class Groups(QuantizedWeight):
         return codes.float() - self.zeros.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
     def explicit_zeros(self) -> Tensor:
-        """Return the codes of 0 of integers, uint8 [out_features, groups], where they are the same everywhere too."""
+        """Return the codes of 0 of integers, uint8 [out_features, groups]."""
         if self.zeros is not None:
             return self.zeros
         groups = math.ceil(self.shape[1] / self.group_size)
@@ -96,7 +95,6 @@ class Groups(QuantizedWeight):
 
     @classmethod
     def joined(cls, parts: Sequence[Groups]) -> Groups | None:
-        """Return weights one below another as one; None where they are not alike."""
         first = parts[0]
         kinds = {(part.code, part.bits, part.shape[1], part.group_size, part.scales.dtype) for part in parts}
         if len(kinds) > 1 or any(not _same_order(first, part) for part in parts):
@@ -122,7 +120,6 @@ class Groups(QuantizedWeight):
         return replace(self, scales=_as(scales, self.scales), rows_of_scale=1)
 
     def part(self, shard: Shard | None) -> Groups:
-        """Return some rows, or some columns; see `QuantizedWeight`."""
         if shard is None:
             return self
         rows, *columns = shard.slices(self.shape)
@@ -130,7 +127,6 @@ class Groups(QuantizedWeight):
         return kept._columns(slice(*columns[0].indices(self.shape[1])[:2])) if columns else kept
 
     def rows(self, rows: slice) -> Groups:
-        """Return some rows, perhaps every so many, in memory that is shared."""
         size = self.rows_of_scale
         is_cut = rows.start % size or (rows.stop % size and rows.stop != self.shape[0])
         if is_cut or (size > 1 and rows.step not in (None, 1)):
@@ -140,7 +136,7 @@ class Groups(QuantizedWeight):
         return replace(self, codes=self.codes[rows], scales=self.scales[blocks], zeros=zeros)
 
     def for_panels(self, *, by_values: bool) -> Groups | None:
-        """Return it in groups that divide the columns, with a scale for each row; None: they are too small."""
+        """Return it in groups that divide the columns, with scales by row; None if groups are too small."""
         columns = self.shape[1]
         even = self.by_row()._evenly()
         if self.code == "nf4" or columns % BLOCK or (even.group_size < columns and even.group_size % LEAST_GROUP):
@@ -161,7 +157,6 @@ class Groups(QuantizedWeight):
         return replace(self, group_size=divisor, scales=scales, zeros=zeros)
 
     def some_panels(self) -> QuantizedPanels:
-        """Return some rows in panels."""
         codes = unpacked(self.codes) if self.bits == 4 else self.codes.contiguous()
         scales = self.scales.bfloat16() if self.scales.dtype == torch.float8_e8m0fnu else self.scales
         if self.code == "e4m3":
@@ -181,12 +176,11 @@ class Groups(QuantizedWeight):
         return quantized_panels(codes, 4, torch.arange(-half, half, dtype=torch.int8), Numbers(scales), mins)
 
     def for_tiles(self) -> Groups | None:
-        """Return it with a scale for each row; None: tiles have no such codes or groups."""
+        """Return it with scales by row; None if tiles do not support code or group size."""
         group = 0 if self.group_size >= self.shape[1] else self.group_size
         return None if self.code == "nf4" or not can_tile(group) else self.by_row()
 
     def some_tiles(self) -> WeightTiles:
-        """Return some rows in tiles."""
         codes = unpacked(self.codes) if self.bits == 4 else self.codes.view(torch.uint8)
         group = 0 if self.group_size >= self.shape[1] else self.group_size
         scales, zeros = self.scales, self.zeros
@@ -201,7 +195,7 @@ class Groups(QuantizedWeight):
             scales, zeros = scales.expand(-1, parts), zeros.expand(-1, parts)
         if self.bits == 4:
             return tiled(codes, "u4", scales, group, zeros, "zeros")
-        wide = scales.float()  # so that what stands for the zero is not rounded to 16 bits
+        wide = scales.float()  # a zero point times its scale is not rounded to 16 bits
         return tiled(codes ^ 128, "s8", wide, group, wide * (128 - zeros.float()), "least")
 
     def _columns(self, columns: slice) -> Groups:

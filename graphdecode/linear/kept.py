@@ -1,4 +1,4 @@
-"""A quantized weight as its source has it: what forms have in common that keep it, and the one of a CPU's kernels."""
+"""Forms that keep weights quantized as stored: the base class, and the form of compiled CPU kernels."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from graphdecode.linear.weight_form import (
 
 @dataclass(frozen=True)
 class Kept(WeightForm):
-    """A weight whose values are the source's own, not rounded.
+    """A weight that stays quantized as stored.
 
     Attributes:
-        kinds: what `Stored.dtype` says of weights that can be kept; filled while files are imported, and then read.
-        plain: the form of other weights, and of what cannot be put so.
+        kinds: values of `Stored.dtype` that are supported.
+        plain: the form of all other weights.
     """
 
     quantize = "gguf"
@@ -46,23 +46,23 @@ class Kept(WeightForm):
     def of_parts(
         cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
-        """Return the form of parts of a weight, one below another; None where one cannot be put so."""
+        """Return the form of a weight in parts, one below another; None if one is not supported."""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a weight that is not quantized as a plain one."""
+        """Return a weight that is not quantized in the plain form."""
         return cls.plain.of(weight, bias, options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
-        """Whether all of a layer's tensors are quantized, in kinds that can be multiplied as they are."""
+        """Whether all of a layer's tensors are quantized in supported kinds."""
         return (
             isinstance(source, QuantizedSource) and {source.tensors[name].dtype for name in names.weights} <= cls.kinds
         )
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-        """Read a layer's tensors, or a part of them; what cannot be fused, cut or put so is plain."""
+        """Read a layer's tensors, or a shard of them; in the plain form if they cannot be fused, cut or converted."""
         form = None
         if cls.keeps(source, names):
             with one_thread():
@@ -75,28 +75,26 @@ class Kept(WeightForm):
 
 @dataclass(frozen=True)
 class KeptPanels(Kept):
-    """A weight in panels; tensors that are fused and differ in type are parts, each with a product of its own."""
+    """A quantized weight in panels; fused tensors of several types are parts, each with a product of its own."""
 
     path = "panels"
     kinds: ClassVar[set[str]] = {*GGUF_BLOCKS, *KEPT_GROUPS}
     plain = Panels
     parts: tuple[QuantizedPanels, ...]
     sizes: tuple[int, ...]  # output features of the parts
-    order: Tensor | None  # int32 [in_features], the input feature of each column; None: as they stand
+    order: Tensor | None  # int32 [in_features], the input feature of each column; None: in order
     layout: str  # the path of its `QuantizedWeight`
     batch_invariant: bool
-    gives_floats = True  # sums are written as they are
+    gives_floats = True
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: as for plain panels."""
         return Panels.why_not(options)
 
     @classmethod
     def of_parts(
         cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
-        """Return parts in panels; see `Kept`."""
         made = [held for part in parts if (held := part.panels()) is not None]
         if len(made) < len(parts):
             return None
@@ -106,16 +104,15 @@ class KeptPanels(Kept):
 
     @property
     def row_table(self) -> RowTable | None:
-        """The weight where it is blocks in one part."""
+        """The weight, if it is GGUF blocks in one part."""
         is_one = len(self.parts) == 1 and self.layout == GgufBlocks.path
         return RowTable(self.parts[0], self.out_features) if is_one else None
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the layout, which says more than that it is in panels."""
+        """Return the layout of the source."""
         return LinearChoice(self.layout)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         if self.order is not None:
             x = torch.index_select(x, 1, self.order)
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)

@@ -1,7 +1,4 @@
-"""Which path reads the weight of a linear layer fastest: measured once for each shape, and kept on disk.
-
-The next start on the same machine need not measure it again.
-"""
+"""The fastest path of a linear layer, measured once per shape and machine, and cached on disk."""
 
 import hashlib
 import json
@@ -31,7 +28,7 @@ _FILE = "choices.json"
 
 
 def processor_name(device: torch.device) -> str:
-    """Return the name of a GPU, or that of the CPU with the instructions and the number of threads that are used."""
+    """Return the name of a GPU, or that of the CPU with instruction set and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -42,7 +39,7 @@ def processor_name(device: torch.device) -> str:
 
 
 def software() -> str:
-    """Return what a measurement is valid for: versions of torch and Triton, and a hash of the products' sources."""
+    """Return the software that measurements depend on: versions of torch and Triton, and a hash of the sources."""
     try:
         triton_version = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -56,11 +53,7 @@ def software() -> str:
 
 
 class ChoiceCache:
-    """A JSON file of measured choices by key. A file that cannot be read or written costs a measurement, never a run.
-
-    Args:
-        folder: where the file is; None means `cache_folder()`. It is made when something is first written.
-    """
+    """A JSON file of measured choices by key, in `folder` (None: `cache_folder()`); errors of the file are ignored."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._file = (folder or cache_folder()) / _FILE
@@ -68,13 +61,13 @@ class ChoiceCache:
         self._own: dict[str, Any] = {}
 
     def get(self, key: str) -> Any | None:
-        """Return what was put for a key, by whichever process; None if nothing was."""
+        """Return the value of a key, or None."""
         return self._choices.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Keep a value that JSON can hold, beside what other processes have written meanwhile."""
+        """Store a JSON value, and keep the entries of other processes."""
         self._own[key] = value
-        self._choices = self._read() | self._own  # an entry lost to a process that wrote at the same time comes back
+        self._choices = self._read() | self._own  # own entries again: a concurrent write may have dropped them
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._file.parent, suffix=".tmp", delete=False) as file:
@@ -91,7 +84,7 @@ class ChoiceCache:
 
 Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
 _REPETITIONS = 7
-_MARGIN = 1.15  # by so much another path must be faster than the one before it: a busy machine may not turn the choice
+_MARGIN = 1.15  # by which a path must be faster than a preferred one: noise must not decide
 _COUNTERS = 1 << 16
 _LEAST_BYTES = 1 << 20
 _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
@@ -99,12 +92,12 @@ _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """The path of one layer shape at one number of rows, and what was measured when it was chosen.
+    """The path of one layer shape at one number of rows, with its measurements.
 
     Attributes:
         path: the form's; of a plain weight on a GPU "plain" or "small".
         config: of the small path.
-        us: microseconds of one product; None where nothing was measured.
+        us: microseconds of one product; None: not measured.
         gb_per_s: bytes of the weight by that time.
         runner_up: the second fastest path.
         runner_up_us: its microseconds.
@@ -119,13 +112,9 @@ class LinearChoice:
 
     @classmethod
     def among(cls, path: str, config: SmallLinearConfig | None, times: Mapping[str, float], nbytes: int) -> Self:
-        """Return a choice with its figures.
+        """Return a choice with its measurements.
 
-        Args:
-            path: that was chosen.
-            config: of the small path.
-            times: seconds of each path by its name, which is the configuration's text for the small one.
-            nbytes: of the weight.
+        `times` are seconds by path, or by the configuration's text for the small path; `nbytes` is the weight's size.
         """
         name = path if config is None else str(config)
         others = {other: seconds for other, seconds in times.items() if other != name}
@@ -135,12 +124,12 @@ class LinearChoice:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the choice that `dataclasses.asdict` was given; TypeError where it is none."""
+        """Inverse of `dataclasses.asdict`; TypeError for other dicts."""
         config = plain.get("config")
         return cls(**{**plain, "config": None if config is None else SmallLinearConfig(*config)})
 
     def as_report(self) -> dict[str, Any]:
-        """Return what is known, for the capture report."""
+        """Return the known fields, for the capture report."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return known | ({} if self.config is None else {"config": str(self.config)})
 
@@ -152,14 +141,12 @@ class LinearTuner:
     """Times the paths of a linear layer on this machine, once per device, shape, dtype, threads and batch sizes.
 
     Args:
-        model_bytes: the weights that one step reads in all. Beyond the size of a cache, each timed run
-            finds the weight evicted, as it will be in the model.
-        cache: remembers the choices for the next start; None remembers them for this tuner's life alone.
+        model_bytes: all weights that a step reads. If they exceed a cache, each timed run finds the weight evicted.
+        cache: on disk; None: choices are kept in this object alone.
     """
 
     def __init__(self, model_bytes: int = 0, cache: ChoiceCache | None = None) -> None:
-        self.choices: dict[str, Choices] = {}
-        """What was chosen, by device, shape, dtype, bias, rows and versions."""
+        self.choices: dict[str, Choices] = {}  # by device, shape, dtype, bias, rows and versions
         self.is_cold = model_bytes > _EVICTION_BYTES // 2
         self._eviction: Tensor | None = None
         self._cache = cache
@@ -168,7 +155,7 @@ class LinearTuner:
         self._clock: GraphClock | None = None
 
     def counters(self, device: torch.device) -> Tensor:
-        """Return the counters that all small products on a GPU share; they run one after another."""
+        """Return the counters that all small products on a GPU share, since they run one after another."""
         if device not in self._counters:
             self._counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         return self._counters[device]
@@ -180,13 +167,9 @@ class LinearTuner:
         batch_sizes: tuple[int, ...],
         paths: Mapping[str, Callable[[], Product]],
     ) -> Choices:
-        """Return the path that takes the least time, one for all batch sizes: the geometric mean over them.
+        """Return the fastest path on a CPU, one for all batch sizes, by the geometric mean of their times.
 
-        Args:
-            weight: the plain weight, on the CPU.
-            bias: [out_features] or None.
-            batch_sizes: how many rows a decode step may have.
-            paths: name of each path -> what makes its product, the one that is to be preferred first.
+        `paths`: name -> function that makes the product, the preferred one first.
         """
 
         def measure() -> Choices:
@@ -215,20 +198,16 @@ class LinearTuner:
     ) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
 
-        Args:
-            weight: [out_features, in_features], on the GPU.
-            bias: [out_features] or None.
-            batch_sizes: rows of the decode steps; those above 64 are left to cuBLAS, and weights of less than 1 MiB
-                too: reading them takes less time than starting a kernel.
-            fused: what the step fuses with the product.
+        More than 64 rows, and weights below 1 MiB (less time to read than to launch), are left to cuBLAS. `fused` is
+        what the step fuses with the product.
         """
 
         def measure(rows: int) -> Choices:
             try:
-                if self._clock is None:  # one for all: cuBLAS keeps a workspace for every stream it has seen
+                if self._clock is None:  # one stream: cuBLAS keeps a workspace for each
                     self._clock = GraphClock(weight.device)
                 config, times = fastest_product(weight, bias, rows, self._clock, fused)
-            except Exception as error:  # no room for a graph, say: cuBLAS needs no measurement to be right
+            except Exception as error:  # such as out of memory: cuBLAS needs no measurement
                 message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
                 return {rows: LinearChoice("plain")}
@@ -263,7 +242,7 @@ class LinearTuner:
         return self.choices[key]
 
     def best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
-        """Return the shortest time of a product in seconds; its weight is not in a cache that the model overflows."""
+        """Return the shortest time of a product in seconds, with an evicted weight if the model exceeds the cache."""
         if self.is_cold and self._eviction is None:
             self._eviction = torch.zeros(_EVICTION_BYTES // 4)
         product(out, x)
@@ -278,7 +257,7 @@ class LinearTuner:
 
 
 def _from_disk(stored: Any, batch_sizes: tuple[int, ...], paths: tuple[str, ...]) -> Choices | None:
-    """Return choices as they were written; None if they could not have been measured: a file may be damaged."""
+    """Return choices from the file; None if they are not valid."""
     try:
         choices = {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):

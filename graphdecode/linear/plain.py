@@ -1,8 +1,8 @@
-"""The forms of a whole weight: as it stands, in panels, as oneDNN packs it, or rounded to a byte a weight.
+"""Forms of weights that are not quantized in the source: row-major, in panels, packed by oneDNN, or rounded to int8.
 
-As it stands torch's product reads it on a CPU, and on a GPU cuBLAS's, or a small product where that proved faster. With
-one small product for any number of rows a row's bits do not depend on the others. On a CPU with compiled kernels panels
-are read at the memory's bandwidth for any shape. Without these, what oneDNN packs is faster where it is large.
+Row-major weights are multiplied by torch on a CPU; on a GPU by cuBLAS, or by `small_linear` if that measured faster.
+One configuration of `small_linear` for any number of rows is batch-invariant. Panels are for compiled CPU kernels;
+oneDNN's packing is for CPUs without them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from graphdecode.linear.weight_form import FormOptions, FusedProduct, WeightForm
 
 @dataclass(frozen=True)
 class Plain(WeightForm):
-    """A weight as it stands."""
+    """A row-major weight."""
 
     path = "plain"
     is_measured = True
     weight: Tensor  # [out_features, in_features]
     counters: Tensor | None = None  # int32, the workspace of small products with splits; all weights share it
-    config: SmallLinearConfig | None = None  # of one product for any number of rows
+    config: SmallLinearConfig | None = None  # for any number of rows (batch-invariant)
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Plain:
-        """Return the weight itself, on a GPU with its one configuration or a measured one for each number of rows."""
+        """Return the weight, on a GPU with its batch-invariant or its measured configurations."""
         if not weight.is_cuda:
             return cls(weight.shape, bias, weight)
         counters = options.tuner.counters(weight.device)
@@ -53,7 +53,6 @@ class Plain(WeightForm):
         return cls(weight.shape, bias, weight, counters, choices=choices)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         small = self.fused(x.shape[0])
         if small is None:
             linear(out, x, self.weight, self.bias)
@@ -61,7 +60,6 @@ class Plain(WeightForm):
             small.write(out, x)
 
     def fused(self, rows: int) -> FusedProduct | None:
-        """Return the small product, where so many rows have one."""
         config = self.choice(rows).config
         if config is None:
             return None
@@ -70,41 +68,37 @@ class Plain(WeightForm):
         )
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the one configuration, or what was measured for so many rows."""
+        """Return the batch-invariant configuration, or the measured one."""
         return super().choice(rows) if self.config is None else LinearChoice("fixed", self.config)
 
     @property
     def workspace(self) -> list[Tensor]:
-        """The counters, where there are some."""
         return [] if self.counters is None else [self.counters]
 
-    def rechosen(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
-        """Return the same weight with other products for the numbers of rows that have a choice."""
+    def with_choices(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
+        """See `WeightForm.with_choices`."""
         changed = {rows: change(choice) for rows, choice in self.choices.items()}
         return replace(self, choices={rows: choice for rows, choice in changed.items() if choice is not None})
 
 
 @dataclass(frozen=True)
 class Panels(WeightForm):
-    """A weight in panels; not measured, for oneDNN's threads beside the kernels' own cost more than they gain."""
+    """A weight in panels; not measured, since threads of oneDNN beside the kernels' own cost more than they gain."""
 
     path = "native"
-    panels: Tensor  # what `to_panels` made of the weight
-    gives_floats = True  # sums are written as they are
+    panels: Tensor  # by `to_panels`
+    gives_floats = True
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: there are no compiled kernels, or none for the dtype or the device."""
         probe = torch.empty(0, dtype=options.dtype, device=options.device)
         return "" if can_panel(probe) else "needs compiled kernels, and a CPU"
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return the weight in panels."""
         return cls(weight.shape, bias, to_panels(weight))
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         native_linear(out, x, self.panels, None, self.bias)
 
 
@@ -118,7 +112,7 @@ class Packed(WeightForm):
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: oneDNN does not pack the dtype, or not on the device, or rounds what is asked for whole."""
+        """Return why not: oneDNN does not support dtype, device or float32 results."""
         if options.in_floats and options.dtype != torch.float32:
             return "writes no float32"
         probe = torch.empty(0, dtype=options.dtype, device=options.device)
@@ -126,17 +120,15 @@ class Packed(WeightForm):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return the weight packed."""
         return cls(weight.shape, bias, pack(weight))
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         packed_linear(out, x, self.packed, self.bias)
 
 
 @dataclass(frozen=True)
 class Int8(WeightForm):
-    """An int8 weight on a CPU, in panels where there are compiled kernels."""
+    """An int8 weight on a CPU, in panels if there are compiled kernels."""
 
     path = quantize = "int8"
     qweight: Tensor  # int8 [out_features, in_features], or in panels
@@ -144,22 +136,18 @@ class Int8(WeightForm):
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: there is no product for the device."""
         where = options.device.type
         return "" if where == "cpu" else f"needs a CPU or a CUDA device, the device is {where}"
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return the weight rounded to int8."""
         qweight, scales = quantize_int8(weight, options.row_maxima)
         return cls(weight.shape, bias, to_panels(qweight) if can_panel(weight) else qweight, scales)
 
     @property
     def gives_floats(self) -> bool:
-        """Compiled kernels write sums as they are."""
         return self.qweight.dim() == 4
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         product = native_linear if self.qweight.dim() == 4 else int8_linear
         product(out, x, self.qweight, self.scales, self.bias)

@@ -1,7 +1,7 @@
-"""A quantized weight as its source has it: what all layouts of codes and scales have in common.
+"""Quantized weights as stored: the interface of all layouts of codes and scales.
 
-A layout is one class, which puts its values in panels for a CPU and in tiles for a GPU. Sources give such weights and
-forms keep them; neither knows which layouts there are.
+A layout is one class, which converts its values to panels for a CPU and to tiles for a GPU. Neither sources nor forms
+know which layouts there are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, joined_
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, joined_tiles
 from graphdecode.linear.weight_form import LinearNames, Shard, TensorSource
 
-_PANEL_ROWS, _TILE_ROWS = 1024, 4096  # are put in order together: what that needs beside the result is tens of MB
+_PANEL_ROWS, _TILE_ROWS = 1024, 4096  # are converted at once, in tens of MB of scratch memory
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's operators of this thread without others: while weights are put in order these are small, many, and
-    on a busy machine wait for each other ten times as long as they work.
+    """Run torch's operators with one thread: packing weights is many small ones, which on a busy machine wait for
+    each other's threads ten times as long as they compute.
     """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -39,8 +39,8 @@ class QuantizedWeight(ABC):
     """A quantized weight [out_features, in_features]: a frozen dataclass, whose tensors may be views of a file.
 
     Attributes:
-        path: what reports call it.
-        order: int32 [in_features], the input feature of each column; None: as they stand.
+        path: name in reports.
+        order: int32 [in_features], the input feature of each column; None: in order.
     """
 
     path: ClassVar[str]
@@ -53,51 +53,50 @@ class QuantizedWeight(ABC):
 
     @property
     def kind(self) -> str:
-        """What weights below one another have in common that are put in one; all of a layer where it is not a type."""
+        """Fused weights of one kind are joined to one."""
         return self.path
 
     @abstractmethod
     def rows(self, rows: slice) -> Self:
-        """Return some rows, perhaps every so many, in memory that is shared."""
+        """Return some rows (the slice may have a step), in shared memory."""
 
     @abstractmethod
     def part(self, shard: Shard | None) -> Self:
-        """Return some rows, or some columns, in memory that is shared where that can be.
+        """Return some rows, or some columns, in shared memory if possible.
 
         Raises:
-            ValueError: columns begin or end within a group, or are not in the order of the input features.
+            ValueError: columns begin or end within a group, or are reordered.
         """
 
     @classmethod
     @abstractmethod
     def joined(cls, parts: Sequence[Self]) -> Self | None:
-        """Return weights of one kind, one below another, as one; None where they are not alike."""
+        """Join weights of one kind along their rows; None if they differ otherwise."""
 
     def _split(self, count: int) -> Iterator[Self]:
         for begin in range(0, self.shape[0], count):
             yield self.rows(slice(begin, min(begin + count, self.shape[0])))
 
     def panels(self, *, by_values: bool = True) -> QuantizedPanels | None:
-        """Return the weight as a CPU multiplies it; None where it cannot be put so.
+        """Return the weight in panels for a CPU, or None if that is not supported.
 
-        Args:
-            by_values: numbers may be kept in fewer bits where the values allow it; else weights of one kind are alike.
+        `by_values`: numbers may have fewer bits if the values allow it; if not, panels of one kind are alike.
         """
         ready = self.for_panels(by_values=by_values)
         return None if ready is None else joined_panels([some.some_panels() for some in ready._split(_PANEL_ROWS)])
 
     def tiles(self) -> WeightTiles | None:
-        """Return the weight, its columns as they stand, as a GPU multiplies it; None where it cannot be put so."""
+        """Return the weight in tiles for a GPU, columns not reordered, or None if that is not supported."""
         ready = self.for_tiles()
         return None if ready is None else joined_tiles([some.some_tiles() for some in ready._split(_TILE_ROWS)])
 
     @abstractmethod
     def for_panels(self, *, by_values: bool) -> Self | None:
-        """Return the weight in groups that panels have; None: there are none."""
+        """Return the weight in groups that panels support, or None."""
 
     @abstractmethod
     def for_tiles(self) -> Self | None:
-        """Return the weight in groups that tiles have; None: there are none."""
+        """Return the weight in groups that tiles support, or None."""
 
     @abstractmethod
     def some_panels(self) -> QuantizedPanels:
@@ -110,30 +109,29 @@ class QuantizedWeight(ABC):
 
 @runtime_checkable
 class QuantizedSource(TensorSource, Protocol):
-    """A source whose tensors may stand in few bits; the dtype of such a tensor is the layout's word for it."""
+    """A source whose tensors may be quantized; the dtype of such a tensor is the layout's name for it."""
 
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
-        """Return a matrix, or a part of it and no more, as it is stored; None where it, or that part, is none.
+        """Return a matrix, or a shard of it, as stored; None if it is not quantized, or cannot be cut there.
 
-        With an expert that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
-        in_features, out_features].
-        Where this is None, `read` gives its values. Tensors may be views of a mapped file: what is kept must be copied.
+        `expert`: that expert's matrix [out_features, in_features] of a stack, which is listed as [experts, in_features,
+        out_features]. Tensors may be views of a mapped file: copy what is kept.
         """
 
 
 def part_of(whole: QuantizedWeight | None, shard: Shard | None) -> QuantizedWeight | None:
-    """Return a part of a weight; None where there is none, or it begins or ends within a group."""
+    """Return a shard of a weight; None if there is no weight, or it begins or ends within a group."""
     with suppress(ValueError):
         return None if whole is None else whole.part(shard)
     return None
 
 
 def read_parts(source: TensorSource, names: LinearNames, shard: Shard | None = None) -> list[QuantizedWeight] | None:
-    """Return a layer's tensors, or a part of each: those of one kind that are neighbours as one weight.
+    """Return a layer's tensors, or a shard of each, neighbours of one kind joined.
 
-    None if one is not quantized, or those of one kind are not alike.
+    None if one is not quantized, or neighbours of one kind cannot be joined.
     """
     if not isinstance(source, QuantizedSource):
         return None

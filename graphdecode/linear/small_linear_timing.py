@@ -1,8 +1,7 @@
-"""Which product of a few rows is fastest on this GPU: each candidate is timed in a captured graph, and checked.
+"""Times products of a few rows on this GPU: each candidate is captured in a graph, timed and checked.
 
-A graph holds several products, each over another copy of the weight, so that no cache helps; before each product a
-norm writes the activations, and what a step fuses with the product is part of it, as it is captured. Not yet run on a
-GPU: the tests put a stand-in in the clock's place.
+A graph holds several products over copies of the weight, so that no cache helps. Before each product a norm writes the
+activations; what a step fuses with the product is part of it. Not yet run on a GPU: tests replace the clock.
 """
 
 import contextlib
@@ -24,24 +23,20 @@ _COLD_BYTES = 256 << 20  # more than any L2 cache
 _CALLS = 8  # products in one graph at least
 _COPIES = 64  # of one weight at most: a model of such weights fits a cache whole
 _EPS = 1e-5
-_VARIED = 2  # candidates that are timed without prefetch, without an early start and with the norm inside, as well
-_LEAST_SECONDS = 1e-7  # what a product takes that no clock sees
+_VARIED = 2  # best candidates that are also timed without prefetch, without an early start and with the norm inside
+_LEAST_SECONDS = 1e-7  # below the clock's resolution
 _ROUNDS = 9
-_PLAIN_MARGIN = 1.02  # another product must be so much faster than cuBLAS
-# largest error that the products of one dtype may differ by, as a share of the largest result: cuBLAS may add up parts
-# in 16 bits, or multiply in TF32
+_PLAIN_MARGIN = 1.02  # by which another product must be faster than cuBLAS
+# largest difference of two products, as a share of the largest result: cuBLAS may reduce in 16 bits, or use TF32
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 class GraphClock:
-    """Times calls in a captured graph.
-
-    Args:
-        device: a CUDA device.
+    """Times calls in a captured graph on a CUDA device.
 
     Attributes:
         units: multiprocessors of the device.
-        has_pdl: whether a kernel can begin before the one before it ends.
+        has_pdl: whether a kernel can begin before the previous one ends.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,12 +46,12 @@ class GraphClock:
         self._stream = torch.cuda.Stream(device)
 
     def seconds(self, calls: list[Callable[[], None]]) -> float:
-        """Return the median time of one call, all of them captured one after another and replayed."""
+        """Return the median time of one call, all captured in one graph."""
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         times = []
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for call in calls[:2]:  # compiled, and loaded onto the device
+            for call in calls[:2]:  # compile, and load onto the device
                 call()
             torch.cuda.synchronize(self._device)
             graph.capture_begin(capture_error_mode="thread_local")
@@ -77,7 +72,7 @@ class GraphClock:
 
 
 class FusedForm(NamedTuple):
-    """What a step does beside a product in its launch: the norm before it, and an epilogue of `small_linear`."""
+    """What a step fuses with a product: the norm before it, and an epilogue of `small_linear`."""
 
     is_normed: bool = False
     epilogue: str = "store"
@@ -93,16 +88,9 @@ FUSED_FORMS = {  # by the last part of a weight's place in the model
 
 
 class Contest:
-    """One layer shape at one number of rows, and the candidates' products over rotated copies of its weight.
+    """One layer shape at one number of rows, and the candidates' products over copies of its weight.
 
-    cuBLAS is timed with the launches that the step then makes for the norm, the activation and the sum.
-
-    Args:
-        weight: [out_features, in_features].
-        bias: [out_features] or None.
-        rows: of the activations.
-        fused: what the step fuses with the product.
-        cold_bytes: what the copies hold together at least.
+    cuBLAS is timed with the further launches for norm, activation and sum. `cold_bytes`: least size of all copies.
     """
 
     def __init__(
@@ -115,7 +103,7 @@ class Contest:
     ) -> None:
         copies = min(-(-cold_bytes // weight.nbytes), _COPIES)
         self._weights = [weight]
-        with contextlib.suppress(torch.OutOfMemoryError):  # fewer copies are measured warmer, and still compared
+        with contextlib.suppress(torch.OutOfMemoryError):  # fewer copies: warmer caches for all candidates
             self._weights += [weight.clone() for _ in range(copies - 1)]
         self._bias, self._fused = bias, fused
         generator = torch.Generator(weight.device).manual_seed(rows)  # the user's own draws stay as they are
@@ -138,11 +126,11 @@ class Contest:
         rms_norm(self._x, self._source, self._gain, _EPS)
 
     def activations_alone(self) -> list[Callable[[], None]]:
-        """Return calls with no product, whose time is not the candidates'."""
+        """Return calls without a product, whose time is subtracted."""
         return [self._write_activations] * len(self._outs)
 
     def calls(self, config: SmallLinearConfig | None) -> list[Callable[[], None]]:
-        """Return calls of one candidate, None being cuBLAS."""
+        """Return calls of one candidate; None: cuBLAS."""
         rows, out_features = self._product.shape
         needed = 0 if config is None else config.counters(rows, out_features)
         counters = torch.zeros(needed, dtype=torch.int32, device=self._x.device) if needed else None
@@ -161,8 +149,7 @@ class Contest:
             if config is None:
                 self._write_plain(out, weight)
             else:
-                given = (out, self._x, weight, self._bias, counters, config)
-                small_linear(*given, gain=gain, eps=_EPS, epilogue=epilogue)
+                small_linear(out, self._x, weight, self._bias, counters, config, gain=gain, eps=_EPS, epilogue=epilogue)
 
         return call
 
@@ -178,14 +165,14 @@ class Contest:
             act_mul(out, self._product, epilogue)
 
     def _run(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Make calls once, over results that are NaN, or what sums begin with."""
+        """Run calls once, over results that are NaN, or the residual."""
         for out in self._outs:
             out.copy_(self._residual) if self._fused.epilogue == "add" else out.fill_(torch.nan)
         for call in calls:
             call()
 
     def problem(self, config: SmallLinearConfig) -> str | None:
-        """Say what is wrong with a candidate's results; None if nothing is."""
+        """Return what is wrong with a candidate's results, or None."""
         self._run(self.calls(config))
         wide, expected = self._outs[0].float(), self._expected.float()
         error, largest = (wide - expected).abs().max().item(), expected.abs().max().item()
@@ -203,16 +190,9 @@ def fastest_product(
     clock: GraphClock,
     fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
 ) -> tuple[SmallLinearConfig | None, dict[str, float]]:
-    """Time cuBLAS and every candidate, and return the winner, None being cuBLAS, and the seconds of all by name.
+    """Time cuBLAS and every candidate; return the winner (None: cuBLAS) and the seconds of all by name.
 
-    A candidate that cannot be run, or whose result is not that of the plain product, is left out with a warning.
-
-    Args:
-        weight: [out_features, in_features], on a CUDA device.
-        bias: [out_features] or None.
-        rows: of the activations, 1..64.
-        clock: of the weight's device.
-        fused: what the step fuses with the product.
+    A candidate that fails, or whose result is wrong, is left out with a warning. `rows` is in 1..64.
     """
     contest = Contest(weight, bias, rows, fused)
     nothing_s = clock.seconds(contest.activations_alone())
@@ -227,7 +207,7 @@ def fastest_product(
         for config in configs:
             try:
                 problem, taken = contest.problem(config), product_seconds(config)
-            except Exception as error:  # not enough shared memory, a compiler's error: the others may do
+            except Exception as error:  # such as too little shared memory: try the others
                 problem = f"failed: {type(error).__name__}: {error}".splitlines()[0]
             if problem is None:
                 seconds[config] = taken

@@ -1,4 +1,4 @@
-"""On a GPU: a quantized weight in tiles, multiplied as it is, with what a layer does beside the product."""
+"""Quantized weights in tiles, for a GPU; products fuse norm and epilogue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProdu
 
 @dataclass(frozen=True)
 class Tiles(WeightForm):
-    """A weight in tiles; tensors that are fused and differ in type are parts, each with a product of its own."""
+    """A weight in tiles; fused tensors of several types are parts, each with a product of its own."""
 
     path = "tiles"
     parts: tuple[WeightTiles, ...]
@@ -34,11 +34,10 @@ class Tiles(WeightForm):
     early: bool  # kernels can begin early
     major: int  # of its compute capability
     is_invariant: bool  # a row's bits do not depend on the number of rows
-    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: as they stand
+    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: it is for a GPU."""
         is_cuda = options.device.type == "cuda"
         return "" if is_cuda else f"needs a CUDA device, the device is {options.device.type}"
 
@@ -67,30 +66,28 @@ class Tiles(WeightForm):
         )
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         x = x if self.order is None else torch.index_select(x, 1, self.order)
         self._product(x.shape[0]).write(out, x)
 
     def fused(self, rows: int) -> FusedProduct | None:
-        """Return the product itself, unless columns are to be put in order first."""
+        """Return the product, unless the input has to be reordered first."""
         return self._product(rows) if self.order is None else None
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the one path, with how the work is dealt out."""
+        """Return the path with its configuration."""
         return LinearChoice(self.path, self._config(rows))
 
     @property
     def row_table(self) -> RowTable | None:
-        """The weight where it is in one part, and its columns as they stand."""
+        """The weight, if it is one part with columns in order."""
         return RowTable(self.parts[0], self.out_features) if len(self.parts) == 1 and self.order is None else None
 
     @property
     def workspace(self) -> list[Tensor]:
-        """The counters."""
         return [self.counters]
 
     def _product(self, rows: int) -> FusedProduct:
-        """Return the product for so many rows; each part writes its columns."""
+        """Return the product for `rows` rows; each part writes its columns."""
         configs = {is_normed: self._config(rows, is_normed=is_normed) for is_normed in (False, True)}
         sizes = tuple(part.words.shape[1] for part in self.parts)
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
@@ -131,7 +128,7 @@ class Int8Tiles(Tiles):
 
 @dataclass(frozen=True)
 class KeptTiles(Kept, Tiles):
-    """A weight quantized as its source has it."""
+    """A weight that stays quantized as stored, in tiles."""
 
     kinds: ClassVar[set[str]] = {*TILED_BLOCKS, *KEPT_GROUPS}
     plain = Plain
@@ -140,6 +137,5 @@ class KeptTiles(Kept, Tiles):
     def of_parts(
         cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
-        """Return parts in tiles; see `Kept`."""
         made = [held for part in parts if (held := part.tiles()) is not None]
         return None if len(made) < len(parts) else cls.of_tiles(shape, bias, made, options, parts[0].order)

@@ -1,7 +1,7 @@
-"""What a form of a linear layer's weight is: how it is read, what it holds, and the product with it.
+"""The interface of weight forms: how a linear layer's weight is read and laid out, and its product.
 
-A decode step multiplies a few rows with every weight of the model, so its time is the time to read them. Each form is
-one class in one file; `forms.py` lists them, and chooses.
+A decode step multiplies a few rows with every weight, so its time is that of reading the weights. `forms.py` lists the
+forms, and chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphdecode.kernels.model.embedding import quantized_embedding, tiled_embed
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 from graphdecode.linear.small_linear_timing import FusedForm
 
-ROWS_AT_ONCE = 512  # of a fused product: more would need more workspace
+ROWS_AT_ONCE = 512  # of a fused product, by its workspace
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Shard:
 
     Attributes:
         rank: which part, from 0.
-        count: parts.
+        count: of parts.
         axis: 0 splits a weight's rows, 1 its columns.
-        begin: the first row or column that is split.
+        begin: first row or column that is split.
         size: how many are split; None: all from `begin` on.
-        within: the part along another axis that this is a part of; None: the whole.
+        within: a shard along another axis, of which this is a part.
     """
 
     rank: int
@@ -44,42 +44,42 @@ class Shard:
     within: Shard | None = None
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return where the part lies in a tensor."""
+        """Return the part's indices in a tensor of a shape."""
         size = shape[self.axis] - self.begin if self.size is None else self.size
         bounds = [self.begin + size * rank // self.count for rank in (self.rank, self.rank + 1)]
-        found = [] if self.within is None else list(self.within.slices(shape))
-        found += [slice(None)] * (self.axis + 1 - len(found))
-        found[self.axis] = slice(*bounds)
-        return tuple(found)
+        slices = [] if self.within is None else list(self.within.slices(shape))
+        slices += [slice(None)] * (self.axis + 1 - len(slices))
+        slices[self.axis] = slice(*bounds)
+        return tuple(slices)
 
 
 class Stored(NamedTuple):
-    """A tensor as a source has it."""
+    """Shape and type of a tensor in a source."""
 
     shape: tuple[int, ...]
-    dtype: str  # in safetensors' words, such as "BF16", or the source's own
+    dtype: str  # safetensors' name, such as "BF16", or the source's own
 
 
 class TensorSource(Protocol):
-    """What tensors are read from."""
+    """Tensors by name."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """All that there are, by name."""
+        """All tensors."""
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a part of it and no more, into `out`, converted to its dtype where that differs."""
+        """Write one tensor, or a shard of it, into `out`, converted to its dtype; reads no more than that."""
 
 
 class LinearNames(NamedTuple):
-    """A layer's tensors, in the order in which they are fused along their rows."""
+    """A layer's tensors, which are fused along their rows in this order."""
 
     weights: tuple[str, ...]
     biases: tuple[str, ...] = ()
 
 
 class FusedProduct(NamedTuple):
-    """A weight's product that does, in one launch, what stands before it or behind it in a layer.
+    """A product that includes the norm before it, or an epilogue, in its launch.
 
     Attributes:
         product: takes out, x of at most ROWS_AT_ONCE rows, and `gain`, `eps`, `epilogue`, `scale` of `small_linear`.
@@ -107,7 +107,7 @@ class FusedProduct(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """A quantized weight as an embedding, whose rows are dequantized as they are gathered."""
+    """A quantized embedding, whose rows are dequantized as they are gathered."""
 
     weight: QuantizedPanels | WeightTiles
     vocab_size: int
@@ -122,18 +122,18 @@ class RowTable(NamedTuple):
 
 @dataclass(frozen=True)
 class FormOptions:
-    """What the choice of a form, and its making, depend on beside the weight.
+    """Options of weight forms.
 
     Attributes:
-        device: where the weight goes.
+        device: of the weight.
         dtype: of the activations.
-        tuner: measures, and remembers for the next layer of this shape.
-        batch_sizes: the rows of the decode steps that matter; a form is right for any number of rows.
-        quantize: None, or the name of the forms that lose precision.
-        batch_invariant: take one product for any number of rows, so that a row's bits do not depend on the others:
-            slower on a GPU for many rows, and on a CPU for one or two rows with quantized weights.
-        row_maxima: for weights that are some columns of a matrix: takes the largest magnitudes of their rows, float32
-            [out_features], and returns the matrix's, so that a row is rounded as in the whole.
+        tuner: measures products, once per shape.
+        batch_sizes: rows of decode steps to measure.
+        quantize: name of forms that round weights; None: none.
+        batch_invariant: one product for any number of rows, so that a row's bits do not depend on the others: slower on
+            a GPU for many rows, and on a CPU for one or two rows with quantized weights.
+        row_maxima: for a shard of columns: takes the largest magnitudes of its rows, float32 [out_features], and
+            returns those of the whole matrix, so that rows are rounded alike.
         in_floats: products are written in float32, whatever the dtype of the activations.
         fused: what a step on a GPU fuses with the product.
 
@@ -158,7 +158,7 @@ class FormOptions:
 
 @dataclass(frozen=True)
 class StoredForm(ABC):
-    """Weights as one product reads them. Forms are frozen dataclasses: their tensors are found by that.
+    """Weights in the layout that a product reads; a frozen dataclass, whose fields hold the tensors.
 
     Attributes:
         path: the form's name in reports.
@@ -172,19 +172,19 @@ class StoredForm(ABC):
 
     @property
     def gives_floats(self) -> bool:
-        """Whether the product takes no longer where it is written in float32, as it was summed up."""
+        """Whether writing the product in float32, as it was accumulated, costs nothing."""
         return False
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that the product only reads, to be declared as constants of a recorded step."""
+        """All tensors that the product only reads: constants of a recorded step."""
         workspace = {id(tensor) for tensor in self.workspace}
-        held = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
-        return [tensor for tensor in held if id(tensor) not in workspace]
+        own = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
+        return [tensor for tensor in own if id(tensor) not in workspace]
 
     @property
     def workspace(self) -> list[Tensor]:
-        """Tensors that the product leaves as it found them, and writes in between."""
+        """Tensors that the product writes temporarily, and restores."""
         return []
 
     @property
@@ -193,19 +193,19 @@ class StoredForm(ABC):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the path that products of so many rows take, with what was measured, if anything was."""
+        """Return the path of products with this many rows, and its measurements, if any."""
         return LinearChoice(self.path)
 
 
 @dataclass(frozen=True)
 class WeightForm(StoredForm):
-    """One layer's weight as one product reads it.
+    """The weight of one linear layer.
 
     Attributes:
-        quantize: what `FormOptions.quantize` must be for this form to be taken.
-        is_of_source: it holds what a source has quantized, and is taken for that where nothing is asked for, too.
-        is_measured: among the forms that could be taken and are measured, the fastest is.
-        choices: what was measured for each number of rows.
+        quantize: value of `FormOptions.quantize` that selects this form.
+        is_of_source: it keeps weights quantized as stored, and is used for them without `quantize`, too.
+        is_measured: the fastest of the available measured forms is used.
+        choices: measurements by number of rows.
     """
 
     quantize: ClassVar[str | None] = None
@@ -216,7 +216,7 @@ class WeightForm(StoredForm):
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why weights cannot take this form, for people; "" where they can."""
+        """Return why the form is not available; "" if it is."""
         return ""
 
     @classmethod
@@ -226,16 +226,16 @@ class WeightForm(StoredForm):
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-        """Read a layer's tensors, or a part of them and no more, into this form.
+        """Read a layer's tensors, or a shard of them, into this form.
 
-        Parts of a layer that is split by columns are added up, so the bias is in the first alone.
+        Shards of columns are summed, so only the first has the bias.
         """
         weight = read_fused(source, names.weights, shard, options.dtype, options.device)
         return cls.of(weight, read_bias(source, names, shard, options), options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
-        """Whether this form holds a layer's tensors as the source has them, which plain copies do not tell."""
+        """Whether this form keeps a layer's tensors quantized as stored."""
         return False
 
     @abstractmethod
@@ -243,17 +243,17 @@ class WeightForm(StoredForm):
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features], any number of rows.
 
         Args:
-            out: of x's dtype, or float32: then what was summed up is not rounded.
+            out: of x's dtype, or float32 (unrounded).
             x: of the model's dtype.
         """
 
     def fused(self, rows: int) -> FusedProduct | None:
-        """Return the product that does more than `apply` in its one launch; None: there is none for so many rows."""
+        """Return a product for this many rows that fuses norm or epilogue, or None."""
         return None
 
     @property
     def row_table(self) -> RowTable | None:
-        """The quantized weight as the rows of an embedding; None if it cannot be gathered from."""
+        """The quantized weight as an embedding; None if rows cannot be gathered."""
         return None
 
     @property
@@ -267,20 +267,15 @@ class WeightForm(StoredForm):
         return self.shape[1]
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the path that products of so many rows take, with what was measured, if anything was."""
         return self.choices.get(rows) or LinearChoice(self.path)
 
-    def rechosen(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
-        """Return the same weight with other products where it has several, to be measured beside this one.
-
-        Args:
-            change: takes what a number of rows has, and returns what it is to have; None is the plain product.
-        """
+    def with_choices(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
+        """Return the weight with changed choices, for measurements; a `change` to None is the plain product."""
         return self
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or those of tuples."""
+    """Yield a tensor, or the tensors in nested tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -289,7 +284,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:
-    """Return the shape of tensors, or of one part of each, when they are fused along their first dimension."""
+    """Return the shape of tensors, or of a shard of each, fused along their first dimension."""
     shapes = [source.tensors[name].shape for name in names]
     if shard is not None:
         shapes = [(*torch.empty(shape, device="meta")[shard.slices(shape)].shape,) for shape in shapes]
@@ -299,7 +294,7 @@ def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | Non
 def read_fused(
     source: TensorSource, names: tuple[str, ...], shard: Shard | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return tensors, or one part of each, fused along their first dimension, in memory of their own."""
+    """Return tensors, or a shard of each, fused along their first dimension, in new memory."""
     fused = torch.empty(fused_shape(source, names, shard), dtype=dtype, device=device)
     sizes = [fused_shape(source, (name,), shard)[0] for name in names]
     for name, out in zip(names, fused.split(sizes), strict=True):
@@ -308,7 +303,7 @@ def read_fused(
 
 
 def read_bias(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> Tensor | None:
-    """Return a layer's bias, or what goes with a part of its weight; None where there is none."""
+    """Return a layer's bias, or the part that belongs to a shard of its weight, if any."""
     if not names.biases or (shard is not None and shard.axis == 1 and shard.rank > 0):
         return None
     part = shard if shard is not None and shard.axis == 0 else None

@@ -1,4 +1,4 @@
-"""Products that are changed after another form has computed them."""
+"""Products that transform the output of another form."""
 
 from __future__ import annotations
 
@@ -13,41 +13,32 @@ from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 @dataclass(frozen=True)
 class Wrapped(WeightForm):
-    """A product that does something to the output of `form`; it has no fused product."""
+    """A product that transforms the output of `form`; it has no fused product."""
 
     form: WeightForm
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Refuse: the weight is read by another form.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError: the weight is in another form."""
         raise TypeError(f"{cls.__name__} is made of another form")
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those of the form."""
         return self.form.tensors
 
     @property
     def workspace(self) -> list[Tensor]:
-        """That of the form."""
         return self.form.workspace
 
     @property
     def gives_floats(self) -> bool:
-        """What the form's product gives."""
         return self.form.gives_floats
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the path of the form's product."""
         return self.form.choice(rows)
 
-    def rechosen(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
-        """Return the same around another product; see `WeightForm.rechosen`."""
-        return replace(self, form=self.form.rechosen(change))
+    def with_choices(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
+        return replace(self, form=self.form.with_choices(change))
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,6 @@ class Scaled(Wrapped):
     shift: Tensor | None
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the scaled product into `out`."""
         self.form.apply(out, x)
         out.mul_(self.scale)
         if self.shift is not None:
@@ -72,5 +62,4 @@ class Scaled(Wrapped):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those of the form, and the scales."""
         return [*self.form.tensors, self.scale, *([] if self.shift is None else [self.shift])]

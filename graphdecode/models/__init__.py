@@ -7,12 +7,12 @@ from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import (
     check_model,
     describe_model,
-    kept_bytes,
     load_model,
     num_parameters,
     register_source,
     resolve_device,
     resolve_dtype,
+    weight_bytes,
 )
 from graphdecode.models.model import Chunks, MixingModel, Model
 from graphdecode.models.source import ModelSourceError, resolve_model_path
@@ -33,7 +33,6 @@ __all__ = [
     "config_of",
     "describe_model",
     "generation_defaults",
-    "kept_bytes",
     "load_model",
     "num_parameters",
     "register_family",
@@ -41,4 +40,5 @@ __all__ = [
     "resolve_device",
     "resolve_dtype",
     "resolve_model_path",
+    "weight_bytes",
 ]

@@ -1,7 +1,7 @@
 """Building blocks of layers: norms, attention, MLPs and experts, and the residual stream that runs through them.
 
-A block is a frozen dataclass of weight forms, tensors, smaller blocks and plain values, so that what a model holds is
-found by walking through it.
+A block is a frozen dataclass of weight forms, tensors, smaller blocks and plain values: a model's tensors are found by
+walking through its blocks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
-Vary = Callable[[WeightForm], WeightForm]
-_WHOLE_SHARE = 100.0  # whose sigmoid is 1 in float32
+_OPEN_GATE = 100.0  # its sigmoid is 1 in float32
 
 
 class StepOperators(NamedTuple):
     """The operators of a layer besides products and attention; each has the signature of the fused operator.
 
-    With `fuses_products` a product may take the norm before it, and what is done with its result, into its own launch;
-    with `fuses_append` attention appends the keys and values that it attends to.
+    With `fuses_products` a product may include the norm before it and an epilogue in its launch; with `fuses_append`
+    attention appends the new keys and values itself.
     """
 
     rms_norm: Callable[..., None] = rms_norm
@@ -47,17 +46,17 @@ class StepOperators(NamedTuple):
     act_mul: Callable[..., None] = act_mul
     fuses_products: bool = True
     fuses_append: bool = True
-    embedding_norm: Callable[..., None] | None = embedding_norm  # None: the two are launched one by one
+    embedding_norm: Callable[..., None] | None = embedding_norm  # None: two launches
 
-    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: QKNormRope) -> None:
+    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, rope: QKNormRope) -> None:
         """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
         key, value, pages = cache.scales
         where = (tokens.rows, tokens.positions, tokens.live, page_table_of(tokens, cache))
-        self.rope_append(q, cache.keys, cache.values, qkv, *where, turn, k_scale=key, v_scale=value, scales=pages)
+        self.rope_append(q, cache.keys, cache.values, qkv, *where, rope, k_scale=key, v_scale=value, scales=pages)
 
 
 class Tokens(NamedTuple):
-    """The tokens of a pass, and where they belong."""
+    """The tokens of a pass, with their rows and positions."""
 
     ids: Tensor  # int64 [t]
     rows: Tensor  # int32 [t]
@@ -65,12 +64,12 @@ class Tokens(NamedTuple):
     live: Tensor  # int32 [1]
     page_table: Tensor  # int32 [b, pages of a row]
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
-    rolling_table: Tensor | None = None  # int32 [b, pages of a row], of layers whose pages roll
-    adapters: Tensor | None = None  # int32 [b], the slots of their adapters; None: no row has one
+    rolling_table: Tensor | None = None  # int32 [b, pages of a row], of layers with rolling pages
+    adapters: Tensor | None = None  # int32 [b], the slots of the rows' adapters; None: no row has one
 
 
 def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
-    """Return the page table of a layer's cache, of the tokens of a pass, of a step's batch, or of chunks."""
+    """Return the page table of a layer's cache, given `Tokens`, `Chunks` or a step's batch."""
     table: Tensor = tokens.rolling_table if cache.is_rolling else tokens.page_table
     return table
 
@@ -78,35 +77,35 @@ def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
 class Block:
     """Part of a model; see the file's docstring."""
 
-    def parts(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and value of each field, those of smaller blocks in their place."""
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of each field that is no block, in this block and its inner ones."""
         for name, value in vars(self).items():
             if isinstance(value, Block):
-                yield from value.parts()
+                yield from value.leaves()
             else:
                 yield name, value
 
     @property
     def linears(self) -> dict[str, WeightForm]:
         """The products, by name."""
-        return {name: value for name, value in self.parts() if isinstance(value, WeightForm)}
+        return {name: value for name, value in self.leaves() if isinstance(value, WeightForm)}
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that a step only reads."""
         forms = (WeightForm, ExpertForm)
-        held = [value.tensors if isinstance(value, forms) else tensors_in(value) for _, value in self.parts()]
-        return [tensor for tensors in held for tensor in tensors]
+        found = [value.tensors if isinstance(value, forms) else tensors_in(value) for _, value in self.leaves()]
+        return [tensor for tensors in found for tensor in tensors]
 
     def read_bytes(self, rows: int | None = None) -> int:
-        """Return the bytes of products and norms that a step of so many rows reads; None: every expert has a token."""
-        held = [value for value in vars(self).values() if isinstance(value, (Block, WeightForm))]
-        return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in held)
+        """Return the bytes of products and norms that a step of `rows` rows reads; None: every expert has a token."""
+        children = [value for value in vars(self).values() if isinstance(value, (Block, WeightForm))]
+        return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in children)
 
-    def varied(self, vary: Vary) -> Self:
-        """Return the block with another product of each weight."""
+    def variant(self, change: Callable[[WeightForm], WeightForm]) -> Self:
+        """Return the block with changed weight forms."""
         changed: dict[str, Any] = {
-            name: value.varied(vary) if isinstance(value, Block) else vary(value)
+            name: value.variant(change) if isinstance(value, Block) else change(value)
             for name, value in vars(self).items()
             if isinstance(value, (Block, WeightForm))
         }
@@ -114,7 +113,7 @@ class Block:
 
 
 def each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors in their order, without those that are there already."""
+    """Return tensors in order, without duplicates."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
@@ -131,18 +130,18 @@ class Norm(Block):
 
 
 class ResidualStream:
-    """A pass through the layers: the residual stream, and what the last block gave, which is still to be added to it.
+    """A pass through the layers: the residual stream, and the output of the last block, not yet added to it.
 
-    Blocks take `hidden`, of the model's dtype. What they give is float32 where products are written so at no cost, and
-    so is the residual where that is free (`Stem.residual`). A norm is computed when something other than a product that
-    takes it into its own launch looks at `hidden`, and the product that ends a block when something looks at `given`.
+    Blocks read `hidden`, of the model's dtype. Their output is float32 if products can write that at no cost, and so is
+    the residual if that is free (`Stem.residual`). Evaluation is lazy: a norm is computed when `hidden` is read, unless
+    a product includes it in its launch, and the last product of a block when `output` is read.
 
     Args:
-        parts: the tokens of the pass; those of a second part stand behind those of the first in all that it holds.
-        stem: embeds them, together with the first norm where that is computed by itself and there is one part.
-        attend: attention over a layer's cache; None: of two parts, which append where they attend.
+        parts: the tokens of the pass; those of a second part (mixed steps) follow those of the first in all tensors.
+        stem: embeds them; if there is one part, in one launch with the first norm.
+        attend: attention over a layer's cache; None with two parts, where `append_and_attend` does it.
         operators: of the layers.
-        append_and_attend: the same with the append before it, in one launch, where that can be had.
+        append_and_attend: append and attention, in one launch if possible.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class ResidualStream:
         self.attend = attend
         self.append_and_attend = append_and_attend if operators.fuses_append else None
         self.operators = operators
-        # while the residual is not made; a stem that has its own way of embedding takes it
+        # not None: the residual is not computed yet; a stem with an embedding of its own computes it at once
         is_plain = type(stem).run is Stem.run and type(stem).embed is Stem.embed
         self._stem: Stem | None = stem if is_plain and len(parts) == 1 else None
         if self._stem is not None:
@@ -168,23 +167,23 @@ class ResidualStream:
         self._all_live: Tensor | None = None
         self._adapters = self._adapter_spans()
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
-        self._norm: Norm | None = None  # of the residual, asked for and not computed
-        self._product: tuple[WeightForm, Tensor] | None = None  # what a block gave, not computed
-        self._given: Tensor | None = None  # and what is computed
-        self._rooms: dict[tuple[str, int, torch.dtype], Tensor] = {}  # what layers write and read within themselves
-        self._is_whole = True  # nothing is to be added to the residual
+        self._norm: Norm | None = None  # of the residual, not computed yet
+        self._product: tuple[WeightForm, Tensor] | None = None  # the output of a block, not computed yet
+        self._output: Tensor | None = None  # the same, computed
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}  # intermediates that layers share
+        self._is_whole = True  # the residual includes the output of all blocks
         self._post_norm: Norm | None = None
         self._scale = 1.0
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens of a pass of one part; two have rows and a page table of their own each."""
+        """The tokens of a pass with one part."""
         if len(self._parts) > 1:
-            raise NotImplementedError("a block looks for its tokens' rows itself: it cannot be run over two parts")
+            raise NotImplementedError("a block reads rows and pages of its tokens: it cannot run in a mixed step")
         return self._parts[0]
 
     def state_parts(self) -> Iterator[tuple[slice, StateTokens]]:
-        """Yield the tokens of each part of the pass, in order, and where their recurrent states are."""
+        """Yield the span of each part's tokens, and the rows of their recurrent states."""
         begin = 0
         for part in self._parts:
             assert part.state_rows is not None  # the engine gives them to a model that has states
@@ -203,7 +202,7 @@ class ResidualStream:
 
     @property
     def live(self) -> Tensor:
-        """Number of live tokens, int32 [1]; in a pass of two parts all, for padding of the first is not last."""
+        """Number of live tokens, int32 [1]; with two parts all, since padding of the first is not last."""
         if len(self._parts) == 1:
             return self._parts[0].live
         if self._all_live is None:
@@ -212,7 +211,7 @@ class ResidualStream:
 
     @property
     def residual(self) -> Tensor:
-        """[t, hidden], the embedded tokens and what was added to them."""
+        """[t, hidden], the sum of embedding and outputs."""
         if self._stem is not None:
             stem, self._stem = self._stem, None
             stem.embed(self._residual, self.tokens)
@@ -220,7 +219,7 @@ class ResidualStream:
 
     @property
     def hidden(self) -> Tensor:
-        """[t, hidden], what a block takes, of the model's dtype; good until it gives something."""
+        """[t, hidden], the input of a block, in the model's dtype; valid until the block sets its output."""
         if self._norm is not None:
             norm, self._norm = self._norm, None
             embedded, stem = self.operators.embedding_norm, self._stem
@@ -233,40 +232,40 @@ class ResidualStream:
         return self._hidden
 
     @property
-    def given(self) -> Tensor:
-        """[t, hidden], what the last block gave."""
+    def output(self) -> Tensor:
+        """[t, hidden], the output of the last block."""
         if self._product is not None:
             linear, x = self._product
-            self._multiply(linear, self.open(in_floats=linear.gives_floats), x)
-        assert self._given is not None
-        return self._given
+            self._multiply(linear, self.output_buffer(in_floats=linear.gives_floats), x)
+        assert self._output is not None
+        return self._output
 
-    def open(self, *, in_floats: bool) -> Tensor:
-        """Return memory for what a block gives, [t, hidden], in float32 or the model's dtype; the block writes it."""
+    def output_buffer(self, *, in_floats: bool) -> Tensor:
+        """Return memory [t, hidden] for a block to write its output to, in float32 or the model's dtype."""
         self._norm = self._product = None
         is_hidden = not in_floats or self._hidden.dtype == torch.float32
-        self._given = self._hidden if is_hidden else self.room(self._hidden.shape[1], torch.float32)
-        return self._given
+        self._output = self._hidden if is_hidden else self.buffer(self._hidden.shape[1], torch.float32)
+        return self._output
 
     def norm(self, norm: Norm | None) -> None:
-        """Add what the last block gave to the residual, and make `hidden` the norm of the sum; None: the sum."""
+        """Add the last block's output to the residual; `hidden` is then the norm of the sum, or with None the sum."""
         self._add_product()
         if not self._is_whole:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             after = self._post_norm
             post = (None, 0.0) if after is None else (after.weight, after.eps)
-            self.operators.add_rms_norm(self._hidden, self.residual, self.given, weight, eps, *post, self._scale)
+            self.operators.add_rms_norm(self._hidden, self.residual, self.output, weight, eps, *post, self._scale)
         elif norm is None:
             self._hidden.copy_(self.residual)
         else:
             self._norm = norm
         self._is_whole, self._post_norm, self._scale = False, None, 1.0
 
-    def change(self, norm: Norm | None = None, scale: float = 1.0) -> None:
-        """Norm and scale the output of the last block when it is added to the residual, in the same launch."""
+    def transform_output(self, norm: Norm | None = None, scale: float = 1.0) -> None:
+        """Norm and scale the last block's output when it is added to the residual, in the same launch."""
         self._post_norm, self._scale = norm, scale
 
-    def feed(self, linear: WeightForm, out: Tensor) -> None:
+    def project(self, linear: WeightForm, out: Tensor) -> None:
         """Write the product for `hidden` into `out` [t, out_features]."""
         fused, norm = self._fused(linear), self._norm
         if fused is None or norm is None:
@@ -274,38 +273,37 @@ class ResidualStream:
         else:
             fused.normed(out, self.residual, norm.weight, norm.eps)
 
-    def feed_gated(self, linear: WeightForm, activation: str) -> Tensor:
+    def project_gated(self, linear: WeightForm, activation: str) -> Tensor:
         """Return `activation(gate) * up` of the product for `hidden`, [t, out_features / 2]."""
-        fused, norm = self._fused(linear), self._norm
+        fused, norm, gate_up = self._fused(linear), self._norm, None
         if fused is None:
-            gate_up = self.room_of(linear)
-            self.feed(linear, gate_up)
-            activated = self.room(linear.out_features // 2)
+            gate_up = self.buffer_for(linear)
+            self.project(linear, gate_up)
+        activated = self.buffer(linear.out_features // 2)
+        if fused is None:
             self.operators.act_mul(activated, gate_up, activation)
-            return activated
-        activated = self.room(linear.out_features // 2)
-        if norm is None:
+        elif norm is None:
             fused.gated(activated, self.hidden, None, 0.0, activation)
         else:
             fused.gated(activated, self.residual, norm.weight, norm.eps, activation)
         return activated
 
-    def give(self, linear: WeightForm, x: Tensor) -> None:
-        """Give the product for `x` [t, in_features]."""
+    def set_output(self, linear: WeightForm, x: Tensor) -> None:
+        """Make the product for `x` [t, in_features] the block's output."""
         self._norm, self._product = None, (linear, x)
 
-    def narrowed(self, begin: int, end: int) -> ResidualStream:
-        """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
+    def narrow(self, begin: int, end: int) -> ResidualStream:
+        """Return the stream of some tokens, in shared memory, for blocks that read neither rows nor pages."""
         self._add_product()
         part = copy(self)
         part._residual, part._hidden = self.residual[begin:end], self.hidden[begin:end]
-        part._given = None if self._is_whole else self.given[begin:end]
+        part._output = None if self._is_whole else self.output[begin:end]
         part._stem = part._product = None
-        part._rooms, part._adapters = {}, []
+        part._buffers, part._adapters = {}, []
         return part
 
     def _add_product(self) -> None:
-        """Add what the last block gave to the residual where its product does that itself."""
+        """Compute the last block's output and the sum in one launch, if its product can."""
         if self._product is None or self._post_norm is not None:
             return
         linear, x = self._product
@@ -315,41 +313,38 @@ class ResidualStream:
             self._product, self._is_whole = None, True
 
     def _multiply(self, linear: WeightForm, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` into `out`, as the adapters of the tokens' rows change it."""
+        """Write the product for `x` into `out`, with what the adapters of the tokens' rows add."""
         linear.apply(out, x)
         if self._adapters and isinstance(linear, Adapted):
-            linear.adapt(out, x, self.room(linear.inner_size, torch.float32, "adapters"), self._adapters)
+            linear.adapt(out, x, self.buffer(linear.inner_size, torch.float32, "adapters"), self._adapters)
 
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
         if self._adapters and isinstance(linear, Adapted):
             return None
         return linear.fused(self._residual.shape[0]) if self.operators.fuses_products else None
 
-    def room_of(self, linear: WeightForm, use: str = "") -> Tensor:
-        """Return memory for a product of each token, as `room` does: float32 where that costs nothing."""
-        return self.room(linear.out_features, torch.float32 if linear.gives_floats else None, use)
+    def buffer_for(self, linear: WeightForm, use: str = "") -> Tensor:
+        """Return a `buffer` for a product, float32 if that costs nothing."""
+        return self.buffer(linear.out_features, torch.float32 if linear.gives_floats else None, use)
 
-    def room(self, columns: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
-        """Return memory for each token as `empty` does, the same each time for one use: layers share it.
-
-        What is still read while a block asks for more names a use of its own.
-        """
+    def buffer(self, columns: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
+        """Return memory [t, columns] that all layers share; buffers that are live together differ in `use`."""
         key = (use, columns, dtype or self._hidden.dtype)
-        if key not in self._rooms:
-            self._rooms[key] = self.empty(*key[1:])
-        return self._rooms[key]
+        if key not in self._buffers:
+            self._buffers[key] = self.empty(*key[1:])
+        return self._buffers[key]
 
     def empty(self, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for each token, [t, columns]; None: of the model's dtype."""
+        """Return new memory [t, columns]; None: of the model's dtype."""
         return self._hidden.new_empty((self._hidden.shape[0], columns), dtype=dtype)
 
 
 class Mixer(Block):
-    """The part of a layer in which tokens see those before them: attention, or an operator over a state."""
+    """The part of a layer in which tokens see earlier ones: attention, or an operator over a state."""
 
     @abstractmethod
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Take `hidden` and what the layer keeps, and give what is to be added to the residual."""
+        """Read `hidden` and the layer's cache, and set the output."""
 
 
 @dataclass(frozen=True)
@@ -361,37 +356,36 @@ class Attention(Mixer):
     k_norm: Norm | None  # of each key head, or None
     o: WeightForm  # [hidden, heads * head_dim]
     head_dim: int  # channels of a head
-    # float32 [positions, 2, pairs] of a head's first channels, which are rotated by position; others are not
-    cos_sin: Tensor
-    options: AttentionOptions  # what becomes of the logits, and which keys a query sees
+    cos_sin: Tensor  # float32 [positions, 2, pairs] of a head's first channels; the others are not rotated
+    options: AttentionOptions  # scale, window, soft cap, sinks
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Append the tokens' keys and values to the cache, and give what they attend to."""
+        """Append the tokens' keys and values to the cache, and attend."""
         assert isinstance(cache, LayerCache)
         qkv = self.project(stream)
-        attended = stream.room(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
-        turn = self.rotation(qkv)
+        attended = stream.buffer(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
+        rope = self.rotation(qkv)
         if stream.append_and_attend is not None:
-            stream.append_and_attend(attended, qkv, cache, turn, self.options)
+            stream.append_and_attend(attended, qkv, cache, rope, self.options)
         else:
             q = torch.empty_like(attended)
-            stream.operators.append(q, cache, qkv, stream.tokens, turn)
-            assert stream.attend is not None  # of a pass of one part
+            stream.operators.append(q, cache, qkv, stream.tokens, rope)
+            assert stream.attend is not None  # there is one part
             stream.attend(attended, q, cache, self.options)
         self.finish(stream, attended.view(qkv.shape[0], -1))
 
     def project(self, stream: ResidualStream) -> Tensor:
         """Return queries, keys and values of the tokens, [t, (heads + 2 kv_heads) * head_dim], contiguous."""
-        qkv = stream.room_of(self.qkv)
-        stream.feed(self.qkv, qkv)
+        qkv = stream.buffer_for(self.qkv)
+        stream.project(self.qkv, qkv)
         return qkv
 
     def finish(self, stream: ResidualStream, attended: Tensor) -> None:
-        """Give the output product of what the tokens attended to, [t, heads * head_dim]."""
-        stream.give(self.o, attended)
+        """Set the output projection of `attended` [t, heads * head_dim] as the output."""
+        stream.set_output(self.o, attended)
 
     def rotation(self, qkv: Tensor) -> QKNormRope:
-        """Return how queries and keys are normed and turned; an attention that norms them itself does it here."""
+        """Return norm and rotation of queries and keys; a subclass may norm them here, in place."""
         return QKNormRope(
             self.cos_sin,
             None if self.q_norm is None else self.q_norm.weight,
@@ -405,7 +399,7 @@ class FeedForward(Block):
 
     @abstractmethod
     def run(self, stream: ResidualStream) -> None:
-        """Take `hidden`, and give what is to be added to the residual."""
+        """Read `hidden` and set the output."""
 
 
 @dataclass(frozen=True)
@@ -417,27 +411,27 @@ class GatedMlp(FeedForward):
     activation: str
 
     def run(self, stream: ResidualStream) -> None:
-        """Take `hidden`, and give what is to be added to the residual."""
-        stream.give(self.down, stream.feed_gated(self.gate_up, self.activation))
+        """Read `hidden` and set the output."""
+        stream.set_output(self.down, stream.project_gated(self.gate_up, self.activation))
 
 
 class Layer(Block):
-    """A decoder layer: some blocks, and the order in which they and the residual stream meet."""
+    """A decoder layer: blocks in an order."""
 
     @abstractmethod
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Take a stream from the layer before, and give what is to be added to the residual."""
+        """Run the blocks over the stream; the output of the last one is not added yet."""
 
 
 @dataclass(frozen=True)
 class Stem(Block):
-    """From tokens to the residual stream: the embedding, scaled."""
+    """The embedding, scaled."""
 
     embedding: Tensor  # [vocab, hidden]
     scale: float = 1.0
 
     def run(self, tokens: Tokens) -> Tensor:
-        """Return the embedded tokens [t, hidden]; a stem that does more than that overrides it."""
+        """Return the embedded tokens [t, hidden]; a stem with more operators overrides it."""
         residual = self.residual(tokens)
         self.embed(residual, tokens)
         return residual
@@ -447,17 +441,14 @@ class Stem(Block):
         embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
 
     def residual(self, tokens: Tokens) -> Tensor:
-        """Return memory for the embedded tokens, [t, hidden].
-
-        It is float32 on a CPU. On a GPU it has the model's dtype: each program of a normed product reads it again.
-        """
+        """Return memory [t, hidden]: float32 on a CPU; the model's dtype on a GPU, where normed products read it."""
         dtype = self.embedding.dtype if self.embedding.is_cuda else torch.float32
         return self.embedding.new_empty((tokens.ids.shape[0], self.embedding.shape[1]), dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Head(Block):
-    """From the residual stream to logits: a norm, the output layer, and perhaps a soft cap."""
+    """Final norm, output layer, and an optional soft cap."""
 
     final_norm: Norm
     lm_head: WeightForm  # [vocab, hidden]
@@ -467,7 +458,7 @@ class Head(Block):
         """Return the logits, float32 [t, vocab]."""
         stream.norm(self.final_norm)
         logits = stream.empty(self.lm_head.out_features, torch.float32)
-        stream.feed(self.lm_head, logits)
+        stream.project(self.lm_head, logits)
         if self.soft_cap > 0.0:
             cap_logits(logits, self.soft_cap)
         return logits
@@ -475,55 +466,55 @@ class Head(Block):
 
 @dataclass(frozen=True)
 class Experts(Block):
-    """The gated MLPs of a layer's experts: `down(gate(x))`, each expert's read once for all tokens that go to it."""
+    """The gated MLPs of a layer's experts; each expert's weights are read once for all its tokens."""
 
     gate_up: ExpertForm  # of all experts, [hidden] to [2 * width], the gate first
     down: ExpertForm  # of all experts, [width] to [hidden]
-    count: int  # how many there are
-    top_k: int  # how many of them a token takes
-    width: int  # channels inside of one
-    gate: Gate  # what is made of the halves of `gate_up`'s products
+    count: int  # of experts
+    top_k: int  # experts per token
+    width: int  # intermediate channels of one
+    gate: Gate  # activation of `gate_up`'s halves
 
     def run(self, hidden: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
-        """Return what the experts give for the pairs that `moe_route` listed, [tokens * top_k, hidden]."""
+        """Return the outputs for the pairs of `moe_route`, [tokens * top_k, hidden]."""
         pairs, dtype = hidden.shape[0] * self.top_k, torch.float32 if self.down.gives_floats else None
-        inner, parts = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
+        inner, out = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
         self.gate_up.apply(inner, hidden, order, offsets, slots=self.top_k, gate=self.gate)
-        self.down.apply(parts, inner, order, offsets, slots=1)
-        return parts
+        self.down.apply(out, inner, order, offsets, slots=1)
+        return out
 
     def read_bytes(self, rows: int | None = None) -> int:
-        """Return the bytes of as many experts as so many tokens can be routed to."""
-        held = sum(tensor.nbytes for tensor in self.tensors)
-        return held if rows is None else held * min(rows * self.top_k, self.count) // self.count
+        """Return the bytes of the experts that `rows` tokens can be routed to."""
+        nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        return nbytes if rows is None else nbytes * min(rows * self.top_k, self.count) // self.count
 
 
 @dataclass(frozen=True)
 class SparseMlp(FeedForward):
-    """Experts behind a router, and a shared one that every token takes, where there is one."""
+    """Router, experts, and an optional shared expert that every token takes."""
 
-    router: WeightForm  # [experts, hidden], and one row more where the shared expert's share has a gate
-    experts: Experts  # of which a token takes those with its largest logits
-    shared: GatedMlp | None  # or None
+    router: WeightForm  # [experts, hidden], and one more row if the shared expert has a gate
+    experts: Experts
+    shared: GatedMlp | None
     renormalize: bool  # whether the weights of a token's experts add up to 1
 
     def run(self, stream: ResidualStream) -> None:
-        """Take `hidden`, and give what is to be added to the residual; all of it stays on the device."""
+        """Read `hidden` and set the output, without a host read."""
         rows, count, top_k = stream.hidden.shape[0], self.experts.count, self.experts.top_k
-        logits = stream.room_of(self.router, "router")
+        logits = stream.buffer_for(self.router, "router")
         self.router.apply(logits, stream.hidden)
         ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, top_k), (rows * top_k,)))
         offsets = logits.new_empty((count + 1,), dtype=torch.int32)
         weights = logits.new_empty((rows, top_k), dtype=torch.float32)
         moe_route(ids, weights, order, offsets, logits[:, :count], stream.live, self.renormalize)
-        parts = self.experts.run(stream.hidden, order, offsets)
+        outputs = self.experts.run(stream.hidden, order, offsets)
         if self.shared is None:
-            moe_combine(stream.open(in_floats=self.experts.down.gives_floats), parts, ids, weights)
+            moe_combine(stream.output_buffer(in_floats=self.experts.down.gives_floats), outputs, ids, weights)
         else:
             self.shared.run(stream)
             is_gated = logits.shape[1] > count
-            gate = logits[:, count:] if is_gated else logits.new_full((rows, 1), _WHOLE_SHARE)
-            moe_combine(stream.given, parts, ids, weights, gate)
+            gate = logits[:, count:] if is_gated else logits.new_full((rows, 1), _OPEN_GATE)
+            moe_combine(stream.output, outputs, ids, weights, gate)
 
 
 @dataclass(frozen=True)
@@ -542,7 +533,7 @@ class DecoderLayer(Layer):
         """Run the layer."""
         stream.norm(self.before_attention)
         self.mixer.run(stream, cache)
-        stream.change(self.after_attention, self.residual_scale)
+        stream.transform_output(self.after_attention, self.residual_scale)
         stream.norm(self.before_mlp)
         self.mlp.run(stream)
-        stream.change(self.after_mlp, self.residual_scale)
+        stream.transform_output(self.after_mlp, self.residual_scale)

@@ -24,14 +24,14 @@ from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
 _ADAPTER = "adapter_config.json"
-_BARE = "model."  # what names of a decoder begin with that its checkpoint, of the part without a head, leaves out
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what transformers looks at where do_sample is true
+_BARE = "model."  # prefix of tensors' names that checkpoints of a decoder without its head leave out
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # used by transformers if do_sample is true
 _ALWAYS = ("repetition_penalty",)
 GENERATION_FILE = "generation_config.json"
 
 
 def _what_is_missing(file: Path) -> str | None:
-    """Return how much of a safetensors file is there, if it was cut; None if that is not known."""
+    """Return how a safetensors file is truncated, in words; None if it is not, or that is unknown."""
     with suppress(OSError, ValueError, TypeError, KeyError, struct.error), file.open("rb") as opened:
         (header_bytes,) = struct.unpack("<Q", opened.read(8))
         held = file.stat().st_size
@@ -53,11 +53,11 @@ class Checkpoint:
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
-        """Whether a model's name may be that of a folder: any may."""
+        """Return True: any name may be that of a folder."""
         return True
 
     def config(self) -> ModelConfig:
-        """Read `config.json`, and the end-of-sequence tokens of `generation_config.json` where there is one."""
+        """Read `config.json`, and the end-of-sequence tokens of `generation_config.json` if there is one."""
         file, generation = self.folder / "config.json", self.folder / GENERATION_FILE
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
@@ -67,7 +67,7 @@ class Checkpoint:
             config = config_of({name: value for name, value in settings.items() if name not in CONFIGURATIONS})
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{file}: {error}") from error
-        config = replace(config, few_bits=method is not None and method.of_integers)
+        config = replace(config, integer_quantized=method is not None and method.of_integers)
         settings = read_json(generation) if generation.exists() else {}
         if "eos_token_id" not in settings:
             return config
@@ -103,10 +103,7 @@ class Checkpoint:
         return plain | {name: packed.stored for name, packed in self._packed.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a part of it and no more, into `out`.
-
-        What safetensors gives on a CPU is a view of the mapped file: kept, it would change with the file.
-        """
+        """Copy one tensor, or a part of it, into `out`; safetensors' own are views of the mapped file."""
         shape = self.tensors[name].shape
         if name in self._packed:
             self._packed[name].write(self._part, out, shard)
@@ -116,7 +113,7 @@ class Checkpoint:
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
-        """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
+        """Return a matrix, or a part of it, as it is stored; None if it is not quantized, or has no such part."""
         packed = self._packed.get(name) if name in self.tensors else None
         return None if packed is None else part_of(packed.groups(self._part, expert), shard)
 
@@ -126,13 +123,13 @@ class Checkpoint:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
     def _is_bare(self, found: Mapping[str, Stored]) -> bool:
-        """Whether the files are of a decoder without its head, as models of embeddings are saved."""
+        """Whether the files are those of a decoder without its head, as embedding models are saved."""
         embedding = "embed_tokens.weight"
         if embedding not in found or f"{_BARE}{embedding}" in found:
             return False
         try:
             config = self.config()
-        except UnsupportedModelError:  # transformers runs it, or nobody
+        except UnsupportedModelError:
             return False
         (part, *_) = family_of(config.architecture).weights(config)["embedding"]
         return part.name == f"{_BARE}{embedding}"
@@ -144,7 +141,7 @@ class Checkpoint:
 
     @property
     def quant_method(self) -> str | None:
-        """How config.json calls the way in which the weights are quantized; None: they are plain."""
+        """The `quant_method` of config.json; None: weights are plain."""
         return None if self._method is None else self._method.name
 
     def _no_config(self) -> str:
@@ -178,36 +175,32 @@ class Checkpoint:
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
             raise CheckpointError(f"{index} must have a weight_map of tensors and files, got {shown(shards)}")
         names = sorted(set(shards.values()))
-        strange = [name for name in names if not _is_file_name(name)]
+        strange = [name for name in names if name in ("", ".", "..") or any(sign in name for sign in "/\\\0")]
         if strange:
             raise CheckpointError(f"{index}: a shard is a file of the folder, got {shown(strange[0])}")
-        there = {file.name for file in folder.iterdir()}  # a name may be one that no file system takes
+        there = {file.name for file in folder.iterdir()}  # a name may be invalid for the file system
         absent = [name for name in names if name not in there]
         if absent:
             raise CheckpointError(f"{folder} lacks the shards {', '.join(shown(name, plain=True) for name in absent)}")
         yield from names
 
     def _plain(self, name: str) -> Path:
-        """Return a file of the folder that is one, and no link to elsewhere."""
+        """Return the path of a plain file of the folder; a link out of it is refused."""
         file = self.folder / name
         require_file(file)
         target, home = file.resolve(), self.folder.resolve()
-        # the hub's cache keeps each file once, in `blobs`, and links to it from `snapshots/<revision>`
+        # the hub's cache has files in `blobs`, and links to them in `snapshots/<revision>`
         blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
         if not target.is_relative_to(home) and (blobs is None or target.parent != blobs.resolve()):
             raise CheckpointError(f"{file} is a link to {target}, outside of its folder: copy the file")
         return file
 
 
-def _is_file_name(name: str) -> bool:
-    return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
-
-
 def generation_defaults(folder: Path) -> dict[str, float]:
-    """Return the sampling parameters that a checkpoint's folder states, as transformers understands them.
+    """Return the sampling parameters of `generation_config.json`, as transformers understands them.
 
-    Where the file does not say `do_sample`, decoding is greedy: temperature 0. Nothing is stated without the file,
-    but for a model that `graphdecode models install` knows: its makers' recommendation. Ranges are not looked at.
+    Without `do_sample` decoding is greedy: temperature 0. Models of `graphdecode models install` have their own
+    defaults. Ranges are not checked.
     """
     package = installed_as(folder)
     if package is not None:

@@ -38,7 +38,7 @@ class ExpertsConfig:
     """The experts of a model."""
 
     count: int  # experts of a layer
-    top_k: int  # of which a token takes so many
+    top_k: int  # experts of a token
     intermediate_size: int  # channels inside of one
     renormalize: bool  # whether the weights of a token's experts add up to 1
     shared_intermediate_size: int = 0  # channels inside of the expert that every token takes; 0: there is none
@@ -58,12 +58,12 @@ class ModelShape:
     num_key_value_heads: int  # key and value heads
     head_dim: int  # channels of a head
     max_position_embeddings: int  # tokens that a sequence may have
-    windows: tuple[int, ...]  # for each layer, how many keys before a query's own it sees; -1 is all
+    windows: tuple[int, ...]  # for each layer, how many keys before a query's own are visible; -1 is all
     eos_token_ids: tuple[int, ...]  # tokens that end an output
     dtype: torch.dtype  # of the checkpoint
-    # what each layer keeps of a sequence in place of keys and values, or beside them; None: these alone; empty: all do
+    # for each layer its recurrent state, if any; empty: no layer has one
     recurrent: tuple[Recurrent | None, ...] = ()
-    few_bits: bool = False  # its weights are integers of few bits with scales, which are not of that dtype
+    integer_quantized: bool = False  # its weights are quantized integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class ModelConfig(ModelShape):
     o_bias: bool = False  # the output product of attention has one
     mlp_bias: bool = False  # the MLP's products have one
     tie_word_embeddings: bool  # the output layer is the embedding
-    # for each layer its rotary embedding, None where it knows nothing of positions; empty where all have `rope`
+    # for each layer its rotary embedding, None without positions; empty: all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     sm_scale: float | None = None  # multiplies the logits of attention; None: 1 / sqrt(head_dim)
     attention_soft_cap: float = 0.0  # caps these logits where it is > 0
@@ -91,16 +91,16 @@ class ModelConfig(ModelShape):
     mixer: Any = None  # sizes of the mixer of layers with a recurrent state, of a type of its own
 
     def keeps_state(self, layer: int) -> bool:
-        """Whether a layer keeps a recurrent state, in place of keys and values or beside them."""
+        """Whether a layer has a recurrent state, with or without keys and values."""
         return bool(self.recurrent) and self.recurrent[layer] is not None
 
     def attention_options(self, layer: int) -> AttentionOptions:
-        """Return what becomes of the logits of a layer's attention; a layer's weights may add to it."""
+        """Return the options of a layer's attention, without sinks, which are weights."""
         return AttentionOptions(self.sm_scale, self.windows[layer], self.attention_soft_cap)
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5."""
+    """Return the fields of `ModelConfig` that all families share, of files by transformers 4 or 5."""
     if settings.get("quantization_config"):
         method = settings["quantization_config"]
         method = shown(method.get("quant_method") if isinstance(method, dict) else method, plain=True)
@@ -139,7 +139,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
 
 
 def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
-    """Return for each layer whether it sees a window, as `layer_types` says, or as `otherwise` does."""
+    """Return for each layer whether it has a window, by `layer_types`, whose default is `otherwise`."""
     kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
     if not isinstance(kinds, list) or len(kinds) != len(otherwise) or any(kind not in _LAYER_TYPES for kind in kinds):
         raise UnsupportedModelError(
@@ -149,9 +149,9 @@ def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
 
 
 def layer_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int, ...]:
-    """Return for each layer how many keys before a query's own it sees; -1 is all. See `is_windowed`.
+    """Return `ModelShape.windows`; see `is_windowed`.
 
-    transformers keeps the keys with `key > query - sliding_window`: that many less one before the query's own.
+    In transformers keys with `key > query - sliding_window` are visible: one less before the query's own.
     """
     if settings.get("sliding_window") is None:
         return (-1,) * len(otherwise)
@@ -166,12 +166,12 @@ def switched_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[i
 
 
 def all_but_every(period: int, layers: int) -> list[bool]:
-    """Return for each layer whether it is another than each `period`-th one."""
+    """Return for each layer whether it is not one of each `period`-th ones."""
     return [(layer + 1) % period != 0 for layer in range(layers)]
 
 
 def layer_ropes(settings: dict[str, Any], fields: dict[str, Any], otherwise: list[bool]) -> dict[str, Any]:
-    """Return the field of that name where layers with windows have a rope of their own; see `ropes_by_layer_type`."""
+    """Return the field `layer_ropes` if layers with windows have their own rope; see `ropes_by_layer_type`."""
     local = RopeConfig.from_dict(settings["sliding_rope"], fields["max_position_embeddings"])
     windowed = is_windowed(settings, otherwise)
     return {"layer_ropes": tuple(local if window else fields["rope"] for window in windowed)}

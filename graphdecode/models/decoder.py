@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from graphdecode.models.blocks import (
     Stem,
     StepOperators,
     Tokens,
-    Vary,
     each_once,
     page_table_of,
 )
@@ -38,7 +37,7 @@ from graphdecode.models.model import Chunks, Model
 
 
 def tokens_of(batch: Batch | Chunks) -> Tokens:
-    """Return the tokens of a decode step, or of chunks of prompts."""
+    """Return the tokens of a decode step or of prompt chunks."""
     if isinstance(batch, Chunks):
         return Tokens(*batch[:4], *batch[6:])
     where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
@@ -56,7 +55,7 @@ def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
 
 
 def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> Attend:
-    """Return the same of chunks of prompts: token by token, or many queries at once."""
+    """Return the attention of prompt chunks: token by token, or many queries at once."""
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
         if attention is not None:
@@ -68,7 +67,7 @@ def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> At
 
 
 class Decoder(Model):
-    """A decoder-only transformer; operators other than the fused ones measure what fusing is worth."""
+    """A decoder-only model of blocks; `operators` other than the fused ones are for measurements."""
 
     config: ModelConfig
     takes_rolling_pages = True
@@ -93,14 +92,15 @@ class Decoder(Model):
         self.dtype = stem.embedding.dtype
         self.device = stem.embedding.device
 
-    def varied(self, linear: Vary | None = None, operators: StepOperators | None = None) -> Decoder:
-        """Return a decoder over the same weights that takes other paths, for measuring; None keeps its own."""
+    def variant(
+        self, linear: Callable[[WeightForm], WeightForm] | None = None, operators: StepOperators | None = None
+    ) -> Decoder:
+        """Return a decoder over the same weights with changed weight forms or other operators, for measurements."""
         layers, head = self.layers, self.head
         if linear is not None:
-            layers, head = [layer.varied(linear) for layer in layers], head.varied(linear)
-        return Decoder(
-            self.config, self.stem, layers, head, operators or self._operators, self.cache_scales, self.adapters
-        )
+            layers, head = [layer.variant(linear) for layer in layers], head.variant(linear)
+        given = (operators or self._operators, self.cache_scales, self.adapters)
+        return Decoder(self.config, self.stem, layers, head, *given)
 
     @property
     def blocks(self) -> list[Block]:
@@ -114,57 +114,57 @@ class Decoder(Model):
 
     def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
         """Yield the products of a step, each with its name within a layer."""
-        parts = (part for block in self.blocks for part in block.parts())
-        yield from ((name, form) for name, form in parts if isinstance(form, (WeightForm, ExpertForm)))
+        fields = (field for block in self.blocks for field in block.leaves())
+        yield from ((name, form) for name, form in fields if isinstance(form, (WeightForm, ExpertForm)))
 
     def read_bytes(self, rows: int | None) -> int:
-        """Return the bytes of weights that a step reads: of experts, those that so many rows can go to."""
+        """Return the bytes of weights that a step of `rows` rows reads; see `Model.read_bytes`."""
         return sum(block.read_bytes(rows) for block in self.blocks)
 
     def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
 
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, rope: QKNormRope, options: AttentionOptions) -> None:
             pages = (cache.keys, cache.values, page_table_of(batch, cache))
-            attention.append_and_run(out, qkv, *pages, turn, options, cache.scales)
+            attention.append_and_run(out, qkv, *pages, rope, options, cache.scales)
 
-        # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
+        # batch-invariant: the newest key is read from the cache, as a prompt's are
         fused, attend = None if attention.is_invariant else append, attend_step(batch, attention)
         return self.head.run(self._run_layers([tokens_of(batch)], caches, attend, fused))
 
     def mix(
         self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
     ) -> Tensor:
-        """Run one decode step and compute chunks of prompts in one pass; see `MixingModel.mix`.
+        """Run one decode step and prompt chunks in one pass; see `MixingModel.mix`.
 
-        Products, norms and what else takes each token by itself are one launch for all tokens, the chunks' first.
+        Operators other than attention take all tokens in one launch, the chunks' first.
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         of_chunks, count = tokens_of(chunks), chunks.token_ids.shape[0]
 
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: QKNormRope, options: AttentionOptions) -> None:
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, rope: QKNormRope, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
-            self._operators.append(q, cache, qkv[:count], of_chunks, turn)
+            self._operators.append(q, cache, qkv[:count], of_chunks, rope)
             extend_over(cache, out[:count], q, *chunks[4:6], page_table_of(chunks, cache), options)
-            # last, for a row whose prompt ends here attends to the keys of its chunk
+            # last: a row whose prompt ends here attends to the keys of its chunk
             pages = (cache.keys, cache.values, page_table_of(batch, cache))
-            attention.append_and_run(out[count:], qkv[count:], *pages, turn, options, cache.scales)
+            attention.append_and_run(out[count:], qkv[count:], *pages, rope, options, cache.scales)
 
         stream = self._run_layers([of_chunks, tokens_of(batch)], caches, None, append)
-        return self.head.run(stream.narrowed(count, count + batch.size))
+        return self.head.run(stream.narrow(count, count + batch.size))
 
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> ResidualStream:
-        """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
+        """Append keys and values of prompt chunks, and return the last layer's stream; see `Model.prefill`."""
         with torch.no_grad():
             return self._run_layers([tokens_of(chunks)], caches, attend_chunks(chunks, attention))
 
     def logits(self, stream: ResidualStream, begin: int, end: int) -> Tensor:
-        """Return the logits of some tokens of a prefill; once: they are made in place. See `Model.logits`."""
+        """Return the logits of some tokens of a prefill; once, since they are computed in place. See `Model.logits`."""
         with torch.no_grad():
-            return self.head.run(stream.narrowed(begin, end))
+            return self.head.run(stream.narrow(begin, end))
 
     def _run_layers(
         self,
@@ -173,7 +173,7 @@ class Decoder(Model):
         attend: Attend | None,
         append: AppendAndAttend | None = None,
     ) -> ResidualStream:
-        """Return the stream that the last layer leaves."""
+        """Return the stream after the last layer."""
         stream = ResidualStream(parts, self.stem, attend, self._operators, append)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.run(stream, cache)

@@ -1,4 +1,4 @@
-"""Model families: the base class, and the registry of all that there are."""
+"""Model families: the base class, and the registry."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ from graphdecode.models.weights import Weights
 
 @dataclass(frozen=True)
 class BlocksStem(Stem):
-    """An embedding that is dequantized as rows are gathered; `embedding` has no rows, it says dtype and channels."""
+    """A quantized embedding, whose rows are dequantized when gathered; `embedding` is empty: its dtype and columns."""
 
-    table: RowTable = field(kw_only=True)  # the embedding, perhaps the output layer's own
+    table: RowTable = field(kw_only=True)  # the embedding, which a tied output layer shares
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""
@@ -34,33 +34,32 @@ class Family(ABC):
     """One architecture: its configuration, the map of its weights, and its layer."""
 
     architecture: ClassVar[str]  # Hugging Face's name of it, as a config.json has it
-    # is added to the weights of all norms: 1 where checkpoints have their distance from 1
-    norm_offset: ClassVar[float] = 0.0
-    experts_interleaved: ClassVar[bool] = False  # how tensors lie that have all experts of a layer; see `ExpertNames`
+    norm_offset: ClassVar[float] = 0.0  # is added to the weights of all norms; 1 if checkpoints store `weight - 1`
+    experts_interleaved: ClassVar[bool] = False  # of tensors with all experts of a layer; see `ExpertNames`
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json.
+        """Return the configuration of the fields of a config.json.
 
         Raises:
-            UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
+            UnsupportedModelError: a field is missing, invalid, or requires what is not supported.
         """
 
     @abstractmethod
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it, those of each expert by themselves."""
+        """Return all tensors of a model by their place in it, one for each expert."""
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the same for a source that has these tensors, in a family whose checkpoints come in several forms."""
+        """Return the weight map that fits a source's tensors, for families whose checkpoints have several layouts."""
         return self.weights(config)
 
     @abstractmethod
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read."""
+        """Read and return one layer."""
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
-        """Return what comes before the layers."""
-        # rounded as the rows are: models were trained so
+        """Read and return the embedding."""
+        # the scale is rounded to the dtype, as in training
         scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
         rows = weights.embedding_rows()
         if rows is not None:
@@ -74,7 +73,7 @@ class Family(ABC):
         return SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=shared)
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
-        """Return what comes after them; the output layer is the embedding where the map has no place for it."""
+        """Read and return the last norm and the output layer, which is the embedding if the map has none."""
         final_norm = weights.norm("final_norm", config.rms_norm_eps)
         if config.logits_scale != 1.0:
             final_norm = replace(final_norm, weight=final_norm.weight * config.logits_scale)
@@ -84,14 +83,14 @@ class Family(ABC):
         return Head(final_norm, lm_head, config.logits_soft_cap)
 
 
-FAMILIES: dict[str, Family] = {}  # by architecture; filled while files are imported, and then read
+FAMILIES: dict[str, Family] = {}  # by architecture; filled on import
 
 
 def register_family(family: Family, *, replace: bool = False) -> None:
     """Register a model family.
 
     Raises:
-        ArgumentError: the architecture has one, and it is not to be replaced; or what is given is no family.
+        ArgumentError: the architecture has one, and `replace` is False; or it is no `Family`.
     """
     if not isinstance(family, Family):
         raise ArgumentError(f"a family must be an object of a class that inherits from Family, got {shown(family)}")
@@ -103,17 +102,13 @@ _OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family
 
 
 def known_families() -> Mapping[str, Family]:
-    """Return the families by architecture, those of installed packages too."""
+    """Return the families by architecture, including those of other installed packages."""
     _OUTSIDE.find()
     return FAMILIES
 
 
 def family_of(architecture: object) -> Family:
-    """Return the family of an architecture.
-
-    Raises:
-        UnsupportedModelError: it is not known; the message lists those that are.
-    """
+    """Return the family of an architecture; an unknown one is an `UnsupportedModelError`."""
     family = known_families().get(architecture) if isinstance(architecture, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
@@ -128,12 +123,12 @@ def config_of(settings: dict[str, Any]) -> ModelConfig:
     return family_of(names[0] if isinstance(names, list) and names else names).config(settings)
 
 
-def edges(config: ModelConfig) -> WeightMap:
-    """Return the places of embedding, last norm and output layer under Hugging Face's names, which hardly differ."""
+def edges(config: ModelConfig, *, embedding: str = "model.embed_tokens", final_norm: str = "model.norm") -> WeightMap:
+    """Return the places of embedding, last norm and output layer, given their modules in the source."""
     table = (config.vocab_size, config.hidden_size)
     places: WeightMap = {
-        "embedding": (Part("model.embed_tokens.weight", table, 0),),
-        "final_norm": (Part("model.norm.weight", (config.hidden_size,)),),
+        "embedding": (Part(f"{embedding}.weight", table, 0),),
+        "final_norm": (Part(f"{final_norm}.weight", (config.hidden_size,)),),
     }
     if not config.tie_word_embeddings:
         places["lm_head"] = (Part("lm_head.weight", table, 0),)

@@ -1,7 +1,6 @@
-"""Readers of the fields of a configuration that is not trusted, such as a config.json: a number may be anything.
+"""Readers of the fields of an untrusted configuration, such as a config.json.
 
-Each raises an `UnsupportedModelError` that names the field, its value and what it must be. Callers that know the file
-add its name.
+Each raises an `UnsupportedModelError` that names the field, its value and what it must be; callers add the file's name.
 """
 
 import json
@@ -12,8 +11,8 @@ from typing import Any, TypeGuard
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.source import refuse_pointer, require_file
 
-MOST = 2**31 - 1  # that a field may be which `LIMITS` does not name: what an int32 holds
-LIMITS = {  # several times what the largest models have; each layer and expert takes room before a tensor is read
+MOST = 2**31 - 1  # limit of fields that are not in `LIMITS`: an int32
+LIMITS = {  # several times those of the largest models; each layer and expert allocates before a tensor is read
     "vocab_size": 2**24,
     "hidden_size": 2**17,
     "intermediate_size": 2**20,
@@ -26,18 +25,18 @@ LIMITS = {  # several times what the largest models have; each layer and expert 
     "num_local_experts": 4096,
     "n_routed_experts": 4096,
 }
-_MOST_TOKEN_IDS = 128  # as many as an engine has room for where nobody asks for more
+_MOST_TOKEN_IDS = 128  # the engine's default
 _MOST_NUMBER = 1e30  # well inside float32
 _MOST_BYTES = 256 * 2**20  # of a JSON file; the largest index of shards that there is has 10 MB
 
 
 class UnsupportedModelError(GraphdecodeError, ValueError):
-    """A checkpoint that this runtime cannot run; the message says what it can."""
+    """A checkpoint that this runtime cannot run; the message lists what is supported."""
 
 
 def count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Return a field that is an integer from 1 to what `LIMITS` says; `default`, if any, for one absent or null."""
-    value = _given(settings, name, default)
+    """Return a field that is an integer >= 1, within `LIMITS`; `default`, if any, for one absent or null."""
+    value = _value(settings, name, default)
     if value is None:
         raise UnsupportedModelError(f"the field {name} is missing")
     most = LIMITS.get(name, MOST)
@@ -50,7 +49,7 @@ def count(settings: Mapping[str, Any], name: str, default: int | None = None) ->
 
 def whole(settings: Mapping[str, Any], name: str, default: int) -> int:
     """Return a field that is an integer >= 0; `default` for one absent or null."""
-    value = _given(settings, name, default)
+    value = _value(settings, name, default)
     if not _is_integer(value) or not 0 <= value <= MOST:
         raise UnsupportedModelError(f"{name} must be an integer in 0..{MOST}, got {shown(value)}")
     return int(value)
@@ -67,15 +66,15 @@ def number(settings: Mapping[str, Any], name: str, default: float | None = None)
 
 
 def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return a field that is true or false, and no word that means it; `default` for one absent or null."""
-    value = _given(settings, name, default)
+    """Return a field that is true or false; `default` for one absent or null."""
+    value = _value(settings, name, default)
     if not isinstance(value, bool):
         raise UnsupportedModelError(f"{name} must be true or false, got {shown(value)}")
     return value
 
 
 def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> str:
-    """Return a field that is one of some words."""
+    """Return a field that is one of `choices`."""
     value = settings.get(name)
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
@@ -85,7 +84,7 @@ def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> st
 
 
 def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return a field that is a token id or a list of them; none for one absent or null."""
+    """Return a field that is a token id or a list of them; () for one absent or null."""
     value = settings.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_is_integer, ids)):
@@ -99,11 +98,11 @@ def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number above 0 that float32 holds, and its inverse too; a bool is none."""
+    """Whether a value is a number > 0 that fits in float32, as its inverse does; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 / _MOST_NUMBER <= value <= _MOST_NUMBER
 
 
-def _given(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+def _value(settings: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if settings.get(name) is None else settings[name]
 
 
@@ -115,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
-        UnsupportedModelError: it cannot be read, is larger than any such file, or is no object.
+        UnsupportedModelError: it cannot be read, is too large, or holds no object.
         ModelSourceError: see `require_file` and `refuse_pointer`.
     """
     require_file(path)

@@ -22,7 +22,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import MissingInstructions, instructions
-from graphdecode.linear.forms import check_options, has_form, keeping
+from graphdecode.linear.forms import check_options, has_form, quantized_form
 from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
 from graphdecode.linear.kept import KeptPanels
@@ -46,7 +46,7 @@ from graphdecode.models.weights import Weights
 
 
 class Source(TensorSource, Protocol):
-    """One model: its configuration, the tensors that there are, and the reading of one of them."""
+    """One model: its configuration, and its tensors."""
 
     name: str  # of the model, for messages
 
@@ -54,20 +54,20 @@ class Source(TensorSource, Protocol):
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
-        """Whether a model's name is one of this kind of source; whether there is such a model is not asked here."""
+        """Whether a model's name is of this kind; whether the model exists is not checked."""
 
     def config(self) -> ModelConfig:
         """Return the configuration, without reading any tensor; `UnsupportedModelError` says why it cannot."""
 
 
-SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first that opens a name has the model
+SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first whose `opens` is true is used
 
 
 def register_source(source: type[Source], *, replace: bool = False) -> None:
-    """Register a kind of source; it is asked before those that are known.
+    """Register a kind of source; it comes before the known ones.
 
     Raises:
-        ArgumentError: there is a source of that name, and it is not to be replaced.
+        ArgumentError: the name is taken, and `replace` is False.
     """
     refuse_taken("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
     SOURCES.insert(0, source)
@@ -77,18 +77,18 @@ _OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(
 
 
 def open_source(model: str | Path) -> Source:
-    """Return the source of a model: a shape's random weights, a GGUF file, a folder, or what was registered."""
+    """Return the source of a model: random weights of a shape, a GGUF file, a folder, or a registered kind."""
     _OUTSIDE.find()
     return next(source for source in SOURCES if source.opens(model))(model)
 
 
-_Compiled = Callable[[torch.dtype | None], object]  # what is true where there are compiled kernels for a dtype
-_TRIMMED_LAYERS = 4  # are loaded between two looks for memory that can be given back: each takes milliseconds
+_Compiled = Callable[[torch.dtype | None], object]  # returns a true value if there are compiled kernels for a dtype
+_TRIMMED_LAYERS = 4  # layers between two calls of `malloc_trim`, each of which takes milliseconds
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False) -> AdoptedFolder | None:
-    """Return a source's model as transformers runs it; None where a family of ours does."""
+    """Return a source's model to be run by transformers; None if one of our families runs it."""
     if model_impl not in MODEL_IMPLS:
         raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
     folder: Path | None = getattr(source, "folder", None)
@@ -100,25 +100,25 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
     if model_impl == "auto":
         named = read_json(file).get("architectures") if file.exists() else None
         name = named[0] if isinstance(named, list) and named else None
-        if not isinstance(name, str) or name in known_families():  # where none is named, ours say so
+        if not isinstance(name, str) or name in known_families():  # ours report a missing name
             return None
     return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
 
 
 HUGE_PAGE = 2 << 20
-_LEAST_SHARE = 0.75  # of a page that is filled: holes between weights cost memory from then on
-_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: now, and where huge pages are for those who ask, too
+_LEAST_SHARE = 0.75  # of a huge page that weights must fill: the rest of it is wasted
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: synchronous, and works where huge pages are only on request
 
 
 def join_pages(tensors: Iterable[Tensor]) -> None:
-    """Back the memory of tensors on a CPU with huge pages where the system has them; values and addresses stay."""
+    """Back tensors on a CPU with huge pages where the system has them; values and addresses do not change."""
     if sys.platform != "linux" or HUGE_PAGE % os.sysconf("SC_PAGE_SIZE"):
         return
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
     for begin, end in filled_pages({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}):
-        advise(begin, end - begin, _COLLAPSE)  # what cannot be had stays as it is
+        advise(begin, end - begin, _COLLAPSE)  # best effort
 
 
 def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -131,19 +131,19 @@ def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(first * HUGE_PAGE, last * HUGE_PAGE + HUGE_PAGE) for first, last in runs_of(full)]
 
 
-_SCALES = (  # of keys and of values, behind the attention's own
+_SCALES = (  # names of the scales of keys and of values, after the prefix of a layer's attention
     ("k_scale", "v_scale"),  # compressed-tensors, llm-compressor
     ("attn.k_scale", "attn.v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
     ("qkv_proj.k_scale", "qkv_proj.v_scale"),
-    ("k_proj.output_scale", "v_proj.output_scale"),  # compressed-tensors of before
+    ("k_proj.output_scale", "v_proj.output_scale"),  # older compressed-tensors
     ("k_cache.scale", "v_cache.scale"),
     ("kv_scale", "kv_scale"),  # AutoFP8: one for both
 )
 
 
 def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tuple[str, str] | None]:
-    """Return the names of each layer's scales, of keys and of values; None where a layer has none."""
+    """Return for each layer the names of its scales, of keys and of values, if it has some."""
     of_layers = [f"model.layers.{layer}.self_attn." for layer in range(num_layers)]
     pairs = [[(at + key, at + value) for key, value in _SCALES] for at in of_layers]
     return [next((pair for pair in known if tensors.keys() >= set(pair)), None) for known in pairs]
@@ -170,14 +170,14 @@ def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
     return largest
 
 
-_EXPANDED = "none"  # what `quantize` is where quantized weights are to be plain ones
+_EXPANDED = "none"  # value of `quantize` that dequantizes stored weights
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return a device that is there; `"auto"` means CUDA where there is one, else the CPU.
+    """Return an available device; `"auto"` means CUDA if there is one, else the CPU.
 
     Raises:
-        ValueError: the device is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
+        ArgumentError: it is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
     """
     try:
         instructions()
@@ -192,7 +192,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if resolved.type == "cpu":
         if index:
             raise ArgumentError(f"device is {device}, but there is one CPU: cpu")
-        return torch.device("cpu")  # as tensors name it, whatever number it was given
+        return torch.device("cpu")  # without an index, as tensors have it
     if not torch.cuda.is_available():
         raise ArgumentError("device is cuda, but torch finds no CUDA device here")
     if index >= torch.cuda.device_count():
@@ -205,22 +205,22 @@ def resolve_dtype(
     checkpoint: torch.dtype,
     device: torch.device,
     *,
-    few_bits: bool = False,
+    integer_quantized: bool = False,
     compiles: bool = True,
 ) -> torch.dtype:
-    """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU is not fast at it.
+    """Return the dtype to compute in: `"auto"` is the checkpoint's, or float32 on a CPU that is slow at it.
 
     Args:
-        dtype: by name, or `"auto"`; a name that is unknown is a `ValueError`.
-        checkpoint: what it says of itself.
+        dtype: by name, or `"auto"`; an unknown name is an `ArgumentError`.
+        checkpoint: the checkpoint's dtype.
         device: that computes.
-        few_bits: its weights are integers of few bits, which say nothing of activations: `"auto"` is float16 on a CPU.
-        compiles: kernels are compiled to know what is fast here; False: those that a compiler would make are believed.
+        integer_quantized: the weights are quantized integers: `"auto"` is float16 on a CPU.
+        compiles: whether to compile kernels to find out; False trusts that a compiler would succeed.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
-        checkpoint = torch.float16 if few_bits and device.type == "cpu" else checkpoint
+        checkpoint = torch.float16 if integer_quantized and device.type == "cpu" else checkpoint
         if device.type == "cpu" and not _is_fast_on_cpu(checkpoint, native.library if compiles else native.is_expected):
             return torch.float32
         return checkpoint
@@ -236,21 +236,21 @@ def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
 
 
 def _cpu_has_bf16(compiled: _Compiled) -> bool:
-    """Whether the chosen instructions multiply bf16; oneDNN also calls it supported where AVX-512 only imitates it."""
+    """Whether the processor multiplies bf16 natively; oneDNN counts emulation by AVX-512 as support."""
     has = instructions().has_bf16
     if compiled(torch.bfloat16 if has else None):
         return has
     if platform.machine() in ("x86_64", "AMD64"):
-        asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+        checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     else:
-        asked = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]
-    return any(has is not None and has() for has in asked)
+        checks = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]
+    return any(check is not None and check() for check in checks)
 
 
 def describe_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Return what a model looks like, without its weights; arguments and errors are those of `load_model`."""
+    """Return a model's configuration, without reading weights; arguments and errors are those of `load_model`."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     return source.config() if by_transformers is None else by_transformers.config
@@ -259,7 +259,7 @@ def describe_model(
 def check_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Do the same, and look at what tensors there are."""
+    """Do the same, and check which tensors there are, and their shapes."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
@@ -271,13 +271,13 @@ def check_model(
 
 
 def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
-    """Return how many numbers all tensors of a model hold, each of them once."""
+    """Return the number of a model's parameters."""
     if isinstance(config, AdoptedConfig):
         return config.num_parameters
     return sum(math.prod(part.shape) for part in parts(family_of(config.architecture).weights(config)))
 
 
-def kept_bytes(
+def weight_bytes(
     model: str | Path,
     config: ModelConfig | AdoptedConfig,
     dtype: torch.dtype,
@@ -285,11 +285,11 @@ def kept_bytes(
     *,
     quantize: str | None = None,
 ) -> int:
-    """Return the memory that all tensors of a model take: those that stay quantized as stored, less groups' scales.
+    """Return the bytes of all weights; quantized ones count as they are stored, without the scales of groups.
 
     Args:
         model: where `config` is from, as for `load_model`; `quantize` likewise.
-        dtype: of what does not stay quantized.
+        dtype: of weights that are not kept quantized.
     """
     source = open_source(model)
     if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
@@ -329,19 +329,17 @@ def load_model(
             `"shape:llama-3.1-8b"` with random weights.
         device: where the weights go.
         dtype: of weights and activations; see `resolve_dtype`.
-        max_sequence_length: positions to make rotary angles for; None means all that the model has.
+        max_sequence_length: positions of the rotary table; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
-        quantize: None keeps quantized weights as they are stored, the blocks of a GGUF file too, where there are
-            kernels for them; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
-            `"q8_0"` or `"q4_k"` round plain weights while they are read.
-        quantize_group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
-        batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
-        model_impl: who runs it; see `adopted`.
-        trust_remote_code: run the Python code that comes with a checkpoint which transformers runs.
+        quantize: None keeps quantized weights as they are stored (blocks of GGUF where there are kernels for them;
+            `"gguf"` is an error where there are none); `"none"` dequantizes all; `"int8"`, `"int4"`, `"fp8"`, `"q8_0"`
+            and `"q4_k"` quantize plain weights while they are read.
+        quantize_group_size: columns that share a scale, for `"int4"` and `"int8"`; None: the usual ones.
+        batch_invariant: take only paths whose result for a row does not depend on the number of rows.
+        model_impl: one of `MODEL_IMPLS`.
+        trust_remote_code: whether transformers may run the Python code of a checkpoint.
         progress: show a bar on standard error.
-        shared: what the ranks compute together, where this is to be the shard of one of them.
-        max_adapters: that products have slots for; 0: none, and products are as they were.
-        max_adapter_rank: the largest rank of one.
+        shared: collectives of the ranks, to load the shard of one of them.
 
     Raises:
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
@@ -352,13 +350,13 @@ def load_model(
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     quantize = _unless_stored_so(quantize, source)
     expands = quantize == _EXPANDED
-    # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
+    # on a CPU one form of the weight serves all buckets: the smallest and the largest are measured
     sizes = batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
 
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
-        chosen = resolve_dtype(dtype, config.dtype, device, few_bits=config.few_bits)
+        chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
         if device.type == "cpu":
-            native.library(chosen)  # before any is asked for that all share: they are compiled side by side
+            native.library(chosen)  # starts all compilations at the same time
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
         options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
         has_experts = isinstance(config, ModelConfig) and config.experts is not None
@@ -381,7 +379,7 @@ def load_model(
         if options.quantize != quantize:
             raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
         by_transformers.check_files(source)
-        return _settled(by_transformers.load(options, progress=progress), device)
+        return _with_memory_returned(by_transformers.load(options, progress=progress), device)
     config = source.config()
     if expands or quantize is None:
         quantize = "gguf" if not expands and _has_blocks(source, device, native.library) else None
@@ -400,18 +398,18 @@ def load_model(
         config, weight_map = split_config(config, shared.count), shard.weight_map
     adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
     weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared, adapters)
-    return _settled(_build(config, weights, scales, progress), device)
+    return _with_memory_returned(_build(config, weights, scales, progress), device)
 
 
 def _rounded(
     source: Source, config: ModelConfig, options: FormOptions, quantize: str | None, group_size: int | None
 ) -> RoundedSource | None:
-    """Return a source of rounded weights; None where `quantize` does not ask for that."""
+    """Return a source that quantizes weights as they are read; None if `quantize` does not require one."""
     if quantize is not None and options.quantize != quantize:
         rounded = quantized_on_load(source, config, quantize, group_size)
         kinds = {stored.dtype: name for name, stored in rounded.tensors.items() if stored.dtype not in PLAIN}
-        for kind, name in kinds.items():  # which would be read as plain ones again
-            if keeping(rounded, LinearNames((name,)), options) is None:
+        for kind, name in kinds.items():  # without a form for it, it would be dequantized again
+            if quantized_form(rounded, LinearNames((name,)), options) is None:
                 where = options.device.type
                 raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
         return rounded
@@ -419,12 +417,12 @@ def _rounded(
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
     is_checkpoint = not _keeps_blocks(source)  # a GGUF file's types of the same name are blocks
     if quantize and is_checkpoint and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
-        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
+        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are quantized already")
     return None
 
 
 def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
-    """Return what `quantize` asks for beyond the way in which a source stores its weights, which is kept unasked."""
+    """Return `quantize`, or None if it names the method by which the weights are stored: that is the default."""
     stored = getattr(source, "quant_method", None)
     if quantize in METHODS and quantize not in FORMS_OF and quantize != stored:
         raise ArgumentError(
@@ -436,19 +434,19 @@ def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
 
 
 class _Expanded:
-    """A source whose quantized weights are read as plain ones."""
+    """A source without `read_quantized`: its weights are dequantized."""
 
     def __init__(self, source: TensorSource) -> None:
         self.read, self.tensors = source.read, source.tensors
 
 
 def _keeps_blocks(source: TensorSource) -> bool:
-    """Whether a source's quantized weights are blocks of GGUF's types, as it says itself."""
+    """Whether a source's quantized weights are blocks of GGUF."""
     return bool(getattr(source, "keeps_blocks", False))
 
 
 def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled) -> bool:
-    """Whether weights are in blocks that are multiplied as they are on a device."""
+    """Whether a device has kernels for the blocks of a GGUF source."""
     if device.type == "cpu" and not compiled(None):
         return False
     kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
@@ -460,7 +458,7 @@ def _check_weights(source: Source, config: ModelConfig) -> None:
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
     scales = cache_scale_names(source.tensors, config.num_hidden_layers)
     unused |= {name for pair in scales for name in pair or ()}
-    # quantizers give each layer a bias, of zeros where the model has none
+    # quantizers write a bias of zeros for layers without one
     named = {part.name for part in parts(weight_map)}
     of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
     unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
@@ -471,7 +469,7 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
-    numbers = range(config.num_hidden_layers)  # all bars of a process share a lock: none is made that nobody wants
+    numbers = range(config.num_hidden_layers)  # bars share a lock of the process: none is made without `progress`
     for index in tqdm(numbers, desc="loading", unit="layer", disable=None, leave=False) if progress else numbers:
         layers.append(family.layer(config, weights, index))
         if index % _TRIMMED_LAYERS == 0:
@@ -483,13 +481,12 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     return decoder
 
 
-def _settled(model: Model, device: torch.device) -> Model:
-    """Return a model that was loaded, when what loading took has been given back."""
+def _with_memory_returned(model: Model, device: torch.device) -> Model:
     return_free_memory()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
+        torch.cuda.empty_cache()  # the KV cache is sized by free memory, and linear tuning allocated much
     elif device.type == "cpu":
-        # on the side: values and addresses stay, and the system copies half a gigabyte a second
+        # in another thread: addresses do not change, and the system copies half a gigabyte a second
         Thread(target=join_pages, args=([*model.constants],), name="graphdecode-huge-pages", daemon=True).start()
     return model
 
@@ -509,7 +506,7 @@ def _check_invariance(config: ModelShape, device: torch.device) -> None:
 
 
 def return_free_memory() -> None:
-    """Give the system back what was freed: the holes that packing leaves in the heap grow to a fifth of the model."""
+    """Return freed heap memory to the system: holes left by packing weights grow to a fifth of the model."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
         if trim is not None:

@@ -1,4 +1,4 @@
-"""The interface between the engine and a model, be it our own decoder or a module of another library."""
+"""The interface of a model to the engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -23,30 +23,28 @@ class Chunks(NamedTuple):
     token_ids: Tensor  # int64 [t], the rows' tokens one after another
     rows: Tensor  # int32 [t], the row of each token
     positions: Tensor  # int32 [t]
-    live: Tensor  # int32 [1]; tokens from there on are padding
+    live: Tensor  # int32 [1], number of tokens; the rest is padding
     cu_seqlens_q: Tensor  # int32 [b + 1], where each row's tokens begin
-    cu_seqlens_kv: Tensor  # int32 [b + 1], cumulative lengths, these tokens included
+    cu_seqlens_kv: Tensor  # int32 [b + 1], cumulative lengths including these tokens
     page_table: Tensor  # int32 [b, pages]
-    state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states; None where no layer has some
-    rolling_table: Tensor | None = None  # int32 [b, pages], of layers whose pages roll; None where there are none
-    adapters: Tensor | None = None  # int32 [b], the slots of their adapters; None where no row has one
+    state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
+    rolling_table: Tensor | None = None  # int32 [b, pages], of layers with rolling pages
+    adapters: Tensor | None = None  # int32 [b], the slots of the rows' adapters; None: no row has one
 
 
 class Model(ABC):
-    """A decoder over a paged cache, written so that a step of it can be captured."""
+    """A decoder over a paged cache, whose step can be captured."""
 
     config: ModelShape
     dtype: torch.dtype  # of weights, activations and cache
-    device: torch.device  # where it runs
-    # what an fp8 cache divides keys and values of each layer by, as the checkpoint says
-    cache_scales: list[tuple[float, float]]
-    # whether it finds pages of caches that roll in `rolling_table`; else all layers have those of `page_table`
-    takes_rolling_pages: bool = False
-    adapters: AdapterSlots | None = None  # of its products; None: it was loaded without room for adapters
+    device: torch.device
+    cache_scales: list[tuple[float, float]]  # of keys and values of each layer, for an fp8 cache
+    adapters: AdapterSlots | None = None  # slots of adapters in its products; None: it was loaded without any
+    takes_rolling_pages: bool = False  # whether it reads `rolling_table` for layers with rolling pages
 
     @property
     def num_layers(self) -> int:
-        """Layers, each with a cache of its own."""
+        """Number of layers."""
         return len(self.cache_scales)
 
     @abstractmethod
@@ -60,21 +58,21 @@ class Model(ABC):
 
     @property
     def workspace(self) -> list[Tensor]:
-        """Tensors that a step leaves as it found them, and writes in between."""
+        """Tensors that a step writes temporarily, and restores."""
         forms = (form for _, form in self.products() if isinstance(form, WeightForm))
         return each_once(tensor for form in forms for tensor in form.workspace)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one decode step reads, whatever the batch: all but the embedding's unused rows."""
+        """Bytes of weights that a decode step of any batch reads at most; without the embedding."""
         return self.read_bytes(None)
 
     @abstractmethod
     def read_bytes(self, rows: int | None) -> int:
-        """Bytes of weights that one decode step of so many rows reads at most; None: of any."""
+        """Bytes of weights that a decode step of `rows` rows reads at most; None: of any number of rows."""
 
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
-        """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
+        """Return the path of each product in a step of `rows` rows, by name and shape, with its measurements."""
         found: dict[str, dict[str, Any]] = {}
         for name, form in self.products():
             *experts, out_features, in_features = form.shape
@@ -90,34 +88,31 @@ class Model(ABC):
             batch: slots tokens int64 [b], pre_step_seqlens int32 [b], rows int32 [b] (0, 1, ...),
                 page_table int32 [b, pages], live_rows int32 [1].
             caches: keys and values of each layer.
-            attention: its workspaces are planned here, once for all layers.
+            attention: planned here, once for all layers.
         """
 
     @abstractmethod
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> Any:
-        """Append the keys and values of many tokens, and return what `logits` takes.
+        """Append keys and values of many tokens, and return the `passed` of `logits`.
 
-        `attention` gives each token the bits of a decode step; None: the faster way, many queries at once.
+        `attention` gives each token the bits of a decode step; None: many queries at once, which is faster.
         """
 
     @abstractmethod
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
-        """Return the logits, float32 [end - begin, vocab], of some tokens of one row of the latest prefill.
-
-        `passed` is what `prefill` returned.
-        """
+        """Return the logits, float32 [end - begin, vocab], of some tokens of one row of the last prefill."""
 
 
 @runtime_checkable
 class MixingModel(Protocol):
-    """A model whose decode steps can take chunks of prompts along; its methods beside those of `Model`."""
+    """A `Model` that supports mixed steps."""
 
     def mix(
         self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
     ) -> Tensor:
         """Run `decode` and `prefill` in one pass, and return the logits of the rows, float32 [b, vocab].
 
-        A row may be the one whose prompt ends with a chunk of the pass: it feeds the token behind it.
+        A row's prompt may end with a chunk of the same pass: the row feeds the next token.
         """

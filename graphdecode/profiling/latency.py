@@ -1,4 +1,4 @@
-"""The latency profile of a decode step: each bucket at each context, beside the floor that memory sets."""
+"""The latency profile of a decode step: each bucket at each context, with the floor by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
 
 _BARS = 40
-_QUARTILES = 3  # a histogram ends so many times as far from the least value as the third quartile is
-NOISY = 0.1  # medians of rounds that differ by more cannot show a difference of a tenth
+_QUARTILES = 3  # range of a histogram over the distance from the minimum to the third quartile
+NOISY = 0.1  # spread of rounds above which a difference of a tenth cannot be shown
 _HELD_CYCLES = 4_000_000  # some 2 ms, in which the host gets ahead of the device
 SCHEMA_VERSION = 2
 STEPS_PER_STAGING = 16  # the graph advances rows, which are set back before they grow far past the context
 ROUNDS = 5  # over all points, so that a slow minute of the machine affects all of them
 TRACED_STEPS = 10
-_EAGER_SHARE = 2  # one eager step is timed for so many replays
+_EAGER_SHARE = 2  # replays for each eager step
 _MIN_EAGER_STEPS = 3
 _WIDE_STEPS = 15  # at most, of each bucket and number of queries
 # host time of the launch, step on the device, launch to tokens on the host, the same step run eagerly
@@ -66,8 +66,8 @@ class Histogram:
 def spread_of(round_ms: Sequence[float]) -> float:
     """Return half the range of the rounds' medians over their median, without the slowest of three or more."""
     ordered = sorted(round_ms)
-    kept = ordered[:-1] if len(ordered) > 2 else ordered
-    return (kept[-1] - kept[0]) / 2 / statistics.median(ordered)
+    slowest = ordered[-2 if len(ordered) > 2 else -1]
+    return (slowest - ordered[0]) / 2 / statistics.median(ordered)
 
 
 def _row(
@@ -84,7 +84,7 @@ def _row(
         **times,
         "replay_speedup": times["eager_ms"]["p50"] / step,
         "bytes_moved": moved,
-        "in_cache": moved <= cache_bytes,  # memory sets no floor then
+        "in_cache": moved <= cache_bytes,  # memory bandwidth is no floor then
         "achieved_bytes_per_second": 1000 * moved / step,
         "bandwidth_share": 1000 * moved / step / bandwidth,
         "floor_ms": 1000 * moved / bandwidth,
@@ -120,16 +120,16 @@ def step_bytes(runner: Runner, bucket: int, context: int) -> int:
 
     Recurrent states of all rows are read and written.
     """
-    states = sum(kept.nbytes for kept in runner.model.config.recurrent if kept is not None)
+    states = sum(state.nbytes for state in runner.model.config.recurrent if state is not None)
     row = (context + 1) * runner.capacity.token_bytes + 2 * states
     return runner.model.read_bytes(bucket) + bucket * row
 
 
 @contextmanager
 def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Iterator[list[RowInputs]]:
-    """Yield `count` rows with `context - 1` tokens in the cache, about to feed the next one; they own their pages.
+    """Yield `count` rows with `context - 1` tokens in the cache.
 
-    `logprobs` are those that a step computes besides the token's own; -1: none.
+    `logprobs`: top log-probabilities that a step computes; -1: none.
     """
     cache, length = runner.cache, context + STEPS_PER_STAGING
     names = [object() for _ in range(count)]
@@ -150,7 +150,7 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
 
 
 def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
-    """Write something to the pages of some rows: what was never written is one page of zeros, and takes no memory."""
+    """Write to the pages of some rows: unwritten ones share a page of zeros of the system, and are read from cache."""
     rolling, device = runner.cache.rolling, runner.model.device
     for inputs in rows:
         pages = ring = torch.tensor(inputs.pages, device=device)
@@ -173,7 +173,7 @@ class LatencyProfiler:
         self._is_cuda = runner.model.device.type == "cuda"
 
     def profile(self, contexts: Sequence[int], *, model: str, progress: bool = True) -> dict:
-        """Measure every bucket at every context in turns, the read bandwidth between; return what `profile.json` holds.
+        """Measure every bucket at every context in rounds, with the read bandwidth; return `profile.json`.
 
         Raises:
             ArgumentError: a context (tokens in the cache of each row) is out of range.
@@ -223,7 +223,7 @@ class LatencyProfiler:
         count = self.runner.graphs.buckets[-1]
         with rows_at(self.runner, count, context) as rows:
             self.runner.stage(rows)
-            with torch.profiler.profile() as profiler:  # of all activities that there are
+            with torch.profiler.profile() as profiler:
                 for _ in range(TRACED_STEPS):
                     with torch.profiler.record_function("decode step"):
                         with torch.profiler.record_function("launch"):
@@ -234,10 +234,7 @@ class LatencyProfiler:
         return path
 
     def _wide_steps(self, context: int, count: int) -> list[dict[str, float]]:
-        """Time steps of several queries a row beside those of one, if the engine has such.
-
-        Rows are set back before each step, for how far one goes depends on its drafts.
-        """
+        """Time steps of each number of queries a row, if there are several; rows are staged anew before each step."""
         graphs = self.runner.graphs
         widths = graphs.ladder.queries
         if len(widths) == 1:
@@ -278,7 +275,7 @@ class LatencyProfiler:
             if index >= warm_up:
                 launch_us.append(1e6 * (launched - began))
                 token_ms.append(1e3 * (done - began))
-        if not self._is_cuda:  # where the launch is the work
+        if not self._is_cuda:  # the launch runs the step
             return launch_us, [microseconds / 1000 for microseconds in launch_us], token_ms
         while len(step_ms) < steps:
             self._stage(rows)

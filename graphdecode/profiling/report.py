@@ -184,7 +184,7 @@ def time_columns(profile: dict) -> Columns:
 
 
 def _short(value: float, digits: int) -> str:
-    """Return a number with so many digits after the point, fewer if there are many before it."""
+    """Return a number with `digits` after the point, fewer if there are many before it."""
     return f"{value:.{max(digits - max(len(str(int(value))) - 2, 0), 0)}f}"
 
 
@@ -205,7 +205,7 @@ _FLOOR_COLUMNS: dict[str, Callable[[dict], str]] = {
 
 
 def floor_columns(profile: dict) -> Columns:
-    """Return the step beside the eager one and memory's floor."""
+    """Return step, eager step, and the floor by memory bandwidth."""
     return list(_FLOOR_COLUMNS), [[cell(row) for cell in _FLOOR_COLUMNS.values()] for row in profile["rows"]]
 
 

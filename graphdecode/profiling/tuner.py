@@ -21,7 +21,7 @@ TODAY = "today"
 
 
 def read_batch_sizes(path: Path) -> Counter[int]:
-    """Read a histogram, batch size -> decode steps; raises `ArgumentError` for another file, or one without steps."""
+    """Read a histogram, batch size -> decode steps; raises `ArgumentError` for an invalid or empty one."""
     counts = _read(path)
     if not counts.total():
         raise ArgumentError(f"{path} counts no decode step")
@@ -29,22 +29,22 @@ def read_batch_sizes(path: Path) -> Counter[int]:
 
 
 def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
-    """Add a histogram to that of a file, atomically; raises `ArgumentError` for another file, or one not writable."""
+    """Add a histogram to that of a file, atomically; raises `ArgumentError` if the file is invalid or not writable."""
     merged = Counter(counts)
     if path.exists():
         merged += _read(path)
     text = json.dumps({"batch_sizes": {str(size): merged[size] for size in sorted(merged)}}, indent=1) + "\n"
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise ArgumentError(f"{path} cannot be written: {cause(error)}") from error
 
 
 def check_record(path: Path) -> None:
-    """Refuse (ArgumentError), before a run, a file that its batch sizes cannot be added to."""
+    """Raise `ArgumentError`, before a run, for a file that its batch sizes cannot be added to."""
     if path.is_dir() or not path.parent.is_dir():
         raise ArgumentError(f"{path} must be a file in a folder that exists")
     if not os.access(path.parent, os.W_OK):
@@ -133,7 +133,7 @@ def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
 
 
 def _interpolated(points: Mapping[int, float], max_batch_size: int) -> np.ndarray:
-    """Return values for 0..max_batch_size: below the first point its own, past the last along the slope of all."""
+    """Interpolate for 0..max_batch_size: constant below the first point, past the last one by the slope of a fit."""
     sizes = np.array(sorted(points), dtype=float)
     values = np.array([points[int(size)] for size in sizes])
     rows = np.arange(max_batch_size + 1, dtype=float)
@@ -156,9 +156,9 @@ def padding_share(ladder: BucketLadder, counts: Mapping[int, int]) -> float:
 def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int, max_graphs: int) -> list[BucketLadder]:
     """Return, for each number of graphs 1..max_graphs, the ladder of least expected step time. Exact.
 
-    Only the cheapest bucket between two batch sizes that occur can be worth having. Dynamic programming over (graphs,
-    largest bucket so far): the cheapest way to serve all batch sizes up to bucket j with k buckets, j the last of them,
-    is the best over the bucket before it. O(max_graphs * d^2) for d batch sizes, which are all the graphs needed.
+    Candidates are the cheapest bucket between each two batch sizes that occur. Dynamic programming over (graphs,
+    largest bucket): the minimum for batch sizes up to bucket j with k buckets is over the bucket before j.
+    O(max_graphs * d^2) for d batch sizes.
 
     Args:
         counts: batch size -> decode steps.

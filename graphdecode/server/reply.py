@@ -168,7 +168,7 @@ class Reply(Response, ABC):
                     if not began:
                         began = True
                         service.queue.began(
-                            min(request.turn for parent in self.parents for request, _ in parent.children)
+                            min(request.start_tag for parent in self.parents for request, _ in parent.children)
                         )
                     count_tokens()
                     yield

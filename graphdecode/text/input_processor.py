@@ -234,13 +234,13 @@ class InputProcessor:
         text = prompt if isinstance(prompt, str) else None
         return TokenizedPrompt(text, self._truncated(token_ids, params.sampling, is_text=text is not None), params)
 
-    def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, turn: float = 0.0) -> ParentRequest:
+    def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, start_tag: float = 0.0) -> ParentRequest:
         """Return the requests of a prompt.
 
         Args:
             tokenized: from `tokenized_prompt`, here or in another process.
             grammar: None: unconstrained.
-            turn: its place among requests of one priority.
+            start_tag: of its requests; see `Request`.
         """
         params, per_output, bad_words, priority, adapter = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -253,7 +253,9 @@ class InputProcessor:
             index = own_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
             own = per_output.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(tokenized.token_ids, own, bad_words, grammar, priority, turn, adapter, is_checked=True)
+            request = Request(
+                tokenized.token_ids, own, bad_words, grammar, priority, start_tag, adapter, is_checked=True
+            )
             children.append((request, RequestState(own_output, output, params, tokenizer)))
         return ParentRequest(output, children)
 

@@ -10,11 +10,14 @@ from typing import Any
 
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX
+from graphdecode.models.gguf.tokenizer import read_gguf_tokenizer
 from graphdecode.models.source import ModelSourceError, refuse_pointer
-from graphdecode.text.gguf_tokenizer import ANOTHER_TOKENIZER, load_gguf_tokenizer
-from graphdecode.text.light_tokenizer import is_tokenizers_own, light_folder_tokenizer
+from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizers_own, light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
+_ANOTHER_TOKENIZER = (
+    "; give another tokenizer (--tokenizer, `tokenizer=`), or in Python none: skip_tokenizer_init=True takes token ids"
+)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable: bool = True) -> Any:
@@ -28,7 +31,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
         ModelSourceError: there is none that transformers can read, or it is code that is not trusted.
     """
     if folder.suffix == SUFFIX and folder.is_file():
-        return load_gguf_tokenizer(folder, replaceable=replaceable)
+        tokenizer, named, template, options = read_gguf_tokenizer(folder, _ANOTHER_TOKENIZER if replaceable else "")
+        whole = partial(_fast_tokenizer, tokenizer, {**named, **options, "chat_template": template})
+        return LightTokenizer(tokenizer, named, template, whole)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
     for file in folder.iterdir():  # a pipe would be read without end
@@ -36,6 +41,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
             raise ModelSourceError(f"{file} is no plain file")
     found = light_folder_tokenizer(folder, partial(_by_transformers, folder, trust_remote_code))
     return _checked(folder, trust_remote_code, replaceable) if found is None else found
+
+
+def _fast_tokenizer(tokenizer: Any, options: dict[str, Any]) -> Any:
+    from transformers import PreTrainedTokenizerFast  # takes a second
+
+    return PreTrainedTokenizerFast(tokenizer_object=_Uncopied(tokenizer), **options)
+
+
+class _Uncopied:
+    """A tokenizer whose deep copy is itself: transformers' copy of a large vocabulary takes seconds."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._tokenizer
 
 
 def _by_transformers(folder: Path, trust_remote_code: bool) -> Any:
@@ -65,7 +86,7 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         raise ModelSourceError(
             f"{folder} holds no tokenizer that can be read (tokenizer.json, tokenizer_config.json)"
-            f"{ANOTHER_TOKENIZER if replaceable else ''}; transformers says: {reason}"
+            f"{_ANOTHER_TOKENIZER if replaceable else ''}; transformers says: {reason}"
         ) from error
     return tokenizer
 

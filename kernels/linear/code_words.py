@@ -6,7 +6,7 @@ the lowest bits on; of eight bits, two. The same place of neighbouring words is 
 masks and one multiply-add make of two words in a register what an instruction of the tensor cores takes. A fifth and a
 sixth bit stand in words of their own, for 16 or 8 spans each.
 
-Values are integers, or floats of few bits: 16-bit floats hold all of them exactly, so that no weight is rounded. An
+Values are integers, or small floats: 16-bit floats hold all of them exactly, so that no weight is rounded. An
 integer's bits are put into the mantissa of a float whose lowest such bit counts 1, and what that adds is subtracted; a
 float's bits are put into exponent and mantissa, and a power of two corrects the exponent's bias.
 """

@@ -52,7 +52,7 @@ GEMV_TILES = {
     4: ((4, 512, 8, 3), (16, 128, 8, 3)),
 }
 _LEAST_NORMED_ROWS = 16  # of the weight: each program reads x and the gain, 6 bytes for 2 of a row of the weight
-# (block_n, num_warps) for weights of few bits by the rows of a tile of activations, without a norm before the product
+# (block_n, num_warps) for quantized weights by the rows of a tile of activations, without a norm before the product
 # and with one, which is made anew in each block; the columns follow from the weight's kind
 TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
 _ROWS_WHERE_TIGHT = 32  # of a tile where sums of activations, or scales of many groups, take registers, too
@@ -60,7 +60,7 @@ _SMALL_GROUP = 32
 _SUM_COLUMNS = 512  # of the memory that tensor cores of compute capability 10 write sums into: 128 lanes wide
 TILED_STAGES = 3  # of steps that are on their way at a time; two where that many registers are not there
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
-_WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a weight of few bits aims at
+_WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a quantized weight aims at
 _WAVES = (1, 2, 4)  # programs for each multiprocessor that a split aims at
 
 
@@ -168,7 +168,7 @@ def tiled_config(
     is_normed: bool = False,
     major: int = 9,
 ) -> SmallLinearConfig:
-    """Return how the product with a weight of few bits is dealt out; see `tiled_linear`.
+    """Return how the product with a quantized weight is dealt out; see `tiled_linear`.
 
     Args:
         rows: of the activations; None: one configuration for any number of rows, on any GPU of the same kind.
@@ -202,7 +202,7 @@ def tiled_config(
 class ProductSizes(NamedTuple):
     """Of a product: features, columns of x, its stride, columns of a part, its factors, and programs that ask ahead.
 
-    Where the weight has few bits, also its rows, its columns with padding, and the stride of the result.
+    If the weight is quantized, also its rows, its columns with padding, and the stride of the result.
     """
 
     width: int

@@ -1,4 +1,4 @@
-"""Linear layers with a weight of few bits on a GPU: `small_linear`, over a weight in tiles (`weight_tiles.py`).
+"""Linear layers with a quantized weight on a GPU: `small_linear`, over a weight in tiles (`weight_tiles.py`).
 
 What stands in memory is what is read: no weight is undone there, and none is rounded. One kernel
 serves any number of rows, in tiles of 8 to 128; it deals out its work, splits columns, norms, gates, adds and begins
@@ -6,7 +6,7 @@ early as `small_linear` does.
 
 The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
 
-Codes are multiplied with the activations on the tensor cores as they are, integers or floats of few bits; each group's
+Codes are multiplied with the activations on the tensor cores as they are, integers or small floats; each group's
 sums are then scaled in fp32. What a group's weights have in common beside the scale, a least value or the code of 0,
 is multiplied with the sum of the group's activations, which the tensor cores find as well: as the product with ones.
 """

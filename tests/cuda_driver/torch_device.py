@@ -24,7 +24,7 @@ from cuda_driver.stand_in import Driver
 from torch import Tensor
 
 from graphdecode.graphs import backend
-from graphdecode.graphs.inspect.observer import TorchDispatchMode, leaves, mapped
+from graphdecode.graphs.inspect.observer import TorchDispatchMode, flattened, mapped
 
 STREAMS_OF_TORCH = 4  # torch has 32, and gives them out in turn
 MOST_POINTERS = 40
@@ -269,7 +269,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        given = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
+        given = [value for value in flattened((args, kwargs)) if isinstance(value, Tensor)]
         if func in READS:
             self._device.current.synchronize()
             return func(*args, **kwargs)
@@ -303,14 +303,14 @@ class Operators(TorchDispatchMode):
             self._device.pinned.allocate()
             return sample
         results = mapped(lambda value: self._device.new(value) if isinstance(value, Tensor) else value, sample)
-        made = [value for value in leaves(results) if isinstance(value, Tensor)]
+        made = [value for value in flattened(results) if isinstance(value, Tensor)]
         targets, places = [placed(value) for value in made], mapped(placed, (args, kwargs))
         constant = None if any(block_of(value) for value in given) else sample
 
         def work() -> None:
             values, named = mapped(restored, places)
             found = func(*values, **named) if constant is None else constant
-            for target, value in zip(targets, [v for v in leaves(found) if isinstance(v, Tensor)], strict=True):
+            for target, value in zip(targets, [v for v in flattened(found) if isinstance(v, Tensor)], strict=True):
                 restored(target).copy_(value)
 
         self._device.launch(str(func), work, [*given, *made], self._workspace(func))

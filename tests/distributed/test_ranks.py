@@ -123,7 +123,7 @@ def test_a_rank_that_is_stopped_and_reads_nothing_holds_nobody_up() -> None:
     leader = Leader(terms, [Link(here)], [life], board, [])
     threading.Timer(0.2, their_life.close).start()
     with pytest.raises(RankError, match="rank 1 of 2 died"):
-        leader.tell(3, payload=bytes(1 << 24))
+        leader.send(3, payload=bytes(1 << 24))
     leader.close()
     there.close()
     mine, theirs = socket.socketpair()

@@ -62,10 +62,10 @@ class ToyLayer(Layer):
         stream.norm(self.norm)
         normed = stream.hidden.clone()
         self.mlp.run(stream)
-        of_mlp = stream.given.clone()
+        of_mlp = stream.output.clone()
         stream.hidden.copy_(normed)
         self.attention.run(stream, cache)
-        stream.given.add_(of_mlp)
+        stream.output.add_(of_mlp)
 
 
 class Toy(Family):

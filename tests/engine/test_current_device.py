@@ -92,7 +92,7 @@ def runner(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Event", devices.noting("event", FakeEvent))
     monkeypatch.setattr(torch.cuda, "synchronize", devices.noting("synchronize", lambda _device: None))
     monkeypatch.setattr(made.model, "device", OTHER)
-    monkeypatch.setattr(made, "is_on_host", False)
+    monkeypatch.setattr(made, "is_cpu", False)
     return made
 
 
@@ -101,7 +101,7 @@ def test_every_entry_of_the_runner_makes_its_device_the_current_one(runner: Runn
     runner.stage(chunks=chunks)
     runner.launch(LaunchPlan.of_chunks(chunks))
     runner.stage([RowInputs([97, 98, 99, 100], 4, (0,), RowSampling())])
-    with runner.here():
+    with runner.device_guard():
         runner.step.stage_pages([(0, 1)])
     assert runner.read(runner.launch(LaunchPlan(StepShape(1))))[0].tokens[0] >= 0
     with pytest.raises(ValueError, match="batch"):

@@ -471,7 +471,16 @@ def waiting(request_id: int, length: int) -> Sequence:
     sampling = RowSampling.of(params, seed=0, stop_ids=(), prompt_length=length, max_length=1000, vocab_size=64)
     tokens = [request_id] * length
     return Sequence(
-        request_id, tokens, params, length, 1000, (), (), sampling, RequestMetrics(0.0), turn=(0, 0.0, request_id)
+        request_id,
+        tokens,
+        params,
+        length,
+        1000,
+        (),
+        (),
+        sampling,
+        RequestMetrics(0.0),
+        service_order=(0, 0.0, request_id),
     )
 
 

@@ -137,8 +137,13 @@ FAULTS = [
     Fault(Runner, "stage", "self.prompts.stage", "with torch.cuda.stream(torch.cuda.Stream()): self.prompts.stage"),
     # the engine's loop
     Fault(LaunchPlan, "of_chunks", ", 1, chunks", ", 3, chunks"),  # the rings have one entry of a mixed step
-    Fault(EngineLoop, "_planned", "return LaunchPlan", "if not self._in_flight: return LaunchPlan"),
-    Fault(EngineLoop, "_planned", "along, self._to_prefill = self._to_prefill, []", "along, self._to_prefill = [], []"),
+    Fault(EngineLoop, "_plan_launch", "return LaunchPlan", "if not self._in_flight: return LaunchPlan"),
+    Fault(
+        EngineLoop,
+        "_plan_launch",
+        "chunks, self._to_prefill = self._to_prefill, []",
+        "chunks, self._to_prefill = [], []",
+    ),
     # the passes
     Fault(StepShape, "holds", "and self.prompt_tokens >= wanted.prompt_tokens", ""),
 ]

@@ -292,9 +292,9 @@ def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(model, m
 @pytest.mark.parametrize("capture_when", ["startup", "idle", "first-use"])
 def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_by_themselves(model, capture_when):
     assert isinstance(model, Decoder)
-    unfused = model.varied(operators=StepOperators()._replace(fuses_append=False))
+    unfused = model.variant(operators=StepOperators()._replace(fuses_append=False))
     arrivals = arriving(6, seed=8)
-    with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* two parts"):
+    with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* cannot run in a mixed step"):
         engine = engine_of(unfused, config=CONFIG.with_limits(capture_when=capture_when))
     assert served(engine, arrivals) == served(engine_of(model, mixes=False), arrivals)
     assert engine.stats.mixed_steps == 0
@@ -413,7 +413,7 @@ def test_every_step_is_counted_once_whichever_way_it_ran(capture_when: str, back
         wanted = StepShape(chosen.randint(0 if tokens else 1, 6), queries, tokens)
         if table.run(wanted) is None:
             buffers = rows if wanted.rows else prompts
-            table.run_beyond(wanted, lambda buffers=buffers: buffers.steps.add_(1))
+            table.run_without_graph(wanted, lambda buffers=buffers: buffers.steps.add_(1))
         asked += 1
     reports = [bucket for kind in ("steps", "prompts", "mixed") for bucket in table.report(kind).buckets]
     assert sum(bucket.replays + bucket.eager_runs for bucket in reports) == asked

@@ -115,13 +115,13 @@ def test_on_the_device_a_launch_is_read_while_the_next_one_runs(model: Model) ->
 
 FAULTS = [
     # the engine's loop
-    Fault(EngineLoop, "_planned", "self._drain()  # what", "pass  # what"),
+    Fault(EngineLoop, "_plan_launch", "self._drain()  # launches", "pass  # launches"),
     Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
     Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_tokens)"),
     Fault(EngineLoop, "_reserve_pages", "steps_with_pages() - ahead", "steps_with_pages()"),
-    Fault(EngineLoop, "_planned", "if pages_changed:", "if False:"),
-    Fault(EngineLoop, "_planned", "is_held = bool(self._held)", "is_held = False"),
-    Fault(EngineLoop, "step", " and not self._held", ""),
+    Fault(EngineLoop, "_plan_launch", "if pages_changed:", "if False:"),
+    Fault(EngineLoop, "_plan_launch", "has_masked_rows = bool(self._masked_rows)", "has_masked_rows = False"),
+    Fault(EngineLoop, "step", " and not self._masked_rows", ""),
     Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
     Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
     # the Runner

@@ -181,10 +181,10 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
         (96, 80), None, weight, torch.zeros(64, dtype=torch.int32), choices={1: small, 4: LinearChoice("plain")}
     )
     late = CONFIG._replace(pdl=False)
-    changed = held.rechosen(lambda choice: choice.config and dataclasses.replace(choice, config=late))
+    changed = held.with_choices(lambda choice: choice.config and dataclasses.replace(choice, config=late))
     taken = []
     monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))
-    for form in (held, changed, held.rechosen(lambda choice: None)):
+    for form in (held, changed, held.with_choices(lambda choice: None)):
         form.apply(torch.zeros(1, 96), torch.zeros(1, 80))
         form.apply(torch.zeros(4, 96), torch.zeros(4, 80))
     assert taken == [CONFIG, late]

@@ -75,7 +75,7 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     model = driven.model
     declared = {id(tensor) for tensor in model.constants}
     linears = [linear for block in model.blocks for linear in block.linears.values()]
-    norms = [value for block in model.blocks for name, value in block.parts() if name == "weight"]
+    norms = [value for block in model.blocks for name, value in block.leaves() if name == "weight"]
     experts = [block.mlp.experts for block in model.layers if isinstance(getattr(block, "mlp", None), SparseMlp)]
     assert bool(experts) == (model.config.experts is not None)
     mixers = [part for block in model.layers for part in vars(block).values() if isinstance(part, RecurrentMixer)]

@@ -385,5 +385,5 @@ def test_activations_beyond_float16_are_an_error_where_it_is_asked_for_and_never
 @pytest.mark.parametrize("name", FORMS)
 def test_checkpoints_say_whether_they_are_integers_of_few_bits(tmp_path: Path, name: str) -> None:
     packed, plain = write_pair(FORMS[name], tmp_path)
-    assert describe_model(packed).few_bits == name.startswith(("int", "gptq", "awq"))
-    assert not describe_model(plain).few_bits
+    assert describe_model(packed).integer_quantized == name.startswith(("int", "gptq", "awq"))
+    assert not describe_model(plain).integer_quantized

@@ -79,12 +79,12 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(preprocessor, m
     )
     assert len(checked) <= 3
     assert len({id(prompt.params) for prompt in pickle.loads(pickle.dumps(completion)).prompts}) == 1
-    orders = [preprocessor.input_processor.parent_request(prompt, None, turn=2.5) for prompt in completion.prompts]
+    orders = [preprocessor.input_processor.parent_request(prompt, None, start_tag=2.5) for prompt in completion.prompts]
     assert len(checked) <= 3
     requests = [request for request, _ in orders[1].children]
     assert [request.sampling_params.seed for request in requests] == [7, 8, 9]
     assert [request.sampling_params.prompt_logprobs for request in requests] == [1, None, None]
-    assert {(request.turn, request.sampling_params.n) for request in requests} == {(2.5, 1)}
+    assert {(request.start_tag, request.sampling_params.n) for request in requests} == {(2.5, 1)}
     assert completion.prompts[0].params.sampling.seed == 7
 
 
@@ -159,7 +159,7 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
     ]
     many = input_processor.tokenized_params(
         SamplingParams(allowed_token_ids=[50, 49] * 5000, stop_token_ids=[49] * 5000)
-    ).of_answer
+    ).per_output
     assert (many.allowed_token_ids, many.stop_token_ids) == ((50, 49), (49,))  # what each answer takes along
 
 

@@ -14,9 +14,8 @@ import pytest
 from gguf_checkpoints import finish
 
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
-from graphdecode.models.gguf.container import stop_token_ids
+from graphdecode.models.gguf.tokenizer import PRE_TOKENIZERS, stop_token_ids
 from graphdecode.text import load_tokenizer
-from graphdecode.text.gguf_tokenizer import PRE_TOKENIZERS
 
 WRITTEN = json.loads((Path(__file__).parent / "gguf_vocabularies.json").read_text())
 LINES = WRITTEN["lines"]

@@ -13,7 +13,7 @@ import torch
 from attacks.mutation import hostile_value, mutated_bytes, mutated_json
 from attacks.trial import Wrong
 from graphdecode import EngineConfig
-from graphdecode.engine.capacity import plan_room
+from graphdecode.engine.capacity import plan_checked_capacity
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.models import describe_model
 from making.configuration import default_file
@@ -49,7 +49,7 @@ class TomlAttack:
             taken = getattr(holder, "capture_when" if name == "when" else name, value)
             if taken != value and list(taken) != value:
                 raise Wrong(f"{name} is {taken!r}, and the file says {value!r}")
-        plan_room(config, self._model, torch.float32, torch.device("cpu"))
+        plan_checked_capacity(config, self._model, torch.float32, torch.device("cpu"))
 
 
 class ChoicesAttack:

@@ -186,11 +186,11 @@ def _variants(
 
     full = load()
     yield FULL, full, True
-    yield "without fused operators", full.varied(operators=UNFUSED), True
+    yield "without fused operators", full.variant(operators=UNFUSED), True
     if device.type == "cuda":
-        yield "without fused products", full.varied(operators=StepOperators(fuses_products=False)), True
-        yield "cuBLAS alone", full.varied(linear=lambda weight: weight.rechosen(lambda _: None)), True
-        yield "without early start", full.varied(linear=lambda weight: weight.rechosen(_without_early_start)), True
+        yield "without fused products", full.variant(operators=StepOperators(fuses_products=False)), True
+        yield "cuBLAS alone", full.variant(linear=lambda weight: weight.with_choices(lambda _: None)), True
+        yield "without early start", full.variant(linear=lambda weight: weight.with_choices(_without_early_start)), True
     elif native.library() is not None:
         with native.switched_off():
             plain = load()

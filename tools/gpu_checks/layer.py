@@ -13,7 +13,7 @@ import torch
 
 import gpu_checks.absent  # noqa: F401 (first)
 from gpu_checks.figures import Figures
-from gpu_checks.models import runner_of, shape_of, varied
+from gpu_checks.models import runner_of, shape_of, variant
 from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
@@ -73,7 +73,7 @@ def look_at(device: str, buckets: tuple[int, ...], figures: Figures) -> list[str
     shape = shape_of("llama-3.1-8b", layers=1, is_small=not is_cuda)
     runner = runner_of(shape, buckets, CONTEXT, device)
     runner.graphs.capture(progress=False)
-    plain = varied(runner, lambda _: None)
+    plain = variant(runner, lambda _: None)
     problems = []
     steps = {bucket: first_steps([runner, runner, plain], bucket) for bucket in buckets}  # eager ones move the ring on
     for bucket, (once, again, other) in steps.items():

@@ -43,9 +43,9 @@ def runner_of(
     return load_runner(shape, config, quantize=quantize, **settings)
 
 
-def varied(runner: Runner, change: Callable[[LinearChoice], LinearChoice | None]) -> Runner:
+def variant(runner: Runner, change: Callable[[LinearChoice], LinearChoice | None]) -> Runner:
     """Return a captured runner with other products over the same weights and cache."""
-    model = cast(Decoder, runner.model).varied(linear=lambda weight: weight.rechosen(change))
+    model = cast(Decoder, runner.model).variant(linear=lambda weight: weight.with_choices(change))
     found = Runner(replace(runner.setting, model=model), runner.cache, runner.capacity)
     found.graphs.capture(progress=False)
     return found

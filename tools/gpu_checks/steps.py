@@ -18,7 +18,8 @@ import torch
 
 import gpu_checks.absent  # noqa: F401 (first)
 from gpu_checks.figures import Figures
-from gpu_checks.models import runner_of, shape_of, varied
+from gpu_checks.models import runner_of, shape_of
+from gpu_checks.models import variant as variant_of
 from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.linear.linear_choice import LinearChoice
@@ -91,7 +92,7 @@ def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequen
     last = f"step {name}, batch {batch_sizes[-1]}, context {contexts[0]}, {[*VARIANTS][-1]}"
     if not quantize and last not in figures:
         for variant, change in VARIANTS.items():
-            other = varied(runner, change)
+            other = variant_of(runner, change)
             for bucket in batch_sizes:
                 key = f"step {name}, batch {bucket}, context {contexts[0]}, {variant}"
                 if key not in figures:

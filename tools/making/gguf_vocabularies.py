@@ -20,7 +20,7 @@ import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from checks.gguf import lines, llama_ids, real_lines
-from graphdecode.text.gguf_tokenizer import PRE_TOKENIZERS
+from graphdecode.models.gguf.tokenizer import PRE_TOKENIZERS
 from harness import ROOT
 
 OUT = ROOT / "tests" / "text" / "gguf_vocabularies.json"

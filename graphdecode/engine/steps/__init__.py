@@ -1,4 +1,4 @@
-"""The steps that the engine can run, and what they are told of their rows."""
+"""The steps that the engine can run, and their inputs and outputs."""
 
 from graphdecode.engine.steps.decode import DecodeStep
 from graphdecode.engine.steps.speculative import SpeculativeStep

@@ -1,4 +1,4 @@
-"""Plain decoding: each row feeds one token and gets the next one, on the device, step after step."""
+"""Plain decoding: each row feeds one token and samples its successor on the device."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.models import Chunks, Model
 
-_MOST_CLASSES = 1024  # of tokens that one automaton tells apart
-_ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
-_PAGES = "pages"  # staging block: the page table
-_ROLLING = "rolling"  # staging block: that of layers whose pages roll, which changes with the rows alone
+_MOST_CLASSES = 1024  # of tokens, per automaton
+# staging blocks
+_ROWS = "rows"
+_PAGES = "pages"  # the page table
+_ROLLING = "rolling"  # the page table of layers with rolling pages, which changes only with the rows
 _Record = TypeVar("_Record")
 
 
 def state_bytes(vocab_size: int) -> int:
-    """Return what one state takes in the tables."""
+    """Return the bytes of one automaton state in the tables."""
     return 4 * (_MOST_CLASSES + -(-vocab_size // MASK_BITS) + 1)
 
 
-_PLACE = tuple[int, int]  # an automaton's number, and the line of its first state
+_Place = tuple[int, int]  # an automaton's number, and the line of its first state
 
 
-class AutomatonPlaces:
-    """The books of the tables that `follow_automata` reads; what no row follows gives way."""
+class AutomatonTables:
+    """Allocates the tables that `follow_automata` reads; automata that no row follows are evicted."""
 
     def __init__(self, config: BucketConfig, vocab_size: int) -> None:
         self._automata, self._lines = config.max_automata, config.max_automaton_states
         self._vocab_size = vocab_size
-        self._places: dict[TokenAutomaton, _PLACE] = {}
+        self._places: dict[TokenAutomaton, _Place] = {}
 
     @property
     def slots(self) -> list[Slot]:
@@ -66,8 +67,8 @@ class AutomatonPlaces:
             Slot("automaton_ends", (self._lines,), torch.int32),
         ]
 
-    def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _PLACE]:
-        """Return where some automata lie; new ones are written, the first before the others, where there is room."""
+    def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _Place]:
+        """Return the places of some automata; new ones are written in order, as long as there is room."""
         distinct = list(dict.fromkeys(wanted))
         for automaton in distinct:
             num_states, num_classes = automaton.following.shape
@@ -75,14 +76,14 @@ class AutomatonPlaces:
                 continue
             found = self._room(num_states)
             if found is None:
-                self._places = {kept: place for kept, place in self._places.items() if kept in distinct}
+                self._places = {other: place for other, place in self._places.items() if other in distinct}
                 found = self._room(num_states)
             if found is not None:
                 self._places[automaton] = found
                 self._write(automaton, found, buffers)
         return {automaton: self._places[automaton] for automaton in distinct if automaton in self._places}
 
-    def _room(self, num_states: int) -> _PLACE | None:
+    def _room(self, num_states: int) -> _Place | None:
         used = {number for number, _ in self._places.values()}
         number = next((number for number in range(self._automata) if number not in used), None)
         line = 0
@@ -93,7 +94,7 @@ class AutomatonPlaces:
         return None if number is None or line + num_states > self._lines else (number, line)
 
     @staticmethod
-    def _write(automaton: TokenAutomaton, place: _PLACE, buffers: StepBuffers) -> None:
+    def _write(automaton: TokenAutomaton, place: _Place, buffers: StepBuffers) -> None:
         number, line = place
         following = np.where(automaton.following < 0, -1, automaton.following + line).astype(np.int32)
         ends = (ACCEPTS * automaton.accepts + COMPLETES * automaton.completes).astype(np.int32)
@@ -117,7 +118,7 @@ class Rings(NamedTuple):
 
     @classmethod
     def allocate(cls, length: int, rows: int, logprobs: int, *, pin_memory: bool) -> Rings:
-        """Return rings of `length` steps of `rows` rows, with so many most likely tokens; pinned for a GPU."""
+        """Return rings of `length` steps of `rows` rows with `logprobs` top tokens each."""
 
         def ring(dtype: torch.dtype, *sizes: int) -> Tensor:
             return torch.zeros(length, rows, *sizes, dtype=dtype, pin_memory=pin_memory)
@@ -127,9 +128,9 @@ class Rings(NamedTuple):
 
 
 class DecodeStep(Step):
-    """Feed each row's token, sample its successor, and make the row ready for the next step; see `Step`.
+    """Feed each row's token, sample its successor, and advance the row; see `Step`.
 
-    `queries` are tokens that a row feeds in a step at most.
+    `queries`: tokens that a row feeds per step at most.
     """
 
     takes_constraints = True
@@ -144,7 +145,7 @@ class DecodeStep(Step):
         self._logprobs = min(config.max_logprobs, model.config.vocab_size)
         self.rings = Rings.allocate(entries, rows, self._logprobs, pin_memory=model.device.type == "cuda")
         self._ring_tokens = self.rings.tokens.numpy()  # a torch index takes ten times as long
-        self._automata = AutomatonPlaces(config, model.config.vocab_size) if config.max_automaton_states else None
+        self._automata = AutomatonTables(config, model.config.vocab_size) if config.max_automaton_states else None
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if config.steps_per_launch > 1 else None
@@ -155,34 +156,39 @@ class DecodeStep(Step):
         return [*rows, *(half for shape in rows for half in shape.halves), *self._setting.mixed_shapes]
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
-        vocab_size, pages, batch = self._model.config.vocab_size, setting.max_pages_per_row, ("batch",)
-        int32, float32 = torch.int32, torch.float32
-        likely, bad_words = ("batch", self._logprobs), _block_of(FLAG_BAD_WORDS)
-        return [
-            Slot("tokens", batch, torch.int64, pad=1, staged=_ROWS),
-            *(Slot(name, batch, int32, staged=_ROWS) for name in ("pre_step_seqlens", "finished", "rows", "automaton")),
-            Slot("state_rows", batch, int32, pad=setting.trash_state_row, staged=_ROWS),
-            Slot("automaton_state", batch, int32, pad=NO_AUTOMATON, staged=_ROWS),
+        vocab_size, pages, rolling = self._model.config.vocab_size, setting.max_pages_per_row, setting.rolling
+        int32, int64, float32 = torch.int32, torch.int64, torch.float32
+        slots = [
+            Slot("tokens", ("batch",), int64, pad=1, staged=_ROWS),
+            Slot("pre_step_seqlens", ("batch",), int32, staged=_ROWS),
+            Slot("finished", ("batch",), int32, staged=_ROWS),
+            Slot("rows", ("batch",), int32, staged=_ROWS),
+            Slot("automaton", ("batch",), int32, staged=_ROWS),
+            Slot("state_rows", ("batch",), int32, pad=setting.trash_state_row, staged=_ROWS),
+            Slot("automaton_state", ("batch",), int32, pad=NO_AUTOMATON, staged=_ROWS),
             Slot("page_table", ("batch", pages), int32, pad=self._trash_page, staged=_PAGES),
-            *(
-                []
-                if setting.rolling is None
-                else [Slot("rolling_table", ("batch", pages), int32, pad=setting.rolling.trash_page, staged=_ROLLING)]
-            ),
-            *([] if self._model.adapters is None else [Slot("adapters", batch, int32, pad=-1, staged=_ROWS)]),
             Slot("logits", ("batch", vocab_size), float32),
-            Slot("sampled", batch, torch.int64, pad=1),
+            Slot("sampled", ("batch",), int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), int32),
-            *(Slot(name, batch, dtype) for name, dtype in (("sampled_logprob", float32), ("sampled_rank", int32))),
-            *(Slot(name, likely, dtype) for name, dtype in (("top_logprobs", float32), ("top_ids", int32))),
-            Slot("recent_tokens", ("batch", BAD_WORD_LENGTH), int32, pad=-1, staged=bad_words),
-            Slot("step_index", (1,), torch.int64),
-            *(Slot(name, (1,), int32) for name in ("running", "loop_limit", "loop_count")),
-            *([] if self._automata is None else self._automata.slots),
-            *(
-                Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
-                for spec in self._specs
-            ),
+            Slot("sampled_logprob", ("batch",), float32),
+            Slot("sampled_rank", ("batch",), int32),
+            Slot("top_logprobs", ("batch", self._logprobs), float32),
+            Slot("top_ids", ("batch", self._logprobs), int32),
+            Slot("recent_tokens", ("batch", BAD_WORD_LENGTH), int32, pad=-1, staged=_block_of(FLAG_BAD_WORDS)),
+            Slot("step_index", (1,), int64),
+            Slot("running", (1,), int32),
+            Slot("loop_limit", (1,), int32),
+            Slot("loop_count", (1,), int32),
+        ]
+        if self._model.adapters is not None:
+            slots.append(Slot("adapters", ("batch",), int32, pad=-1, staged=_ROWS))
+        if rolling is not None:
+            slots.append(Slot("rolling_table", ("batch", pages), int32, pad=rolling.trash_page, staged=_ROLLING))
+        if self._automata is not None:
+            slots += self._automata.slots
+        return slots + [
+            Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
+            for spec in self._specs
         ]
 
     def _adopt_tensors(self) -> None:
@@ -195,7 +201,7 @@ class DecodeStep(Step):
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
         """Run one decode step of a bucket's rows, or one half of it; with chunks in one pass of a `MixingModel`."""
         if shape.part == "choose":
-            self._take_plain(batch, batch.logits)
+            self._sample_plain(batch, batch.logits)
             return
         if chunks is None:
             logits = self._model.decode(batch, self._caches, self._attention)
@@ -204,12 +210,12 @@ class DecodeStep(Step):
         if shape.part == "logits":
             batch.logits.copy_(logits)
         else:
-            self._take_plain(batch, logits)
+            self._sample_plain(batch, logits)
 
-    def _take_plain(self, batch: Batch, logits: Tensor) -> None:
-        self._take(batch, logits, batch.live_rows)
+    def _sample_plain(self, batch: Batch, logits: Tensor) -> None:
+        self._sample(batch, logits, batch.live_rows)
 
-    def _take(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
+    def _sample(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
         guides = None
         if self._automata is not None:
             others = (getattr(batch, name) for name in Guides._fields[2:])
@@ -217,7 +223,7 @@ class DecodeStep(Step):
         slots, logprobs = slots_of(SamplingSlots, batch), slots_of(LogprobOutputs, batch)
         sample_and_advance(slots_of(AdvanceState, batch), batch.sampled, logprobs, logits, live_rows, slots, guides)
 
-    def _end_launch(self, batch: Batch) -> None:  # the next one's steps begin where the host expects them
+    def _end_launch(self, batch: Batch) -> None:  # skips the ring entries of steps that did not run
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
@@ -228,8 +234,8 @@ class DecodeStep(Step):
         staged["pre_step_seqlens"][:count] = [len(inputs.token_ids) - 1 for inputs in rows]
         staged["finished"][:count] = 0
         staged["rows"][:count] = np.arange(count, dtype=np.int32)
-        trash, rolling = self._setting.trash_state_row, self._setting.rolling
-        state_rows = [trash if each.state_row is None else each.state_row for each in rows]
+        rolling = self._setting.rolling
+        state_rows = [or_trash(each.state_row, self._setting.trash_state_row) for each in rows]
         staged["state_rows"][:count] = state_rows
         if self._model.adapters is not None:
             staged["adapters"][:count] = [inputs.adapter for inputs in rows]
@@ -257,7 +263,7 @@ class DecodeStep(Step):
             staged["automaton_state"][row] = line + guides[row].state
 
     def _stage_block(self, flag: int, rows: Sequence[RowInputs]) -> None:
-        """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""
+        """Write the slots that only rows with a flag read; copies nothing if no row has it."""
         flagged = [row for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag]
         if not flagged:
             return
@@ -288,18 +294,18 @@ class DecodeStep(Step):
         self.buffers.upload(_PAGES, len(pages))
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Write the masks of some rows, in the slot of `allowed_token_ids`."""
+        """Write the token masks of some rows."""
         staged = self.buffers.staging(_block_of(FLAG_TOKEN_MASK))["token_mask"]
         for row, mask in masks.items():
             staged[row] = mask
         self.buffers.upload_rows("token_mask", list(masks))
 
     def rewind(self, step_index: int) -> None:
-        """Go on counting steps from here."""
+        """Set the step index."""
         self.buffers.step_index.fill_(step_index)
 
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
-        """Return the tokens of some steps from the rings, and the log-probabilities if they are wanted."""
+        """Return the tokens of some steps from the rings, and the log-probabilities if wanted."""
         read: list[StepTokens] = []
         ring = self._ring_tokens
         for step in steps:
@@ -316,17 +322,22 @@ class DecodeStep(Step):
 
 
 def slots_of(record: type[_Record], batch: Batch) -> _Record:
-    """Return a record of the slots whose names its fields have."""
+    """Return a record of the slots that its fields name."""
     return record(*(getattr(batch, name) for name in record._fields))  # type: ignore[attr-defined]
 
 
+def or_trash(state_row: int | None, trash_row: int) -> int:
+    """Return a sequence's row of states; the trash row if it has none."""
+    return trash_row if state_row is None else state_row
+
+
 def _block_of(flag: int) -> str:
-    """Return the staging block of the slots that are read of rows with a flag alone; it moves when such rows do."""
+    """Return the staging block of slots that only rows with a flag read; it is copied if there are such rows."""
     return f"flag_{flag}" if flag else _ROWS
 
 
 def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
-    """Write the last generated tokens, each at the place of its position; see `advance`."""
+    """Write the last generated tokens, each at its position modulo BAD_WORD_LENGTH; see `advance`."""
     staged[:] = -1
     length = len(inputs.token_ids)
     for position in range(max(inputs.prompt_length, length - BAD_WORD_LENGTH), length):
@@ -334,7 +345,7 @@ def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
 
 
 def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerState]) -> None:
-    """Declare what a pass of a model writes beside the slots: its cache, and workspaces of its products."""
+    """Adopt what a model writes besides slots: its cache and workspaces."""
     for layer, cache in enumerate(caches):
         for name, tensor in cache.tensors.items():
             buffers.adopt(f"{name}_{layer}", tensor)
@@ -343,7 +354,7 @@ def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerState]
 
 
 def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: bool) -> PagedDecodeAttention:
-    """Return decode attention over a setting's caches, of at most so many queries at once."""
+    """Return decode attention over a setting's caches, for at most `rows` queries."""
     config = setting.model.config
     return PagedDecodeAttention(
         max_batch_size=rows,

@@ -1,10 +1,9 @@
-"""Decoding with drafts: a row feeds its token and some guesses of what follows, and keeps those that were right.
+"""Speculative decoding: a row feeds its token and some drafts, and keeps the drafts that were right.
 
-A draft source declares what it keeps, and writes each row's drafts on the device. Each position of a row is sampled by
-itself, from its own logits, with the row's parameters and the random number of its position, and is taken as a plain
-step takes its token. A draft is accepted when it is that token: what comes out is what plain decoding gives. A draft
-that is wrong leaves keys behind the row's length, where the next step writes its own before anybody reads them: to roll
-back is to leave the length as it is.
+A draft source writes each row's drafts on the device. Each position of a row is sampled from its own logits, with the
+row's parameters and the random number of its position, as in a plain step. A draft is accepted if it equals that token,
+so the output is that of plain decoding. A rejected draft leaves keys behind the row's length, which the next step
+overwrites before they are read: rollback leaves the length as it is.
 """
 
 from __future__ import annotations
@@ -40,55 +39,54 @@ from graphdecode.kernels.speculation.verify_drafts import (
 )
 from graphdecode.models import Chunks, Model
 
-_HISTORY = "history"  # staging block: the rows' tokens, and how many of them may be guessed
+_HISTORY = "history"  # staging block: the rows' tokens, and their largest number of drafts
 
 
 class DraftSource(ABC):
     """Guesses the tokens that follow a row's last one; part of the captured step.
 
-    What it writes may be anything: a draft that is wrong costs time and changes no token. A source that needs what the
-    target's layers leave is given them by a model whose `decode` writes them into a slot of the source's own.
+    A wrong draft costs time and changes no token. A source that reads the target's hidden states declares a slot for
+    them, which the model's `decode` writes.
     """
 
-    slots: Sequence[Slot] = ()  # what it keeps for each row; the step's buffers hold them
+    slots: Sequence[Slot] = ()  # of its own, in the step's buffers
     tensors: Mapping[str, Tensor] = MappingProxyType({})  # what else it writes, by name: caches, workspaces
-    constants: Sequence[Tensor] = ()  # what it only reads: weights
-    # whether plain steps make the first draft, too; else `prefill` is given the tokens that they fed
-    is_cheap: bool = True
+    constants: Sequence[Tensor] = ()  # weights
+    is_cheap: bool = True  # plain steps make the first draft, too; if not, `prefill` takes the tokens that they fed
 
     def prefill(self, chunks: Chunks) -> None:  # noqa: B027 (only sources with keys of their own)
-        """Take tokens of prompts or answers, as `Model.prefill` does, for a source with keys and values of its own."""
+        """Compute keys and values of its own for prompt or output tokens; see `Model.prefill`."""
 
     @abstractmethod
     def look(self, batch: Batch) -> None:
-        """Write `num_drafts` and `match_lengths` of the live rows' next step, and the `drafts` that are known by then.
+        """Write `num_drafts` and `match_lengths` for the next step of live rows, and the `drafts` known so far.
 
-        A row's tokens are `history[row, : pre_step_seqlens[row] + 1]`. It runs at the end of each step, and once when
-        rows are staged. The batch has the source's slots, too.
+        A row's tokens are `history[row, : pre_step_seqlens[row] + 1]`. Runs at the end of each step, and after rows are
+        staged. The batch has the source's slots, too.
         """
 
-    def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (only sources that look nothing up)
-        """Write the first `count` drafts at the beginning of a step; cheap ones in steps that feed none, too."""
+    def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (optional)
+        """Write the first `count` drafts at the beginning of a step; of cheap sources, in plain steps, too."""
 
 
 class NgramDrafts(DraftSource):
-    """Prompt lookup: what followed the last tokens where `ngram_min` or more stood before; see `ngram_draft`."""
+    """Prompt lookup: the tokens that followed an earlier match of the last ones; see `ngram_draft`."""
 
     def __init__(self, ngram_min: int, ngram_max: int) -> None:
         self._ngram_min, self._ngram_max = ngram_min, ngram_max
 
     def look(self, batch: Batch) -> None:
-        """Look the last tokens up."""
+        """Find drafts by the last tokens."""
         found, known = (batch.drafts, batch.num_drafts, batch.match_lengths), (batch.history, batch.pre_step_seqlens)
         ngram_draft(*found, *known, batch.live_rows, ngram_min=self._ngram_min, ngram_max=self._ngram_max)
 
 
 class ModelDrafts(DraftSource):
-    """The tokens that a small model of the same vocabulary finds most likely, one after another, in the same graph.
+    """The most likely tokens of a small model of the same vocabulary, in the same graph.
 
-    Its keys and values lie in caches of its own under the numbers of the target's pages. Drafting begins with the last
-    two tokens: the last draft of a step was fed to the target alone. What it missed while no drafts were wanted, it is
-    given as a prompt; of a prefix that other rows shared meanwhile it may lack the keys, and guesses worse.
+    Its own caches use the target's page numbers. Drafting begins with the last two tokens, since the last draft of a
+    step was fed to the target alone. Tokens of plain steps are prefilled before the next drafts. Keys of a prefix that
+    another row computed meanwhile may be missing; drafts are worse then.
     """
 
     is_cheap = False
@@ -110,16 +108,16 @@ class ModelDrafts(DraftSource):
         self._rows = torch.arange(2 * setting.config.max_batch_size, dtype=torch.int32, device=device)
         self._last_place = setting.max_pages_per_row * setting.page_size - 1
         caches = [tensor for layer in self._caches for tensor in layer]
-        kept = [*caches, *self._attention.workspace, *model.workspace, self._rows]
-        self.tensors = {f"draft_model_{place}": tensor for place, tensor in enumerate(kept)}
+        tensors = [*caches, *self._attention.workspace, *model.workspace, self._rows]
+        self.tensors = {f"draft_model_{index}": tensor for index, tensor in enumerate(tensors)}
         self.constants = model.constants
 
     def prefill(self, chunks: Chunks) -> None:
-        """Compute its own keys and values of a prompt's tokens; see `Model.prefill`."""
+        """Compute the draft model's keys and values; see `Model.prefill`."""
         self._model.prefill(chunks, self._caches)
 
     def look(self, batch: Batch) -> None:
-        """Announce as many drafts as there may be."""
+        """Announce the largest number of drafts."""
         batch.num_drafts.fill_(self._num_drafts)
         batch.match_lengths.zero_()
 
@@ -145,10 +143,10 @@ class ModelDrafts(DraftSource):
 
 
 class SpeculativeStep(DecodeStep):
-    """Plain decoding, and steps of several queries a row beside it; see `Step`.
+    """Plain decoding, and steps with several queries per row; see `Step`.
 
-    `source` makes what up to `num_drafts` of a row and step come from; `adapts` lets each row take fewer after some
-    were wrong, and more after all were right.
+    `source` makes the draft source of up to `num_drafts` drafts per row and step. With `adapts`, a row takes fewer
+    drafts after rejected ones, and more after all were accepted.
     """
 
     def __init__(
@@ -169,13 +167,13 @@ class SpeculativeStep(DecodeStep):
         if self._is_cuda:
             self._host_drafts = torch.zeros(sizes, dtype=torch.int32, pin_memory=True)
         self._query_rows = torch.arange(rows * widths[-1], dtype=torch.int32, device=device)
-        self._known: list[tuple[Sequence[int], int]] = []  # tokens of each row that the staging block holds
+        self._staged_history: list[tuple[Sequence[int], int]] = []  # row by row: tokens, how many are staged
         super().__init__(setting, queries=widths[-1])
         self._widths, self.constants = widths, self._source.constants
         self.drafting = Drafting(not adapts, self._found, self._source.prefill, self._source.is_cheap)
 
     def shapes(self) -> list[StepShape]:
-        """Return the shapes of plain decoding and of several queries a row; draft sources see prompts by themselves."""
+        """Return the shapes of plain decoding and of several queries per row; none are mixed."""
         plain = [shape for shape in super().shapes() if shape.kind == "steps"]
         return plain + [shape._replace(queries=width) for shape in self._setting.row_shapes for width in self._widths]
 
@@ -186,8 +184,10 @@ class SpeculativeStep(DecodeStep):
             Slot("history", ("batch", width), torch.int32, staged=_HISTORY),
             Slot("draft_limit", ("batch",), torch.int32, staged=_HISTORY),
             Slot("drafts", ("batch", self._num_drafts), torch.int32),
-            *(Slot(name, ("batch",), torch.int32) for name in ("num_drafts", "match_lengths")),
-            *(Slot(name, (1,), torch.int32) for name in ("active_rows", "step_entries")),
+            Slot("num_drafts", ("batch",), torch.int32),
+            Slot("match_lengths", ("batch",), torch.int32),
+            Slot("active_rows", (1,), torch.int32),
+            Slot("step_entries", (1,), torch.int32),
             *self._source.slots,
         ]
 
@@ -198,7 +198,7 @@ class SpeculativeStep(DecodeStep):
             self.buffers.adopt(name, tensor)
 
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
-        """Run one step of one query a row, or of several."""
+        """Run one step, with one query per row or several."""
         if shape.queries > 1:
             self._verify(batch, shape.queries)
         else:
@@ -206,24 +206,24 @@ class SpeculativeStep(DecodeStep):
         if shape.part == "choose" or (shape.part == "whole" and not self._is_looped):
             self._copy_drafts(batch)
 
-    def _take_plain(self, batch: Batch, logits: Tensor) -> None:
-        """Take a token of each row; cheap drafts are made and judged, but none was fed."""
+    def _sample_plain(self, batch: Batch, logits: Tensor) -> None:
+        """Sample a token of each row; cheap drafts are made and judged, but not fed."""
         if self._source.is_cheap:
             self._source.draft(batch, 1)
-        self._take(batch, logits, batch.live_rows)
+        self._sample(batch, logits, batch.live_rows)
         judge_drafts(slots_of(DraftRows, batch), index=0, queries=1)
-        self._settle(batch, 1, adapts=False)
+        self._finish_step(batch, 1, adapts=False)
 
     def _verify(self, batch: Batch, queries: int) -> None:
         self._source.draft(batch, min(queries - 1, self._num_drafts))
-        logits = self._model.decode(self._spread(batch, queries), self._caches, self._attention)
+        logits = self._model.decode(self._batch_of_queries(batch, queries), self._caches, self._attention)
         of_queries = logits.view(batch.size, queries, -1)
         for index in range(queries):
-            self._take(batch, of_queries[:, index], batch.active_rows if index else batch.live_rows)
+            self._sample(batch, of_queries[:, index], batch.active_rows if index else batch.live_rows)
             judge_drafts(slots_of(DraftRows, batch), index=index, queries=queries)
-        self._settle(batch, queries, adapts=self._adapts)
+        self._finish_step(batch, queries, adapts=self._adapts)
 
-    def _spread(self, batch: Batch, queries: int) -> Batch:
+    def _batch_of_queries(self, batch: Batch, queries: int) -> Batch:
         count, table = batch.size * queries, batch.page_table
         tokens = torch.empty(count, dtype=torch.int64, device=table.device)
         sizes = ((count,), (count, table.shape[1]), (1,))
@@ -240,13 +240,13 @@ class SpeculativeStep(DecodeStep):
         if "adapters" in vars(batch):
             rows["adapters"] = batch.adapters.repeat_interleave(queries)
         if rolling is not None:
-            again = spread._replace(query_pages=torch.empty_like(spread.query_pages))
-            spread_queries(again, of_rows, batch.rolling_table, queries=queries, trash_page=rolling.trash_page)
-            rows["rolling_table"] = again.query_pages
+            rolled = spread._replace(query_pages=torch.empty_like(spread.query_pages))
+            spread_queries(rolled, of_rows, batch.rolling_table, queries=queries, trash_page=rolling.trash_page)
+            rows["rolling_table"] = rolled.query_pages
         return Batch(count, rows)
 
-    def _settle(self, batch: Batch, queries: int, *, adapts: bool) -> None:
-        """Look for the next step's drafts, and let all rows go on."""
+    def _finish_step(self, batch: Batch, queries: int, *, adapts: bool) -> None:
+        """Find the next step's drafts, and advance all rows."""
         self._source.look(batch)
         settle_drafts(slots_of(DraftRows, batch), queries=queries, adapts=adapts)
 
@@ -259,25 +259,23 @@ class SpeculativeStep(DecodeStep):
             batch.host_drafts.copy_(batch.ring_drafts, non_blocking=True)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
-        """Write the rows as for a plain step, their tokens, and their first drafts."""
+        """Write the rows as for a plain step, their history, and their first drafts."""
         super().stage(rows)
-        staged = self.buffers.staging(_HISTORY)
-        known: list[tuple[Sequence[int], int]] = []
+        staged, before = self.buffers.staging(_HISTORY), self._staged_history
         for row, inputs in enumerate(rows):
             tokens, begin = inputs.token_ids, 0
-            if row < len(self._known) and self._known[row][0] is tokens:
-                begin = min(self._known[row][1], len(tokens))
+            if row < len(before) and before[row][0] is tokens:
+                begin = min(before[row][1], len(tokens))
             staged["history"][row, begin : len(tokens)] = tokens[begin:]
             staged["draft_limit"][row] = self._num_drafts if inputs.may_draft or row in self.guided_rows else 0
-            known.append((tokens, len(tokens)))
-        self._known = known
+        self._staged_history = [(inputs.token_ids, len(inputs.token_ids)) for inputs in rows]
         self.buffers.upload(_HISTORY, len(rows))
         self.begin(len(rows))
 
     def begin(self, num_rows: int) -> None:
-        """Look for the first drafts of rows that were staged."""
+        """Find the first drafts of staged rows."""
         with torch.no_grad():
-            self._settle(self.buffers.narrow(num_rows), 0, adapts=False)
+            self._finish_step(self.buffers.narrow(num_rows), 0, adapts=False)
 
     def _found(self, num_rows: int) -> list[tuple[int, int]] | None:
         if self._is_cuda:
@@ -286,7 +284,7 @@ class SpeculativeStep(DecodeStep):
         return list(zip(*(slot[:num_rows].tolist() for slot in slots), strict=True))
 
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
-        """Return the tokens of some entries of the rings, with what became of the drafts."""
+        """Return the tokens of some ring entries, with the counts of drafts."""
         read, ring = super().read(steps, num_rows, logprobs=logprobs), self._host_drafts.numpy()
         for index, step in enumerate(steps):
             entry = ring[step % len(ring), :, :num_rows].tolist()

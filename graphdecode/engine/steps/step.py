@@ -1,4 +1,4 @@
-"""The interface between the runner and a step: what a step is given for each row, and what it returns."""
+"""The interface of a step: what the runner gives it for each row, and what it returns."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.models import Chunks, MixingModel, Model
 
-_PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}  # of a pass that has a graph
-# of a mixed step, those of rows and of chunks together, and rows of it. A CPU multiplies 16 or 32 rows at once, a GPU
-# waits for weights up to some hundred
+_PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}  # of prefill passes that have graphs
+# of mixed steps: tokens of rows and chunks together, and rows. A CPU multiplies 16 or 32 rows at once; up to some
+# hundred rows, a GPU waits for weights
 MIXED_TOKENS = {"cuda": (64, 128, 256, 512), "cpu": (16, 32, 64)}
 _MIXED_ROWS = {"cuda": (8, 64), "cpu": (1, 8, 32)}
-CACHED_BYTES = 8 * 2**20  # of weights that a CPU has in the caches of its cores: to read them once more takes no time
+CACHED_BYTES = 8 * 2**20  # weights of this size stay in a CPU's caches
 
 
-def pays(model: Model) -> bool:
-    """Whether a model has weights that take time to be read once more, so that steps had better take prompts along."""
+def should_mix(model: Model) -> bool:
+    """Whether mixed steps save time: reading the weights a second time, for prompts alone, is not free."""
     return model.device.type != "cpu" or model.weight_bytes > CACHED_BYTES
 
 
 def prompt_shapes(device_type: str, max_tokens: int) -> list[StepShape]:
-    """Return the passes of prompts by themselves; a larger one takes longer to run than to launch."""
+    """Return the shapes of prefill passes; larger passes take longer to run than to launch, and need no graph."""
     sizes = {min(tokens, max_tokens) for tokens in _PROMPT_TOKENS[device_type]}
     return [StepShape(0, 1, tokens) for tokens in sorted(sizes)]
 
 
 def mixed_shapes(device_type: str, max_tokens: int, ladder: BucketLadder) -> list[StepShape]:
-    """Return the steps that take chunks of prompts along, for some of a ladder's buckets."""
+    """Return the shapes of mixed steps, for some of a ladder's buckets."""
     most = ladder.max_batch_size
     buckets = {ladder.bucket_for(min(rows, most)) for rows in (*_MIXED_ROWS[device_type], most)}
     return [
@@ -68,20 +68,19 @@ def mixed_shapes(device_type: str, max_tokens: int, ladder: BucketLadder) -> lis
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# of `SamplingParams` and of `SamplingSlots` by one name, and the same
-_MADE = {"temperature", "top_k", "seed", "bad_words"}
-_AS_ASKED_FOR = {
+_CONVERTED = {"temperature", "top_k", "seed", "bad_words"}  # slots whose value differs from the parameter's
+_COPIED = {  # slots that hold the parameter of the same name -> neutral value
     spec.name: float(spec.neutral)
     for spec in sampling_slots(SamplingCapacity(), 1)
-    if spec.name not in _MADE and hasattr(SamplingParams, spec.name)
+    if spec.name not in _CONVERTED and hasattr(SamplingParams, spec.name)
 }
-_Asked: Any = make_dataclass(
-    "_Asked", [(name, float, float(value)) for name, value in _AS_ASKED_FOR.items()], frozen=True
+_CopiedParams: Any = make_dataclass(
+    "_CopiedParams", [(name, float, value) for name, value in _COPIED.items()], frozen=True
 )
 
-# What a step gives a row instead of a token.
-ENDED_BEFORE = -1
-NO_CHOICE = {  # the row ends here, and why
+# instead of a token
+ENDED_BEFORE = -1  # the row had ended
+NO_CHOICE = {  # no token can be sampled, and why
     WITHOUT_NUMBERS: "a logit is NaN or +inf; dtype='float32' computes what goes beyond float16's 65504",
     WITHOUT_FINITE: "every token is masked: all logits are -inf",
     TOO_COLD: "the logits leave the range of float32 when they are divided by the temperature",
@@ -89,10 +88,10 @@ NO_CHOICE = {  # the row ends here, and why
 
 
 @dataclass(frozen=True)
-class RowSampling(_Asked):
-    """Sampling parameters of a row, and what ends it: the values of its `SamplingSlots`, whose names the fields have.
+class RowSampling(_CopiedParams):
+    """Sampling parameters and stop conditions of a row; fields are named like its `SamplingSlots`.
 
-    Without a token mask all tokens are allowed; with `num_logprobs=-1` not even the sampled one's is reported.
+    `token_mask=None` allows all tokens; `num_logprobs=-1` reports no log-probabilities.
     """
 
     temperature: float = 0.0
@@ -132,17 +131,17 @@ class RowSampling(_Asked):
         bad_words: Sequence[Sequence[int]] = (),
         constrained: np.ndarray | None = None,
     ) -> RowSampling:
-        """Return what a request's parameters mean for its row.
+        """Return the values of a row's slots for a request's parameters.
 
-        `bad_words` are tokens; `constrained` is a token mask whose owner changes it between steps. `held_back_ids` are
-        masked before `min_tokens` too, and end nothing.
+        `bad_words` are tokens; `constrained` is a token mask that its owner changes between steps. `held_back_ids` are
+        masked before `min_tokens`, too, but end no output.
         """
         if params.allowed_token_ids is not None:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
         bias: Mapping[int, float] = params.logit_bias or {}
         return cls(
-            **{name: getattr(params, name) for name in _AS_ASKED_FOR},
-            # below, a division by it leaves the range of float32: what is left is the most likely token
+            **{name: getattr(params, name) for name in _COPIED},
+            # smaller temperatures overflow float32: greedy instead
             temperature=params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0,
             top_k=max(params.top_k, 0),
             seed=seed,
@@ -158,7 +157,7 @@ class RowSampling(_Asked):
 
     @property
     def uses_penalties(self) -> bool:
-        """Whether the counts of the row's tokens matter."""
+        """Whether sampling reads the row's token counts."""
         return bool(self.sampling_flags & FLAG_PENALTIES)
 
 
@@ -171,20 +170,20 @@ def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """One row of a batch, as it stands before the next step."""
+    """One row of a batch before the next step."""
 
-    token_ids: Sequence[int]  # prompt and answer so far; the last one is fed, the others are in the cache
-    prompt_length: int  # how many of them are the prompt
-    pages: Sequence[int]  # of the cache, in order, for the tokens so far and those to come
-    sampling: RowSampling  # how the next tokens are chosen
-    may_draft: bool = True  # not where the host says after each token what may follow
+    token_ids: Sequence[int]  # prompt and output; the last one is fed, the others are cached
+    prompt_length: int
+    pages: Sequence[int]  # in order, for cached tokens and some of the next
+    sampling: RowSampling
+    may_draft: bool = True  # False if the host writes a token mask before each step
     guide: Guide | None = None  # the automaton of the structured output, if the device can follow it
-    state_row: int | None = None  # of its recurrent states and rolling pages; None: nobody's
-    adapter: int = -1  # the slot of its adapter; -1: none
+    state_row: int | None = None  # of its recurrent states and rolling pages; None: the trash row
+    adapter: int = -1  # slot of its adapter; -1: none
 
 
 class StepLogprobs(NamedTuple):
-    """Log-probabilities of a step's rows or a prompt's places: of the token, with its rank, and of the most likely."""
+    """Log-probabilities by row of a step, or by token of a prompt: the token's, with its rank, and the top ones."""
 
     sampled: list[float]
     ranks: list[int]
@@ -193,16 +192,16 @@ class StepLogprobs(NamedTuple):
 
 
 class StepDrafts(NamedTuple):
-    """Verified and accepted drafts of a step, row by row; 1 accepted of none fed: the first would have been."""
+    """Drafts of a step, row by row; verified 0 and accepted 1: the first draft, not fed, was right."""
 
     verified: list[int]  # drafts that were fed
-    accepted: list[int]  # how many of them were what was sampled
-    found: list[int]  # drafts of the next step
-    matched: list[int]  # tokens that agreed where these were found
+    accepted: list[int]  # how many of them equal the sampled tokens
+    found: list[int]  # drafts for the next step
+    matched: list[int]  # length of the match that they follow
 
 
 class StepTokens(NamedTuple):
-    """Output of one step, row by row: tokens, ENDED_BEFORE, or one of NO_CHOICE; `drafts` with the first of several."""
+    """Output of one ring entry, row by row: a token, ENDED_BEFORE, or one of NO_CHOICE; a step's first has `drafts`."""
 
     tokens: list[int]
     logprobs: StepLogprobs | None = None
@@ -211,30 +210,30 @@ class StepTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSetting:
-    """The model, caches and sizes that a step is built on; nothing in it changes while the step lives."""
+    """The model, caches and sizes that a step is built on."""
 
-    model: Model  # the decoder
+    model: Model
     caches: Sequence[LayerState]  # keys and values, or states, of each layer
-    trash_page: int  # the page that nobody owns
+    trash_page: int  # of padding rows
     kv_dtype: torch.dtype  # of keys and values
     page_size: int  # tokens of a page
     max_pages_per_row: int  # width of the page table
-    config: BucketConfig  # rows, steps a launch, warm-up
-    batch_invariant: bool = False  # a row's bits depend neither on its neighbours nor on the bucket
-    prefill_tokens: int = 1  # of a pass of prompts at most
-    mixes: bool = False  # whether steps are to take prompts along where they can
-    trash_state_row: int = 0  # of recurrent states, the row that nobody owns
-    rolling: RollingPages | None = None  # pages of layers that keep a window alone, by the rows of states
+    config: BucketConfig
+    batch_invariant: bool = False  # a row's bits do not depend on other rows or the bucket
+    prefill_tokens: int = 1  # of a prefill pass at most
+    mixes: bool = False  # whether to use mixed steps if the model can
+    trash_state_row: int = 0  # row of recurrent states of padding rows
+    rolling: RollingPages | None = None  # pages of layers with a window, by row of states
 
     @property
     def row_shapes(self) -> list[StepShape]:
-        """One query of each row, for each bucket."""
+        """One query per row, for each bucket."""
         return [StepShape(bucket) for bucket in self.config.ladder]
 
     @property
     def mixed_shapes(self) -> list[StepShape]:
-        """Steps that take prompts along; none where they are not to, or cannot, or one row is all that there is."""
-        # with `batch_invariant` a token's bits are those of the launch that it would be in by itself
+        """Shapes of mixed steps, if any."""
+        # with `batch_invariant` a token's bits must be those of a pass by itself
         if not self.mixes or self.batch_invariant or self.config.backend == "eager":
             return []
         if self.config.max_batch_size == 1 or not isinstance(self.model, MixingModel):
@@ -248,91 +247,87 @@ class StepSetting:
 
     @property
     def ring_length(self) -> int:
-        """Steps whose tokens the device keeps for the host."""
+        """See the function."""
         return ring_length(self.config)
 
 
 def ring_length(config: BucketConfig) -> int:
-    """Return the steps whose tokens the device keeps for the host.
-
-    Twice what a launch writes, for a launch in flight; or, at a first use, for the runs before a capture.
-    """
+    """Return how many steps the token rings hold: two launches, or the warm-up of a capture after a launch."""
     steps = config.steps_per_launch
     return max(2 * steps, steps + config.warmup_steps + 2)
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Properties of a step that feeds drafts."""
+    """Properties of a step with speculation."""
 
-    is_fixed: bool  # whether every launch verifies all drafts that there are, whatever that costs
-    # given the staged rows, each one's drafts for the next step and how many tokens speak for them; None: not known yet
+    is_fixed: bool  # every launch verifies all drafts, whatever that costs
+    # given the number of staged rows, each one's drafts for the next step and match length; None: not known yet
     found: Callable[[int], list[tuple[int, int]] | None]
-    prefill: Callable[[Chunks], None]  # is given the chunks of each prefill, behind it
-    is_cheap: bool  # whether plain steps make drafts, too; else `prefill` is to be given the tokens that they fed
+    prefill: Callable[[Chunks], None]  # takes the chunks of each prefill, afterwards
+    is_cheap: bool  # plain steps make drafts, too; if not, `prefill` also takes the tokens that they fed
 
 
 class Step(ABC):
-    """One kind of step: it owns its slots, and alone knows their names.
+    """One kind of step: it owns its slots, and no other code knows their names.
 
     Its shapes are captured, each over the buffers narrowed to its rows.
     """
 
     buffers: StepBuffers  # every tensor that it reads or writes
-    constants: Sequence[Tensor] = ()  # what it only reads, beside the model's weights
-    loop: Loop | None = None  # how several of them are one launch; None where a launch is one step
-    drafting: Drafting | None = None  # how it feeds several tokens of a row; None where it does not
-    takes_constraints: bool = False  # whether it runs in halves, too, of which the second alone reads the token masks
+    constants: Sequence[Tensor] = ()  # read only, besides the model's weights
+    loop: Loop | None = None  # allows several steps per launch
+    drafting: Drafting | None = None  # allows several queries per row
+    takes_constraints: bool = False  # runs in halves, too, of which only the second reads the token masks
     guided_rows: Collection[int] = ()  # staged rows that follow their automata on the device, without staged masks
 
     @abstractmethod
     def shapes(self) -> Sequence[StepShape]:
-        """Return the shapes that it can run; those of one query a row are the setting's `row_shapes`."""
+        """Return the shapes that it can run; those with one query per row are the setting's `row_shapes`."""
 
     @abstractmethod
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
-        """Run a shape of `shapes`, or one of more prompt tokens than any, over the slots narrowed to its rows.
+        """Run one of `shapes`, or one with more prompt tokens, over the slots narrowed to its rows.
 
-        `chunks` are of prompts, whose keys and values are computed in the same pass; None where the shape has none.
+        `chunks`: prompts whose keys and values are computed in the same pass, if the shape has prompt tokens.
         """
 
     @abstractmethod
     def stage(self, rows: Sequence[RowInputs]) -> None:
-        """Write everything that the device has to know of these rows; for when the membership changed."""
+        """Write all slots of these rows, after a change of membership."""
 
-    def begin(self, num_rows: int) -> None:  # noqa: B027 (only where the device has to do something with them)
-        """Run on the device what follows the staging of rows; `stage` ends with it."""
+    def begin(self, num_rows: int) -> None:  # noqa: B027 (optional)
+        """Run device work that follows the staging of rows; called by `stage`, and on other ranks."""
 
     @abstractmethod
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
-        """Write the rows' pages alone; for when the rows are the same but own more pages."""
+        """Write the rows' pages alone, if the rows are the same but own more pages."""
 
-    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:  # noqa: B027 (only where there are constraints)
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:  # noqa: B027 (optional)
         """Write the token masks of some of the staged rows, by row."""
 
     @abstractmethod
     def rewind(self, step_index: int) -> None:
-        """Go on counting from here: a launch failed, and the host will look for later tokens behind this step."""
+        """Set the index of the next ring entry, after a failed launch."""
 
     @abstractmethod
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
-        """Return what some steps gave their live rows; their launch has come to its end.
+        """Return the outputs of a finished launch.
 
         Args:
-            steps: the numbers of their entries in the rings since the beginning, one for each token that a row feeds.
+            steps: its ring entries, counted from the first step; one per query of a row.
             num_rows: rows that were live.
-            logprobs: most likely tokens that any row asked for; None: no row wants log-probabilities.
+            logprobs: largest number of top tokens that a row asked for; None: no log-probabilities.
         """
 
 
 StepMaker: TypeAlias = Callable[[StepSetting], Step]
 
-# the kinds that came in from outside, by the names that `[model] step_kind` asks for: filled while files are imported
-STEPS: dict[str, StepMaker] = {}
+STEPS: dict[str, StepMaker] = {}  # registered kinds, by the name in `[model] step_kind`
 
 
 def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
-    """Register what makes a kind of step, by the name that settings ask for; `replace` one of that name.
+    """Register a kind of step by the name that settings use; `replace` one of that name.
 
     Raises:
         ArgumentError: the name is taken.
@@ -344,8 +339,8 @@ def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
 _OUTSIDE = EntryPoints("graphdecode.steps", register_step, STEPS)
 
 
-def step_named(name: str) -> StepMaker:
-    """Return what makes the steps of a kind; an ArgumentError says that it is not known."""
+def step_maker(name: str) -> StepMaker:
+    """Return the maker of a registered kind of step; an ArgumentError if the name is unknown."""
     _OUTSIDE.find()
     if name not in STEPS:
         known = ", ".join(STEPS) or "none"

@@ -1,4 +1,4 @@
-"""`check`: runs a step under observation and names whatever a graph would get wrong, before anything is captured."""
+"""`check`: runs a step under observation and reports what a graph would get wrong, before anything is captured."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import StepObserver, given_tensors, mapped, observed, schema_of
+from graphdecode.graphs.inspect.observer import StepObserver, mapped, observed, schema_of, tensor_arguments
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 from graphdecode.graphs.step_graph import Step, slots_restored
 
-# at most, finite also in float16: what a mask multiplies away must be away; and small ones, for a step may saturate
+# magnitudes of hostile values: finite in float16, since a mask may multiply; a small one, since a step may saturate
 _HOSTILE = (1e4, 3e4, 2.0)
-# after these, a second run that differs from the first is a consequence, and would only hide the cause
+# these explain a difference between two runs
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
 _Place = tuple[str | None, int | None]
-# an operator of a run; its arguments and results, tensors by where they are and what they look like; the step's line
-_Call = tuple[str, Any, _Place]
+_Call = tuple[str, Any, _Place]  # operator; descriptions of arguments and results; file and line
 
 
 @dataclass(frozen=True)
@@ -54,23 +53,23 @@ def check(
     constants: Iterable[Tensor | torch.nn.Module] = (),
     between_steps: Callable[[], None] | None = None,
 ) -> list[Finding]:
-    """Return the hazards of a step, in the order in which they were met; a step that can be captured has none.
+    """Return the hazards of a step in order; a step that can be captured has none.
 
-    The step is run twice, with different contents in all slots and different numbers of live rows: a number, slice or
-    branch that a graph would repeat differs between the two. Where nothing is found so, two more runs have different,
-    hostile values in the rows past the live ones. The slots hold the same afterwards; adopted tensors do not.
+    The step runs twice, with different contents of all slots and different numbers of live rows: baked numbers, slices
+    and branches differ between the runs. If nothing is found, further runs have hostile values in padding rows. Slots
+    are restored; adopted tensors are not.
 
     Args:
-        step: what would be captured.
-        buffers: what it would be captured over.
+        step: the step to capture.
+        buffers: its buffers.
         constants: tensors and modules that the step only reads.
-        between_steps: what the caller does on the host between two steps (counts them, picks other lengths).
+        between_steps: host code that runs between two steps (counters, other lengths).
     """
     owners = Owners(buffers, constants)
     findings: dict[tuple[str, str | None, int | None], Finding] = {}
 
     def collect(error: CaptureError) -> None:
-        # what a method reads on the host shows up again as the operators below it: one line, one finding of a kind
+        # a method and the operators that it calls are one finding: one of a kind per line
         found = Finding(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
         findings.setdefault((error.kind, error.file, error.line), found)
 
@@ -87,14 +86,14 @@ def check(
         _compare(*traces, refuse=collect)
     if not findings and not any(traces):
         collect(CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step)))
-    if not findings:  # what runs otherwise the next time cannot be compared
+    if not findings:  # else runs cannot be compared
         with slots_restored(buffers):
             _find_mixed_rows(step, buffers, owners, collect)
     return list(findings.values())
 
 
 class _Tracer(StepObserver):
-    """Collects hazards, and what the step did."""
+    """Collects hazards and a trace of operators."""
 
     def __init__(self, owners: Owners, refuse: Refuse) -> None:
         super().__init__(owners, refuse)
@@ -102,7 +101,7 @@ class _Tracer(StepObserver):
         self._places: dict[int | None, str] = {}
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Keep what the operator was given and what it gave."""
+        """Add the operator with its arguments and results to the trace."""
         values = mapped(self._describe, (args, kwargs, result))
         self.trace.append((str(func), values, caller()))
 
@@ -159,14 +158,14 @@ def _difference(before: Any, after: Any) -> str:
 
 
 def _fill(buffers: StepBuffers, seed: int) -> None:
-    """Fill the slots with small values, others for each seed, and make other numbers of rows live."""
+    """Fill the slots with small values, and set the number of live rows, both by the seed."""
     generator = torch.Generator().manual_seed(seed)
     for slot in buffers.slots.values():
         tensor = buffers.tensors[slot.name]
         if slot.dtype.is_floating_point:
             values = torch.rand(tensor.shape, generator=generator)
         elif slot.batch_dim is None:
-            continue  # counters and flags of the whole batch stay what they are
+            continue  # counters and flags of the whole batch stay
         else:
             values = torch.randint(0, 2, tensor.shape, generator=generator)
         tensor.copy_(values.to(slot.dtype))
@@ -174,7 +173,7 @@ def _fill(buffers: StepBuffers, seed: int) -> None:
 
 
 class _RowWatcher(StepObserver):
-    """Keeps what the live rows of a slot, or all of one without rows, hold after each operator that writes into it."""
+    """Records the live rows of a slot (all of it, if it has no rows) after each operator that writes into it."""
 
     def __init__(self, owners: Owners, live_rows: int) -> None:
         super().__init__(owners, lambda _: None)
@@ -182,8 +181,8 @@ class _RowWatcher(StepObserver):
         self._buffers, self._live_rows = owners.buffers, live_rows
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Look at the slots that the operator has written."""
-        for _, tensor, is_written in given_tensors(schema_of(func), args, kwargs):
+        """Record the slots that the operator has written."""
+        for _, tensor, is_written in tensor_arguments(schema_of(func), args, kwargs):
             slot = self._buffers.slots.get((is_written and self.owner_of(tensor)) or "")
             if slot is not None:
                 live = self._buffers.tensors[slot.name]
@@ -195,7 +194,7 @@ class _RowWatcher(StepObserver):
 
 
 def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: Refuse) -> None:
-    """Refuse what changes in live rows when the rows past them hold other numbers (hostile floats, pads, 0 or 1)."""
+    """Refuse writes to live rows that depend on the contents of padding rows (hostile floats, pads, 0 or 1)."""
     live_rows = max(buffers.max_batch_size // 2, 1)
     if live_rows == buffers.max_batch_size:
         return
@@ -225,9 +224,9 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
             step(batch)
         runs.append(watcher.writes)
     restore()
-    told: set[str] = set()
+    refused: set[str] = set()
     for (slot_name, operator, place, before), *others in zip(*runs, strict=False):
-        if slot_name not in told and not all(torch.equal(before, after) for *_, after in others):
-            told.add(slot_name)
+        if slot_name not in refused and not all(torch.equal(before, after) for *_, after in others):
+            refused.add(slot_name)
             whose = "live rows of slot" if slot_name in with_rows else "slot"
             refuse(CaptureError("mixed-rows", operator, f"{whose} {slot_name!r}", place))

@@ -1,4 +1,4 @@
-"""The nodes of a captured CUDA graph, as the driver lists them, and the owners of the addresses in them."""
+"""The nodes of a captured CUDA graph, and the owners of the addresses in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphdecode.graphs.step_graph import Argument, Node
 
 try:
     from cuda.bindings import driver
-except ImportError:  # without cuda-python graphs are captured and replayed all the same
+except ImportError:  # graphs are captured and replayed without cuda-python, too
     driver = None
 
 POOL = "the graphs' pool"
@@ -28,7 +28,7 @@ _WORD_BYTES = 8
 
 
 def is_mapped(address: int) -> bool:
-    """Whether the driver knows of memory at an address; without cuda-python, False."""
+    """Whether the driver has mapped memory at an address; False without cuda-python."""
     if driver is None or address < _LOWEST_ADDRESS:
         return False
     error, _ = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
@@ -36,9 +36,9 @@ def is_mapped(address: int) -> bool:
 
 
 class AddressMap:
-    """The owners of device memory at one moment: slots and constants, the pool, another live allocation, or nobody.
+    """The owners of device memory at one moment: slots, constants, the pool, another live allocation, or none.
 
-    `segments` are those of `torch.cuda.memory_snapshot()`; `is_mapped` is asked of an address in none of them.
+    `segments` are from `torch.cuda.memory_snapshot()`; `is_mapped` tests addresses outside of all segments.
     """
 
     def __init__(
@@ -58,29 +58,29 @@ class AddressMap:
                 self._blocks.append((begin, begin + block["size"], owner))
                 begin += block["size"]
             self._blocks.append((begin, end, None))
-        self._found = functools.cache(self._look_up)  # the kernels of a step share most of their arguments
+        self._found = functools.cache(self._look_up)  # kernels share most of their arguments
 
     @classmethod
     def now(cls, owners: Owners, pool: Any) -> AddressMap:
-        """Return the map of this moment."""
+        """Return the present map."""
         return cls(owners, pool, torch.cuda.memory_snapshot(), is_mapped)
 
     def owner_at(self, address: int) -> str | None:
-        """Return who owns an address; None if it is free memory, or no address."""
+        """Return the owner of an address; None for free memory, or no address."""
         return self._found(address)[0]
 
     def is_ownerless(self, address: int) -> bool:
-        """Whether an address lies in memory of torch's that is free."""
+        """Whether an address lies in free memory of torch's allocator."""
         owner, is_torchs = self._found(address)
         return owner is None and is_torchs
 
     def bytes_touched(self, nodes: Iterable[Node]) -> int:
-        """Return the sizes of what each node's arguments lie in, slots and constants alone, each once a node."""
+        """Return the summed sizes of the slots and constants that each node's arguments lie in."""
         owned = [{argument.owner for argument in node.arguments if argument.owner} for node in nodes]
         return sum(memory.sizes.get(owner, 0) for owners in owned for owner in owners for memory in self._declared)
 
     def problem_of(self, argument: Argument) -> str | None:
-        """Return what has become of the memory at an address since it was captured; None if nothing."""
+        """Return how the owner of an address has changed since capture, or None."""
         if argument.owner is None:
             return "nobody owned the memory there at capture"
         owner = None if argument.address is None else self.owner_at(argument.address)
@@ -100,10 +100,10 @@ class AddressMap:
 
 
 def nodes_of(raw_graph: int, memory: AddressMap) -> list[Node]:
-    """Return the nodes of a `cudaGraph_t`, given its handle; none without cuda-python, or with a warning if it refuses.
+    """Return the nodes of a `cudaGraph_t`; none without cuda-python, or with a warning if the driver refuses.
 
-    Kernels are named by their function, other nodes by their kind. The arguments of a node are the addresses of a copy
-    or a fill, and those 8-byte words of a kernel's parameters that are an address. The runtime knows no Triton kernels.
+    Kernels have their function's name, other nodes that of their kind. Arguments are the addresses of a copy or fill,
+    and those 8-byte words of a kernel's parameters that are addresses.
     """
     if driver is None:
         return []
@@ -147,7 +147,7 @@ def _copied_at(copy: Any, side: str) -> int:
 
 
 def _kernel(parameters: Any) -> tuple[str, Iterator[tuple[str, int, bool]]]:
-    """Return the name of a kernel, and the 8-byte words of its parameters: place, word, whether it is a whole one."""
+    """Return a kernel's name, and the 8-byte words of its parameters: position, word, whether it is all of one."""
     kind, handle = ("Func", parameters.func) if int(parameters.func) else ("Kernel", parameters.kern)
     (name,) = _checked(getattr(driver, f"cu{kind}GetName")(handle))
     words = _words(parameters, functools.partial(getattr(driver, f"cu{kind}GetParamInfo"), handle))

@@ -1,4 +1,4 @@
-"""Watches one run of a step and refuses what no graph can replay, naming the operator and the line."""
+"""Observes one run of a step, and refuses what no graph can replay, with the operator and the line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_o
 from graphdecode.graphs.inspect.owners import Owners, storage_address, storage_key
 
 try:
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchsMode  # private: it may go
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchsMode  # private: may be removed
 except ImportError:
 
     class TorchsMode:  # type: ignore[no-redef]
-        """Stands in for torch's: steps cannot be watched, and are refused; the eager backend runs them."""
+        """Placeholder: without torch's mode, steps run on the eager backend alone."""
 
         def __enter__(self) -> None:
             raise GraphdecodeError("this torch has no TorchDispatchMode to watch a step with; use backend='eager'")
@@ -35,7 +35,7 @@ except ImportError:
             """Never reached."""
 
 
-# Tensor methods that read on the host without any operator that a dispatch mode could see
+# Tensor methods that read on the host without an operator that a dispatch mode sees
 _HOST_NAMES = ("tolist", "numpy", "item", "cpu", "__array__", "__repr__", "__format__")
 _HOST_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__complex__")
 # (kind of hazard, name) of each method that is refused
@@ -44,7 +44,7 @@ _METHODS = {getattr(Tensor, name): ("host-read", f"Tensor.{name}") for name in (
     Tensor.__dlpack__: ("raw-pointer", "Tensor.__dlpack__"),
     Tensor.data.__set__: ("moved", "Tensor.data = ..."),  # type: ignore[attr-defined]
 }
-_HAZARDS = {  # of operators, whatever they are given
+_HAZARDS = {  # of operators, with any arguments
     **dict.fromkeys(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"), "host-read"),
     **dict.fromkeys(("lift_fresh", "lift"), "host-data"),
     **dict.fromkeys(("resize_", "resize_as_", "set_", "set_data"), "moved"),
@@ -55,7 +55,7 @@ _INDEX_PUT_OPERATORS = {"aten::index_put", "aten::index_put_", "aten::_index_put
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
-class Given(NamedTuple):
+class SchemaArgument(NamedTuple):
     """An argument of an operator's schema."""
 
     name: str
@@ -64,28 +64,30 @@ class Given(NamedTuple):
 
 
 class Schema(NamedTuple):
-    """What an operator's schema and tags say, read once: each look crosses into C++."""
+    """An operator's schema and tags, read once, since each access calls into C++."""
 
     name: str  # aten::add
     overload: str  # aten.add.Tensor
-    arguments: tuple[Given, ...]
+    arguments: tuple[SchemaArgument, ...]
     is_mutable: bool
     is_aten: bool
     hazard: str | None
-    reshapes: bool  # only gives its tensor another view of its memory (`transpose_`, `unsqueeze_`)
-    may_draw: bool
+    reshapes: bool  # changes only shape and strides (`transpose_`, `unsqueeze_`)
+    may_draw: bool  # may use torch's random numbers
     is_dynamic: bool  # the shape of its result depends on data
 
 
 @functools.cache
 def schema_of(func: Any) -> Schema:
-    """Return what an operator's schema says."""
+    """Return an operator's `Schema`."""
     schema, tags = func._schema, func.tags
     return Schema(
         schema.name,
         str(func),
         tuple(
-            Given(argument.name, bool(argument.alias_info and argument.alias_info.is_write), argument.default_value)
+            SchemaArgument(
+                argument.name, bool(argument.alias_info and argument.alias_info.is_write), argument.default_value
+            )
             for argument in schema.arguments
         ),
         schema.is_mutable,
@@ -98,9 +100,9 @@ def schema_of(func: Any) -> Schema:
 
 
 class TorchDispatchMode(TorchsMode):
-    """torch's mode that sees every operator, without the import of `torch._dynamo` by its first call (70 MB, seconds).
+    """torch's mode, without the import of `torch._dynamo` by its first call (70 MB, seconds).
 
-    torch wraps `__torch_dispatch__` to keep the compiler out; while nobody has imported that, there is none.
+    torch wraps `__torch_dispatch__` to disable the compiler, which is needless before that is imported.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -120,9 +122,13 @@ class TorchDispatchMode(TorchsMode):
 class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step, and raises the first hazard, or collects all.
 
-    `checks_memory`: also where operators read and write, which takes most of the time. `made` are storages that the
-    step made, `literals` tensors of one number that Python code writes into others (`x[0] = 1.0`), `written` how often
-    each storage was; `depth` is how many operators are running, one in the other, `slot_views` the batch's tensors.
+    Attributes:
+        checks_memory: check also which memory operators read and write, which takes most of the time.
+        made: storages that the step made.
+        literals: tensors of one number that Python code writes into others (`x[0] = 1.0`).
+        written: how often each storage was written.
+        depth: nesting of running operators.
+        slot_views: ids of the batch's tensors.
     """
 
     def __init__(self, owners: Owners, collect: Refuse | None = None, *, checks_memory: bool = True) -> None:
@@ -175,7 +181,7 @@ class StepObserver(TorchDispatchMode):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Suspend the observer: inside an operator, and for its own reading."""
+        """Suspend the observer, inside an operator and for its own reads."""
         self.depth += 1
         try:
             yield
@@ -183,10 +189,10 @@ class StepObserver(TorchDispatchMode):
             self.depth -= 1
 
     def made_new(self, key: int, tensor: Tensor) -> None:
-        """Record a storage that the step made; a recorder keeps it alive."""
+        """Hook: the step made a storage."""
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Record an operator that was run; a recorder keeps it."""
+        """Hook: an operator was run."""
 
     def _check_operator(self, schema: Schema, args: tuple, kwargs: dict) -> None:
         hazards = {
@@ -208,9 +214,9 @@ class StepObserver(TorchDispatchMode):
         return schema.is_dynamic
 
     def _check_inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
-        """Check where the arguments live, and return those that are written, with their present shape and address."""
+        """Check the arguments' memory; return those that are written, with their shape and address before."""
         written = []
-        for _, tensor, is_written in given_tensors(schema, args, kwargs):
+        for _, tensor, is_written in tensor_arguments(schema, args, kwargs):
             key = storage_key(tensor)
             if is_written:
                 written.append((tensor, tensor.shape, storage_address(tensor)))
@@ -218,7 +224,7 @@ class StepObserver(TorchDispatchMode):
             if key is None or key in self._slots or key in self.made or key in self.literals:
                 continue
             if schema.hazard == "host-data":
-                continue  # where host data comes in, which is a hazard of its own
+                continue  # reported as host-data
             if key not in self._constants:
                 detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
                 self.refuse(CaptureError("undeclared-input", schema.overload, detail))
@@ -233,7 +239,7 @@ class StepObserver(TorchDispatchMode):
                 owner = self.owner_of(tensor) or "its output"
                 detail = f"{owner}: {list(shape)} became {list(tensor.shape)}"
                 self.refuse(CaptureError("moved", schema.overload, detail))
-        if not schema.is_aten and any(isinstance(leaf, (int, float)) for leaf in leaves(result)):
+        if not schema.is_aten and any(isinstance(leaf, (int, float)) for leaf in flattened(result)):
             self.refuse(CaptureError("host-read", schema.overload, "it returns a number"))
         if self._device_type != "cpu" and not tensors_of(args):
             for _ in filter(lambda made: made.device.type == "cpu", tensors_of(result)):
@@ -241,7 +247,7 @@ class StepObserver(TorchDispatchMode):
 
 
 class LastOperator(TorchDispatchMode):
-    """Remembers which operator was the last, for the error of a run that fails; checks nothing."""
+    """Remembers the last operator, for error messages; checks nothing."""
 
     name: str | None = None
 
@@ -251,7 +257,7 @@ class LastOperator(TorchDispatchMode):
 
 
 class MethodGuard(TorchFunctionMode):
-    """Refuses the tensor methods that no dispatch mode sees: host reads, addresses, memory that is replaced."""
+    """Refuses tensor methods that no dispatch mode sees: host reads, addresses, replaced memory."""
 
     def __init__(self, observer: StepObserver) -> None:
         super().__init__()
@@ -277,7 +283,7 @@ class MethodGuard(TorchFunctionMode):
 
 
 class WatchedBatch(Batch):
-    """A batch of aliases: what a step does to its slots' shapes stays here, and no slot is rebound unseen."""
+    """A batch of aliases: changes of shape stay here, and rebinding a slot is refused."""
 
     def __init__(self, batch: Batch, refuse: Refuse) -> None:
         aliases = {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
@@ -296,13 +302,13 @@ class WatchedBatch(Batch):
 
 @contextmanager
 def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_methods: bool = True) -> Iterator[Batch]:
-    """Watch the step that runs over the batch that this yields, and refuse what it did unseen.
+    """Observe the step that runs over the yielded batch; afterwards, refuse writes that no operator of its thread did.
 
-    `step` is blamed for what no operator of its thread did. With `guards_methods` some of torch's modules take another
-    path (they ask whether anybody overrides torch functions); what is to be an eager step's bits is watched without.
+    `step` gives the file and line for those. `guards_methods` makes some of torch's modules take another path (they ask
+    whether torch functions are overridden): off where the bits of an eager step are wanted.
 
     Raises:
-        CaptureError: the step does what no graph can replay, or raised an error.
+        CaptureError: no graph can replay the step, or it raised an error.
     """
     watched = WatchedBatch(batch, observer.refuse)
     observer.slot_views = {id(value) for value in vars(watched).values() if isinstance(value, Tensor)}
@@ -330,7 +336,7 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_m
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor's memory was written; torch counts it, but for those of inference mode."""
+    """Return torch's count of writes to a tensor; 0 for those of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -340,17 +346,17 @@ def values_of(schema: Schema, args: tuple, kwargs: dict) -> list[Any]:
     return [*args, *(kwargs.get(argument.name, argument.default) for argument in rest)]
 
 
-def given_tensors(schema: Schema, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield each tensor that an operator is given, with its argument's name and whether it is written."""
+def tensor_arguments(schema: Schema, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield each tensor argument of an operator: name, tensor, whether it is written."""
     for argument, value in zip(schema.arguments, values_of(schema, args, kwargs), strict=True):
         if isinstance(value, Tensor):
             yield argument.name, value, argument.is_written
-        elif isinstance(value, _NESTS):
+        elif isinstance(value, _CONTAINERS):
             yield from ((argument.name, tensor, argument.is_written) for tensor in tensors_of(value))
 
 
 def _draws(schema: Schema, args: tuple, kwargs: dict) -> bool:
-    """Return whether an operator that may draw random numbers does: attention and dropout may be told not to."""
+    """Return whether an operator that may draw random numbers does with these arguments."""
     names = (argument.name for argument in schema.arguments)
     values = dict(zip(names, values_of(schema, args, kwargs), strict=True))
     shares = [values.get(name) for name in ("dropout_p", "dropout", "p")]
@@ -364,7 +370,7 @@ def _copies_to_host(schema: Schema, args: tuple, kwargs: dict) -> bool:
 
 
 def _names_the_cpu(args: tuple, kwargs: dict) -> bool:
-    """Return whether a tensor is sent to the CPU by name; `x.to(y.device)` is no copy where all tensors live there."""
+    """Return whether `to` names the CPU; `x.to(y.device)` on a CPU is no copy."""
     if not any(isinstance(value, str) and value == "cpu" for value in [*args[1:], kwargs.get("device")]):
         return False
     file, line = caller()
@@ -376,30 +382,32 @@ def _has_mask(args: tuple) -> bool:
     return any(isinstance(index, Tensor) and index.dtype in _MASK_DTYPES for index in indices)
 
 
-_NESTS = (tuple, list, dict)
+_CONTAINERS = (tuple, list, dict)
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return what is neither tuple, list nor dict, in order."""
-    if not isinstance(value, _NESTS):
+def flattened(value: Any) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dicts, in order."""
+    if not isinstance(value, _CONTAINERS):
         return [value]
     members = value.values() if isinstance(value, dict) else value
-    return [leaf for member in members for leaf in (leaves(member) if isinstance(member, _NESTS) else (member,))]
+    return [
+        leaf for member in members for leaf in (flattened(member) if isinstance(member, _CONTAINERS) else (member,))
+    ]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors among them."""
+    """Return the tensors among the leaves."""
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flattened(value) if isinstance(leaf, Tensor)]
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return the same nest with a function's results for leaves; named tuples become plain ones."""
+    """Apply a function to the leaves of nested containers; named tuples become plain ones."""
     if isinstance(value, dict):
         return {key: mapped(function, member) for key, member in value.items()}
     if isinstance(value, (tuple, list)):
-        made = [mapped(function, member) if isinstance(member, _NESTS) else function(member) for member in value]
+        made = [mapped(function, member) if isinstance(member, _CONTAINERS) else function(member) for member in value]
         return made if isinstance(value, list) else tuple(made)
     return function(value)
 
@@ -414,32 +422,32 @@ def _kernel_classes() -> tuple[Any, ...]:
 
 
 class _Launches:
-    """Has Triton's classes tell of launches while anybody watches: they are patched once, whoever comes and goes."""
+    """Reports Triton's launches to observers; its classes are patched while there are any."""
 
     def __init__(self) -> None:
-        self._books = threading.Lock()
+        self._lock = threading.Lock()
         self._watchers: tuple[tuple[int, Callable[[], bool], Refuse], ...] = ()
         self._originals: dict[Any, Callable[..., Any]] = {}
 
     @contextmanager
     def watched(self, in_operator: Callable[[], bool], refuse: Refuse) -> Iterator[None]:
-        """Refuse the kernels that this thread launches while `in_operator` says that no operator is running."""
+        """Refuse kernels that this thread launches outside of an operator."""
         watcher = (threading.get_ident(), in_operator, refuse)
-        with self._books:
+        with self._lock:
             self._watchers = (*self._watchers, watcher)
             for kernel_class in set(_kernel_classes()) - set(self._originals):
                 self._originals[kernel_class] = kernel_class.run
-                kernel_class.run = self._telling(kernel_class.run)
+                kernel_class.run = self._reporting(kernel_class.run)
         try:
             yield
         finally:
-            with self._books:
+            with self._lock:
                 self._watchers = tuple(each for each in self._watchers if each is not watcher)
                 while self._originals and not self._watchers:
                     kernel_class, original = self._originals.popitem()
                     kernel_class.run = original
 
-    def _telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _reporting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             for thread, in_operator, refuse in self._watchers:
                 if thread == threading.get_ident() and not in_operator():
@@ -450,4 +458,4 @@ class _Launches:
         return run
 
 
-launches_watched = _Launches().watched  # of the whole process, as the classes are that it patches
+launches_watched = _Launches().watched  # one per process, since it patches classes

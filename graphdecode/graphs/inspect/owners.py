@@ -15,12 +15,12 @@ Constant = torch.nn.Module | Tensor
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Return whether a tensor has no storage that could be looked at (packed CPU weights)."""
+    """Return whether a tensor has no visible storage (packed CPU weights)."""
     return tensor.layout != torch.strided or tensor.is_mkldnn
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """Return what identifies a tensor's storage as long as it lives; None for opaque tensors."""
+    """Return an id of a tensor's storage; None for opaque tensors."""
     return None if is_opaque(tensor) else tensor.untyped_storage()._cdata
 
 
@@ -30,10 +30,7 @@ def storage_address(tensor: Tensor) -> int | None:
 
 
 class MemoryMap:
-    """Names and sizes of tensors by the memory that they lie in.
-
-    Several may lie in one storage (slots of a staging block, parts of a fused weight).
-    """
+    """Names and sizes of tensors by their memory; several may share a storage (slots of a staging block)."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
@@ -47,7 +44,7 @@ class MemoryMap:
         return key in self._named
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return whose memory a tensor lies in; None: nobody's, or its owner has left a shared storage."""
+        """Return the name of the tensor whose memory a tensor lies in, or None."""
         named = self._named.get(storage_key(tensor) or 0, [])
         if len(named) == 1:
             return named[0][2]
@@ -55,7 +52,7 @@ class MemoryMap:
         return next((name for begin, end, name in named if begin <= address < end), None)
 
     def name_at(self, address: int) -> str | None:
-        """Return whose tensor an address lies in; None if nobody's."""
+        """Return the name of the tensor that an address lies in, or None."""
         ranges = (entry for named in self._named.values() for entry in named)
         return next((name for begin, end, name in ranges if begin <= address < end), None)
 
@@ -63,41 +60,45 @@ class MemoryMap:
 class Owners:
     """The memory that a step may touch, and whether it is still where it was.
 
-    `buffers` are slots and adopted tensors, `beside` those of prompts; `constants` are modules, tensors, and lists or
-    dicts of these, and kept alive; a ValueError says that one is something else.
+    `buffers` and `prompts` hold slots and adopted tensors. `constants` are modules, tensors, and lists or dicts of
+    these, and are kept alive; a ValueError if one is something else.
     """
 
-    def __init__(self, buffers: StepBuffers, constants: Iterable[Any] = (), beside: Sequence[StepBuffers] = ()) -> None:
-        self.buffers, self._beside = buffers, beside
-        self._given = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
+    def __init__(
+        self, buffers: StepBuffers, constants: Iterable[Any] = (), prompts: Sequence[StepBuffers] = ()
+    ) -> None:
+        self.buffers, self._prompts = buffers, prompts
+        self._constants = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
         self._hooks: list[Any] = []
-        constants = _named_tensors(self._given, "constants")
-        self._addresses = [(name, tensor, tensor.data_ptr()) for name, tensor in constants if not is_opaque(tensor)]
+        named = _named_tensors(self._constants, "constants")
+        self._addresses = [(name, tensor, tensor.data_ptr()) for name, tensor in named if not is_opaque(tensor)]
 
     def slots(self) -> MemoryMap:
-        """Return where slots and adopted tensors are now."""
-        beside = {f"{name} of prompts": t for other in self._beside for name, t in other.tensors.items()}
-        return MemoryMap(self.buffers.tensors | beside)
+        """Return the present memory of slots and adopted tensors."""
+        prompts = {f"{name} of prompts": t for other in self._prompts for name, t in other.tensors.items()}
+        return MemoryMap(self.buffers.tensors | prompts)
 
     def constants_now(self) -> MemoryMap:
-        """Return where the constants are now, as the modules hold them."""
-        return MemoryMap(dict(_named_tensors(self._given, "constants")))
+        """Return the present memory of the constants."""
+        return MemoryMap(dict(_named_tensors(self._constants, "constants")))
 
     def freeze(self) -> None:
-        """Make the modules among the constants refuse, from now on, to load other weights."""
+        """Make the modules among the constants refuse to load weights."""
         self.thaw()
-        modules = {module for given in self._given if isinstance(given, torch.nn.Module) for module in given.modules()}
+        modules = {
+            module for given in self._constants if isinstance(given, torch.nn.Module) for module in given.modules()
+        }
         self._hooks = [module.register_load_state_dict_pre_hook(_refuse_to_load) for module in modules]
 
     def thaw(self) -> None:
-        """Allow them to load again."""
+        """Allow the modules to load weights again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def verify(self) -> None:
         """Raise a FrozenError if a slot, adopted tensor or constant was moved (`set_`, `resize_`, `.data = ...`)."""
-        for buffers in (self.buffers, *self._beside):
+        for buffers in (self.buffers, *self._prompts):
             buffers.verify_addresses()
         for name, tensor, address in self._addresses:
             if tensor.data_ptr() != address:

@@ -1,4 +1,4 @@
-"""Pictures of one captured step, in Graphviz' language, and as SVG that Graphviz draws."""
+"""Pictures of one captured step, in Graphviz' language and as SVG."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import subprocess
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.step_graph import Node
 
-# of each node: where what it reads comes from, a node's index or the name of a slot or constant, and a label
+# of each node: the sources that it reads (a node's index, or the name of a slot or constant), with a label
 Edges = list[dict[tuple[int | str, str], None]]
 
 
 def to_dot(title: str, nodes: list[Node]) -> str:
-    """Return the step as a graph: a box an operation, an arrow from the last that wrote some memory to who reads it.
+    """Return the step as a graph: operations are boxes, arrows go from the last writer of memory to its readers.
 
     Slots and constants that are read before they are written are ellipses; nodes of a CUDA graph are chained in order.
     """
@@ -36,7 +36,7 @@ class PictureError(GraphdecodeError, RuntimeError):
 
 
 def to_svg(dot: str) -> str:
-    """Return the picture that Graphviz draws of a graph in its language; a PictureError says why it does not."""
+    """Return Graphviz' drawing of a graph; a PictureError if it fails or is not installed."""
     program = shutil.which("dot")
     if program is None:
         raise PictureError("a picture needs Graphviz' program dot, which is not installed; --dot prints what it draws")
@@ -47,7 +47,7 @@ def to_svg(dot: str) -> str:
 
 
 def _edges_of(nodes: list[Node]) -> Edges:
-    """Return what each node reads, and from whom. Where the arguments are not known, nodes are chained in order."""
+    """Return the edges of each node; if the arguments are not known, nodes are chained in order."""
     found: Edges = []
     last_writer: dict[object, int] = {}
     knows_arguments = any(argument.tensor is not None for node in nodes for argument in node.arguments)

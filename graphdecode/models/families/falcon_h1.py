@@ -49,19 +49,18 @@ class ParallelLayer(Layer):
     multipliers: Multipliers
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Run the layer."""
         assert isinstance(cache, KeysAndState)
         stream.norm(self.input_norm)
         # both take the same norm, so that neither gives anything before the other has computed its inputs
         read = self.mamba.read(stream, cache.states)
         self.attention.run(stream, cache.pages)
-        stream.change(None, self.multipliers.attention_out)
+        stream.transform_output(None, self.multipliers.attention_out)
         stream.norm(None)
-        stream.give(self.mamba.out_proj, read)
-        stream.change(None, self.multipliers.ssm_out)
+        stream.set_output(self.mamba.out_proj, read)
+        stream.transform_output(None, self.multipliers.ssm_out)
         stream.norm(self.mlp_norm)
         self.mlp.run(stream)
-        stream.change(None, self.multipliers.mlp[1])
+        stream.transform_output(None, self.multipliers.mlp[1])
 
 
 class FalconH1(Bamba):
@@ -82,7 +81,6 @@ class FalconH1(Bamba):
     }
 
     def config(self, settings: dict[str, Any]) -> FalconH1Config:
-        """Take the fields of a config.json."""
         multipliers = Multipliers(
             attention_in=number(settings, "attention_in_multiplier", 1.0),
             attention_out=number(settings, "attention_out_multiplier", 1.0),
@@ -94,7 +92,6 @@ class FalconH1(Bamba):
         return FalconH1Config(**vars(super().config(settings)), multipliers=multipliers)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, sizes of the Mamba2 mixers, and the multipliers that need no product of their own."""
         sizes = mamba2_sizes(
             settings,
             out_bias=flag(settings, "projectors_bias", False),
@@ -111,7 +108,6 @@ class FalconH1(Bamba):
         }
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read."""
         assert isinstance(config, FalconH1Config)
         at, eps, multipliers = f"layers.{index}.", config.rms_norm_eps, config.multipliers
         attention, mamba = self.attention(config, weights, index), mamba2_mixer(config, weights, at)

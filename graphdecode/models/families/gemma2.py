@@ -25,7 +25,6 @@ class Gemma2(Llama):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json."""
         if settings.get("use_bidirectional_attention"):
             raise UnsupportedModelError("use_bidirectional_attention is not supported; a token sees those before it")
         given = self.defaults | settings
@@ -36,7 +35,6 @@ class Gemma2(Llama):
         return layer_windows(settings, [layer % 2 == 0 for layer in range(layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, scales and caps; a cap that is null is none."""
         return attention_biases(settings) | {
             "sm_scale": number(settings, "query_pre_attn_scalar") ** -0.5,
             "attention_soft_cap": number(settings, "attn_logit_softcapping", 0.0),
@@ -45,7 +43,6 @@ class Gemma2(Llama):
         }
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer."""
         names = {
             "after_attention": "post_attention_layernorm",
             "before_mlp": "pre_feedforward_layernorm",

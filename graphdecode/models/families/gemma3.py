@@ -20,21 +20,17 @@ class Gemma3(Gemma2):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json."""
         local_theta = settings.get("rope_local_base_freq", 1e4)  # in older files
         return super().config(settings | ropes_by_layer_type(settings, 1e6, local_theta))
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer."""
         return layer_windows(settings, _pattern(settings, layers))
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, scales and caps, and which layers have which angles."""
         pattern = _pattern(settings, fields["num_hidden_layers"])
         return super().options(settings, fields) | layer_ropes(settings, fields, pattern)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer."""
         return super().layer_weights(config, at, name) | head_norms(config, at, name)
 
 

@@ -45,14 +45,12 @@ class GptOss(Sparse):
         return layer_windows(settings, [layer % 2 == 0 for layer in range(layers)])
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
-        """Return what the experts look like."""
         clamp = [settings[name] for name in ("swiglu_alpha", "swiglu_limit")]
         if not all(isinstance(value, (int, float)) and value > 0 for value in clamp):
             raise UnsupportedModelError(f"swiglu_alpha and swiglu_limit must be numbers > 0, got {clamp!r}")
         return replace(experts_everywhere(settings, fields), alpha=float(clamp[0]), limit=float(clamp[1]))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer."""
         sinks = Part(f"{name}self_attn.sinks", (config.num_attention_heads,), 0)
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
 
@@ -71,13 +69,11 @@ class GptOss(Sparse):
         }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
-        """Return a layer's attention, with its sinks."""
         attention = super().attention(config, weights, index)
         sinks = weights.tensor(f"layers.{index}.sinks").float()
         return replace(attention, options=attention.options._replace(sinks=sinks))
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
-        """Return the experts of a layer, with their clamped gate."""
         experts = experts_of(config)
         gate = Gate("swiglu_clamped", experts.alpha, experts.limit)
         return replace(super().expert_block(config, weights, at), gate=gate)

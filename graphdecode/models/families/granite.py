@@ -12,7 +12,6 @@ class Granite(Llama):
     architecture = "GraniteForCausalLM"
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases and multipliers."""
         return super().options(settings, fields) | {
             "embedding_scale": number(settings, "embedding_multiplier", 1.0),
             "sm_scale": number(settings, "attention_multiplier", 1.0),

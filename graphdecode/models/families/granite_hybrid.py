@@ -4,18 +4,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
-from graphdecode.models.blocks import Mixer
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, whole
 from graphdecode.models.families.granite import Granite
-from graphdecode.models.families.hybrid import Hybrid, mamba2_mixer, mamba2_sizes, mamba2_weights, recurrent_layers
+from graphdecode.models.families.hybrid import Mamba2Hybrid, mamba2_sizes, recurrent_layers
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
-from graphdecode.models.weights import Weights
 
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in files of either age
 
 
-class GraniteHybrid(Granite, Sparse, Hybrid):
+class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
     """Granite 4."""
 
     architecture = "GraniteMoeHybridForCausalLM"
@@ -31,21 +29,18 @@ class GraniteHybrid(Granite, Sparse, Hybrid):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json."""
         settings = self.defaults | settings
         if whole(settings, "num_local_experts", 0) == 0:  # each layer has the shared MLP alone
             settings["intermediate_size"] = count(settings, "shared_intermediate_size")
         return super().config(settings)
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
-        """Return what the experts look like."""
         if whole(settings, "num_local_experts", 0) == 0:
             return None
         shared = count(settings, "shared_intermediate_size")
         return replace(experts_everywhere(settings, fields), shared_intermediate_size=shared)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases and multipliers, and whether there are rotary embeddings."""
         kind = settings.get("position_embedding_type") or "nope"
         if kind not in ("rope", "nope"):
             raise UnsupportedModelError(f"position_embedding_type must be rope, nope or null, got {shown(kind)}")
@@ -57,7 +52,6 @@ class GraniteHybrid(Granite, Sparse, Hybrid):
         return super().options(settings, fields) | ropes | {"recurrent": recurrent, "mixer": sizes}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer."""
         shared = _shared_weights(config, config.intermediate_size, at, name)
         return super().layer_weights(config, at, name) | shared
 
@@ -71,14 +65,6 @@ class GraniteHybrid(Granite, Sparse, Hybrid):
             f"{at}experts.gate_up": (Part(f"{moe}input_linear.weight", (experts.count, 2 * width, hidden), 1, halves),),
             f"{at}experts.down": (Part(f"{moe}output_linear.weight", (experts.count, hidden, width), 2),),
         }
-
-    def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of a Mamba2 mixer."""
-        return mamba2_weights(config, at, f"{name}mamba.")
-
-    def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
-        """Return the Mamba2 mixer of a layer."""
-        return mamba2_mixer(config, weights, at)
 
 
 def _shared_weights(config: ModelConfig, width: int, at: str, name: str) -> WeightMap:

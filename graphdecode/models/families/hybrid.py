@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from graphdecode.kernels.recurrent.selective_scan import ScanWeights
 from graphdecode.models.blocks import Mixer, Norm
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag
 from graphdecode.models.families.llama import Llama
-from graphdecode.models.family import edges
 from graphdecode.models.recurrent_blocks import Mamba2
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
@@ -33,17 +32,14 @@ class Hybrid(Llama):
         """Return the mixer of a recurrent layer, whose places begin with `at`."""
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it."""
-        places = edges(config)
-        for index in range(config.num_hidden_layers):
+        places = super().weights(config)
+        for index, state in enumerate(config.recurrent):
             at, name = f"layers.{index}.", f"model.layers.{index}."
-            layer = self.layer_weights(config, at, name)
-            kept = config.recurrent[index] if config.recurrent else None
-            if kept is not None:
-                if not kept.beside_keys:
-                    layer = {place: part for place, part in layer.items() if _part(place, at) not in _OF_ATTENTION}
-                layer |= self.mixer_weights(config, at, name)
-            places |= layer
+            if state is None:
+                continue
+            if not state.beside_keys:
+                places = {place: part for place, part in places.items() if not _is_attention(place, at)}
+            places |= self.mixer_weights(config, at, name)
         return places
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
@@ -53,25 +49,37 @@ class Hybrid(Llama):
         return self.attention(config, weights, index)
 
 
-def _part(place: str, at: str) -> str:
-    return place.removeprefix(at).partition(".")[0]
+class Mamba2Hybrid(Hybrid):
+    """A hybrid whose other layers have Mamba2 mixers."""
+
+    mixer_prefix: ClassVar[str] = "mamba."  # of the mixer's tensors within a layer
+
+    def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        return mamba2_weights(config, at, f"{name}{self.mixer_prefix}")
+
+    def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
+        return mamba2_mixer(config, weights, at)
+
+
+def _is_attention(place: str, at: str) -> bool:
+    return place.startswith(at) and place.removeprefix(at).partition(".")[0] in _OF_ATTENTION
 
 
 def recurrent_layers(
     kinds: Any, layers: int, state: Recurrent, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
 ) -> tuple[Recurrent | None, ...]:
-    """Return what each layer keeps, as a config.json lists the kinds of its layers.
+    """Return `ModelShape.recurrent`, given the kinds of layers in a config.json.
 
     Raises:
-        UnsupportedModelError: the list does not name each layer's kind, or names one that is neither.
+        UnsupportedModelError: there is not a kind for each layer, or an unknown one.
     """
     known = (*recurrent, *attention)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise UnsupportedModelError(
             f"layer_types must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
         )
-    kept = tuple(state if kind in recurrent else None for kind in kinds)
-    return kept if any(kept) else ()
+    states = tuple(state if kind in recurrent else None for kind in kinds)
+    return states if any(states) else ()
 
 
 def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMap:
@@ -102,7 +110,7 @@ class Mamba2Sizes(NamedTuple):
     proj_bias: bool  # of the first product
     out_bias: bool  # of the last one
     has_norm: bool = True  # of the heads' outputs, in `groups` groups of channels
-    norm_first: bool = False  # the norm stands before the gate
+    norm_first: bool = False  # the norm comes before the gate
     step_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
@@ -117,7 +125,7 @@ class Mamba2Sizes(NamedTuple):
 
     @property
     def state(self) -> Recurrent:
-        """What a layer keeps."""
+        """The recurrent state of a layer."""
         shapes = (self.width - 1, self.conv_channels), (self.heads, self.states, self.head_dim)
         return Recurrent((("conv_state", shapes[0]), ("ssm_state", shapes[1])))
 

@@ -25,6 +25,7 @@ class Lfm2(Hybrid):
     """LFM2, dense."""
 
     architecture = "Lfm2ForCausalLM"
+    final_norm = "model.embedding_norm"
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
         "max_position_embeddings": 128000,
@@ -43,7 +44,6 @@ class Lfm2(Hybrid):
         return super().config(settings)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return which layers convolve, and how."""
         width, layers = count(settings, "conv_L_cache"), fields["num_hidden_layers"]
         attending = settings.get("full_attn_idxs") or range(layers)
         kinds = settings.get("layer_types") or ["full_attention" if i in attending else "conv" for i in range(layers)]
@@ -53,12 +53,7 @@ class Lfm2(Hybrid):
             "mixer": ConvSizes(width, flag(settings, "conv_bias", False)),
         }
 
-    def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has; the last norm has a name of its own."""
-        return super().weights(config) | {"final_norm": (Part("model.embedding_norm.weight", (config.hidden_size,)),)}
-
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; see `Llama.layer_weights`."""
         names = {
             "input_layernorm": "operator_norm",
             "post_attention_layernorm": "ffn_norm",
@@ -73,7 +68,6 @@ class Lfm2(Hybrid):
         return renamed(places, name, names)
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of a convolution and the products around it."""
         hidden, conv, (width, bias) = config.hidden_size, f"{name}conv.", config.mixer
         places: WeightMap = {f"{at}conv": (Part(f"{conv}conv.weight", (hidden, 1, width)),)}
         if bias:
@@ -84,7 +78,6 @@ class Lfm2(Hybrid):
         }
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
-        """Return the convolution of a layer."""
         bias = weights.tensor(f"{at}conv_bias", torch.float32) if config.mixer.has_bias else None
         return ShortConv(
             weights.linear(f"{at}in_proj"), conv_weight(weights, f"{at}conv"), bias, weights.linear(f"{at}out_proj")

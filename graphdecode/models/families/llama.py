@@ -16,9 +16,9 @@ class Llama(Family):
     # what transformers takes where a config.json says nothing; what a family does not name is Llama's
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "hidden_act": "silu"}
     has_partial_rotary: ClassVar[bool] = False  # whether some of a head's channels may stay as they are
+    final_norm: ClassVar[str] = "model.norm"  # module of the last norm
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json."""
         settings = Llama.defaults | self.defaults | settings
         fields = common_fields(settings, may_be_partial=self.has_partial_rotary)
         fields["windows"] = self.windows(settings, fields["num_hidden_layers"])
@@ -39,8 +39,7 @@ class Llama(Family):
         return attention_biases(settings) | {"mlp_bias": flag(settings, "mlp_bias", False)}
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it."""
-        places = edges(config)
+        places = edges(config, final_norm=self.final_norm)
         for index in range(config.num_hidden_layers):
             places |= self.layer_weights(config, f"layers.{index}.", f"model.layers.{index}.")
         return places

@@ -7,7 +7,7 @@ from graphdecode.cache import LayerState
 from graphdecode.models.blocks import Layer, Mixer, Norm, ResidualStream
 from graphdecode.models.config import ModelConfig, common_fields
 from graphdecode.models.families.hybrid import mamba2_mixer, mamba2_sizes, mamba2_weights
-from graphdecode.models.family import Family
+from graphdecode.models.family import Family, edges
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
@@ -20,7 +20,6 @@ class MixerLayer(Layer):
     mixer: Mixer
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Run the layer."""
         stream.norm(self.input_norm)
         self.mixer.run(stream, cache)
 
@@ -44,7 +43,6 @@ class Mamba2Family(Family):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json."""
         settings = self.defaults | settings
         names = {
             "mamba_n_heads": "num_heads",
@@ -60,18 +58,11 @@ class Mamba2Family(Family):
         settings |= {"mamba_proj_bias": settings.get("use_bias", False)}
         fields, sizes = common_fields(settings), mamba2_sizes(settings)
         layers = fields["num_hidden_layers"]
-        kept = {"recurrent": (sizes.state,) * layers, "mixer": sizes, "windows": (-1,) * layers}
-        return ModelConfig(architecture=self.architecture, **fields, **kept)
+        fields |= {"recurrent": (sizes.state,) * layers, "mixer": sizes, "windows": (-1,) * layers}
+        return ModelConfig(architecture=self.architecture, **fields)
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it."""
-        table = (config.vocab_size, config.hidden_size)
-        places: WeightMap = {
-            "embedding": (Part("backbone.embeddings.weight", table, 0),),
-            "final_norm": (Part("backbone.norm_f.weight", (config.hidden_size,)),),
-        }
-        if not config.tie_word_embeddings:
-            places["lm_head"] = (Part("lm_head.weight", table, 0),)
+        places = edges(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"backbone.layers.{index}."
             places[f"{at}input_norm"] = (Part(f"{name}norm.weight", (config.hidden_size,)),)
@@ -79,6 +70,5 @@ class Mamba2Family(Family):
         return places
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read."""
         at = f"layers.{index}."
         return MixerLayer(weights.norm(f"{at}input_norm", config.rms_norm_eps), mamba2_mixer(config, weights, at))

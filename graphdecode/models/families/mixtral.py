@@ -23,5 +23,4 @@ class Mixtral(Sparse, Mistral):
     down = "w2"
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
-        """Return what the experts look like."""
         return experts_everywhere(settings, fields)

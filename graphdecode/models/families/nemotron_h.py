@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 from graphdecode.cache import LayerState, Recurrent
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored, WeightForm
-from graphdecode.models.blocks import FeedForward, Layer, Mixer, Norm, ResidualStream
+from graphdecode.models.blocks import FeedForward, Layer, Norm, ResidualStream
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag, number
-from graphdecode.models.families.hybrid import Hybrid, mamba2_mixer, mamba2_sizes, mamba2_weights, renamed
+from graphdecode.models.families.hybrid import Mamba2Hybrid, mamba2_sizes, mamba2_weights, renamed
 from graphdecode.models.families.llama import head_run
 from graphdecode.models.families.mamba2 import MixerLayer
+from graphdecode.models.family import edges
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
 _KINDS = {"linear_attention": "mamba", "mamba": "mamba", "M": "mamba"}
 _KINDS |= {"full_attention": "attention", "attention": "attention", "*": "attention"}
 _KINDS |= {"mlp": "mlp", "-": "mlp"}
-_EMBEDDING = "embeddings.weight"
 _OLDER_NAMES = {  # of fields; these go before the others
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -35,12 +35,11 @@ class SquaredReluMlp(FeedForward):
     down: WeightForm  # [hidden, intermediate]
 
     def run(self, stream: ResidualStream) -> None:
-        """Take `hidden`, and give what is to be added to the residual."""
-        up = stream.room_of(self.up)
-        stream.feed(self.up, up)
-        activated = stream.room(self.down.in_features, use="activated")
+        up = stream.buffer_for(self.up)
+        stream.project(self.up, up)
+        activated = stream.buffer(self.down.in_features, use="activated")
         activated.copy_(up.relu_().square_())
-        stream.give(self.down, activated)
+        stream.set_output(self.down, activated)
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,11 @@ class MlpLayer(Layer):
     mlp: FeedForward
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Run the layer."""
         stream.norm(self.input_norm)
         self.mlp.run(stream)
 
 
-class NemotronH(Hybrid):
+class NemotronH(Mamba2Hybrid):
     """Nemotron-H, without experts."""
 
     architecture = "NemotronHForCausalLM"
@@ -90,7 +88,6 @@ class NemotronH(Hybrid):
         return super().config(settings)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, what each layer keeps, and the sizes of Mamba2 mixers."""
         names = {
             "mamba_n_heads": "mamba_num_heads",
             "mamba_d_head": "mamba_head_dim",
@@ -107,39 +104,32 @@ class NemotronH(Hybrid):
             out_bias=flag(settings, "use_bias", False),
             step_limits=(number(settings, "time_step_min"), float("inf")),
         )
-        kept = {"mamba": sizes.state, "attention": None, "mlp": Recurrent(())}
+        states = {"mamba": sizes.state, "attention": None, "mlp": Recurrent(())}
         return {
-            "recurrent": tuple(kept[kind] for kind in settings["layer_types"]),
+            "recurrent": tuple(states[kind] for kind in settings["layer_types"]),
             "mixer": sizes,
             "mlp_bias": flag(settings, "mlp_bias", False),
             "layer_ropes": (None,) * fields["num_hidden_layers"],
         }
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the same for a source, whose names may begin with `model.`, as transformers has them."""
+        """Return the places, with the prefix `model.` if the source has it, as transformers writes it."""
         places = self.weights(config)
-        if f"model.{_EMBEDDING}" not in tensors:
-            return places
-        return renamed(places, "", {"backbone": "model"})
+        return renamed(places, "", {"backbone": "model"}) if "model.embeddings.weight" in tensors else places
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it."""
-        table, hidden, ff = (config.vocab_size, config.hidden_size), config.hidden_size, config.intermediate_size
+        hidden, ff = config.hidden_size, config.intermediate_size
         q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
-        places: WeightMap = {
-            "embedding": (Part(f"backbone.{_EMBEDDING}", table, 0),),
-            "final_norm": (Part("backbone.norm_f.weight", (hidden,)),),
-            "lm_head": (Part("lm_head.weight", table, 0),),
-        }
-        for index, kept in enumerate(config.recurrent):
+        places = edges(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
+        for index, state in enumerate(config.recurrent):
             at, name = f"layers.{index}.", f"backbone.layers.{index}."
             own = f"{name}mixer."
             places[f"{at}input_norm"] = (Part(f"{name}norm.weight", (hidden,)),)
-            if kept is None:
+            if state is None:
                 qkv: dict[str, Any] = {f"{own}q_proj": q, f"{own}k_proj": kv, f"{own}v_proj": kv}
                 places |= product(f"{at}qkv", qkv, hidden, split=0)
                 places |= product(f"{at}o", {f"{own}o_proj": hidden}, q, split=1)
-            elif kept.shapes:
+            elif state.shapes:
                 places |= mamba2_weights(config, at, own)
             else:
                 places |= product(f"{at}up", {f"{own}up_proj": ff}, hidden, split=0, bias=config.mlp_bias)
@@ -147,20 +137,11 @@ class NemotronH(Hybrid):
         return places
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read."""
-        at, kept = f"layers.{index}.", config.recurrent[index]
+        at, state = f"layers.{index}.", config.recurrent[index]
         norm = weights.norm(f"{at}input_norm", config.rms_norm_eps)
-        if kept is not None and not kept.shapes:
+        if state is not None and not state.shapes:
             return MlpLayer(norm, SquaredReluMlp(weights.linear(f"{at}up"), weights.linear(f"{at}down")))
         return MixerLayer(norm, self.mixer(config, weights, index))
-
-    def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of a Mamba2 mixer."""
-        return mamba2_weights(config, at, f"{name}mixer.")
-
-    def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
-        """Return the Mamba2 mixer of a layer."""
-        return mamba2_mixer(config, weights, at)
 
 
 def _kinds(settings: dict[str, Any]) -> list[str]:

@@ -17,11 +17,9 @@ class Olmo2(Llama):
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the biases, of attention's products alone."""
         return attention_biases(settings)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer."""
         places = super().layer_weights(config, at, name)
         del places[f"{at}before_attention"], places[f"{at}before_mlp"]
         q, kv = config.num_attention_heads * config.head_dim, head_run(config)

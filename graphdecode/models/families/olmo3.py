@@ -16,14 +16,11 @@ class Olmo3(Olmo2):
     defaults: ClassVar[dict[str, Any]] = Olmo2.defaults | {"sliding_window": 4096}
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json."""
         return super().config(settings | ropes_by_layer_type(settings, _THETA, _THETA))
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer."""
         return layer_windows(settings, all_but_every(4, layers))
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, and which layers have which angles."""
         pattern = all_but_every(4, fields["num_hidden_layers"])
         return super().options(settings, fields) | layer_ropes(settings, fields, pattern)

@@ -27,7 +27,6 @@ class OlmoHybrid(Olmo2, Hybrid):
     }
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, whether there are rotary embeddings, which layers are delta nets, and their sizes."""
         choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
         layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
         is_linear = all_but_every(4, layers)
@@ -87,7 +86,6 @@ class OlmoHybrid(Olmo2, Hybrid):
         return places
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of a delta net."""
         sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
         channels = {"q": sizes.key_size, "k": sizes.key_size, "v": sizes.value_size}
         qkvz = {f"{own}{part}_proj": size for part, size in (channels | {"g": sizes.value_size}).items()}
@@ -105,5 +103,4 @@ class OlmoHybrid(Olmo2, Hybrid):
         }
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
-        """Return the delta net of a layer."""
         return delta_net(config.mixer, weights, at, _NORM_EPS)

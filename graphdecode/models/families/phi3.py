@@ -8,7 +8,7 @@ from graphdecode.models.weight_map import Run, WeightMap, product
 
 
 class Phi3(Llama):
-    """Phi-3 and Phi-4, the small ones; all layers see a window where there is one."""
+    """Small models of Phi-3 and Phi-4; all layers have the window, if there is one."""
 
     architecture = "Phi3ForCausalLM"
     has_partial_rotary = True
@@ -19,7 +19,7 @@ class Phi3(Llama):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json; `su` and `yarn` are what LongRoPE was called in the first of them."""
+        """Return the configuration; `su` and `yarn` are LongRoPE in older files."""
         for name in ("rope_scaling", "rope_parameters"):
             scaling = settings.get(name)
             if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
@@ -27,7 +27,6 @@ class Phi3(Llama):
         return super().config(settings)
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of all layers."""
         return layer_windows(settings, [True] * layers)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,6 @@ class Phi3(Llama):
         return {}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer."""
         hidden, ff = config.hidden_size, config.intermediate_size
         q, kv = Run(config.num_attention_heads * config.head_dim), head_run(config)
         return super().layer_weights(config, at, name) | {

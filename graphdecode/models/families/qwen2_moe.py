@@ -26,5 +26,4 @@ class Qwen2Moe(Sparse, Qwen2):
         return switched_windows(settings, [layer % 2 == 0 and layer < first for layer in range(layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the experts, and whether the QKV product has a bias; no other has."""
         return super().options(settings, fields) | {"qkv_bias": flag(settings, "qkv_bias", True)}

@@ -15,11 +15,9 @@ class Qwen3(Qwen2):
     defaults: ClassVar[dict[str, Any]] = Qwen2.defaults | {"head_dim": 128}
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the biases, of attention's products alone."""
         return attention_biases(settings)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer."""
         return super().layer_weights(config, at, name) | head_norms(config, at, name)
 
 

@@ -9,7 +9,7 @@ from graphdecode.cache import Recurrent
 from graphdecode.models.blocks import Attention, Mixer, Norm
 from graphdecode.models.config import ModelConfig, choice, count
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
-from graphdecode.models.families.llama import attention_biases, head_run
+from graphdecode.models.families.llama import head_run
 from graphdecode.models.families.qwen3 import head_norms
 from graphdecode.models.families.sparse import Sparse
 from graphdecode.models.recurrent_blocks import DeltaNet, GatedAttention
@@ -44,7 +44,7 @@ class DeltaSizes(NamedTuple):
 
     @property
     def state(self) -> Recurrent:
-        """What a layer keeps."""
+        """The recurrent state of a layer."""
         shapes = (self.width - 1, self.conv_channels), (self.heads, self.key_dim, self.value_dim)
         return Recurrent((("conv_state", shapes[0]), ("delta_state", shapes[1])))
 
@@ -67,12 +67,7 @@ class Qwen35(Hybrid):
         "partial_rotary_factor": 0.25,
     }
 
-    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return which products have a bias."""
-        return attention_biases(settings)
-
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return which layers are delta nets, and their sizes."""
         choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
         layers, every = fields["num_hidden_layers"], count(settings, "full_attention_interval", 4)
         kinds = settings.get("layer_types") or [
@@ -95,7 +90,6 @@ class Qwen35(Hybrid):
         )
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> GatedAttention:
-        """Return attention whose results are gated."""
         plain = super().attention(config, weights, index)
         heads, dim, device = config.num_attention_heads, config.head_dim, weights.device
         columns = torch.arange(plain.qkv.out_features, device=device)
@@ -105,7 +99,6 @@ class Qwen35(Hybrid):
         return GatedAttention(**fields, qkv_order=order, gate_order=gates.flatten())
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of a delta net."""
         sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
         return {
             f"{at}conv": (Part(f"{own}conv1d.weight", (sizes.conv_channels, 1, sizes.width)),),
@@ -127,7 +120,6 @@ class Qwen35(Hybrid):
         return None, None
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
-        """Return the delta net of a layer."""
         orders = self.orders(config.mixer, weights.device)
         return delta_net(config.mixer, weights, at, config.rms_norm_eps, orders)
 

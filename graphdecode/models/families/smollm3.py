@@ -23,7 +23,6 @@ class SmolLM3(Llama):
         return switched_windows(settings, [not rotated for rotated in _has_rope(settings, layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, and which layers have no rotary embedding."""
         has_rope = _has_rope(settings, fields["num_hidden_layers"])
         ropes = tuple(fields["rope"] if rotated else None for rotated in has_rope)
         return super().options(settings, fields) | {"layer_ropes": ropes}

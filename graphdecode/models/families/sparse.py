@@ -29,7 +29,6 @@ class Sparse(Llama):
     stacked_mlp: ClassVar[str] = "mlp."
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return biases, and what the experts look like."""
         experts = self.experts(settings, fields)
         if experts is None:
             return super().options(settings, fields)
@@ -57,7 +56,6 @@ class Sparse(Llama):
         )
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it."""
         return self._sparse_weights(config, is_stacked=False)
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:

@@ -1,1 +1,1 @@
-"""GGUF files as a source of models: the container, its block types, and what they are in a config.json's words."""
+"""GGUF files as a source of models: container, blocks, tokenizer, and metadata as a config.json."""

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.gguf.container import GgufTensor, Metadata, TensorView, stop_token_ids
+from graphdecode.models.gguf.container import GgufTensor, Metadata, TensorView
 from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
+from graphdecode.models.gguf.tokenizer import stop_token_ids
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by other than their heads' channels
 EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -103,7 +104,7 @@ class Architecture:
 
 
 def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
-    """Refuse counts that the tensors belie, before anything is made for so many."""
+    """Refuse counts that do not fit the tensors, before anything is allocated for them."""
     if "token_embd.weight" not in stored:
         raise UnsupportedModelError("the tensor token_embd.weight is missing")
     held = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
@@ -130,7 +131,7 @@ def _check_experts(stored: Mapping[str, GgufTensor]) -> None:
 
 
 def _dtype(stored: Mapping[str, GgufTensor]) -> str:
-    """Return what to compute in where nobody says: float32 for a file of nothing else, else what holds any range."""
+    """Return the default dtype: float32 or float16 if all matrices are, else bfloat16 for its range."""
     kinds = {tensor.block.name for tensor in stored.values() if len(tensor.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 

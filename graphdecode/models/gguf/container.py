@@ -1,8 +1,7 @@
-"""A GGUF file: what its header says, believed only as far as the file reaches.
+"""A GGUF file: its header, with metadata and places of tensors, and the reading of tensors.
 
-The header is read here and not by `gguf.GGUFReader`, which takes 2.6 s for a vocabulary of 49,152 tokens, and believes
-counts and lengths that a damaged file has. The layout is that of ggml's `docs/gguf.md`, versions 2 and 3. Metadata go
-by the names that the architecture puts before them; tensors are seen as transformers has them, in terms of the file's.
+The layout is that of ggml's `docs/gguf.md`, versions 2 and 3. `gguf.GGUFReader` is not used: it takes 2.6 s for a
+vocabulary of 49,152 tokens, and trusts counts and lengths of damaged files.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _DEFAULT_ALIGNMENT = 32
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor lies in a file."""
+    """A tensor's place in a file."""
 
     path: Path  # of the file
     shape: tuple[int, ...]  # as torch has it, the longest stride first
@@ -49,7 +48,7 @@ class GgufTensor(NamedTuple):
         return self.block.size(math.prod(self.shape))
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return the bytes of some of its values, uint8; they begin and end with a block."""
+        """Return the bytes of `count` values from `first` on, whole blocks, uint8."""
         size = self.block.size(count)
         found = np.fromfile(self.path, np.uint8, size, offset=self.offset + self.block.size(first))
         if len(found) < size:
@@ -58,15 +57,15 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile:
-    """One file: its metadata and where its tensors are; no tensor is read.
+    """The header of one file.
 
     Attributes:
         path: of the file.
-        fields: the metadata; arrays of numbers are NumPy's, those of strings are lists.
+        fields: the metadata; arrays of numbers are NumPy arrays, those of strings are lists.
         tensors: by name.
 
     Raises:
-        CheckpointError: it is no GGUF file, or is damaged; the message names the file and the field.
+        CheckpointError: it is no GGUF file, or damaged; the message names the file and the field.
         ModelSourceError: it is a pointer of Git LFS.
     """
 
@@ -94,11 +93,11 @@ class GgufFile:
 
 
 def read_header(path: Path) -> GgufFile:
-    """Return a file's metadata; what was read of one that is as it was is not read again. See `GgufFile`."""
+    """Return a file's header, from a cache if the file has not changed; see `GgufFile`."""
     try:
         found = path.stat()
     except OSError:
-        return GgufFile(path)  # which says why
+        return GgufFile(path)  # which raises
     return _read_once(path, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
@@ -117,7 +116,7 @@ class _Header:
         self._at = 0
 
     def check_magic(self) -> None:
-        """Read what all files begin with."""
+        """Read magic and version."""
         magic = self._data[: len(MAGIC)]
         if magic != MAGIC:
             raise CheckpointError(f"{self._path} is no GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
@@ -130,7 +129,7 @@ class _Header:
             raise self._fault(f"version {version} is not supported; supported are {known}")
 
     def count(self, field: str, least: int, number_format: str = "Q") -> int:
-        """Read how many of something follow, each of which has at least so many bytes."""
+        """Read a number of entries, each of at least `least` bytes."""
         number = self._number(number_format, field)
         if number * least > self._size - self._at:
             raise self._fault(
@@ -150,7 +149,7 @@ class _Header:
         return found
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
-        """Read what the header says of the tensors, and look whether the file has their bytes."""
+        """Read the descriptions of all tensors, and check that the file has their bytes."""
         described: dict[str, GgufTensor] = {}
         for index in range(count):
             name = self._strings(1, f"the name of tensor {index}")[0]
@@ -239,24 +238,15 @@ class _Header:
         return CheckpointError(f"{self._path} is truncated: it ends within {field}, at byte {self._size}")
 
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
-# what ends a message or a text where a file does not say it, as in llama.cpp
-_ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>",
-)  # fmt: skip
-_HARMONY = {"<|return|>", "<|call|>"}  # where these end the output, <|end|> ends a part of it
-
-
 class Metadata:
-    """The fields of a file, and of its architecture; each reader raises `UnsupportedModelError` for what is wrong."""
+    """The fields of a file and its architecture; each method raises `UnsupportedModelError` for a wrong value."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._all = fields
         self.architecture = self.whole("general.architecture", str)
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """Return a number of the architecture, such as "embedding_length"; one for all layers where there are many."""
+        """Return a number of the architecture, such as "embedding_length"; for an array, its value if all are equal."""
         return self.whole(f"{self.architecture}.{name}", (int, float), default)
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -275,12 +265,12 @@ class Metadata:
         return self.whole(f"{self.architecture}.{name}", str, default)
 
     def layers(self, name: str) -> list[Any]:
-        """Return what the architecture has for each layer; [] where it is one value for all, or none."""
+        """Return an array of values for each layer; [] if it is one value for all, or missing."""
         value = self._all.get(f"{self.architecture}.{name}")
         return value.tolist() if isinstance(value, np.ndarray) else []
 
     def whole(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return a field by its whole name."""
+        """Return a field by its full name."""
         value = self._all.get(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -292,43 +282,27 @@ class Metadata:
         return value
 
 
-def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end the output: those that the file names, and those that are known to."""
-    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
-    known = {}
-    if isinstance(tokens, list) and isinstance(kinds, (list, np.ndarray)):  # else the tokenizer says what is wrong
-        known = {
-            token: index
-            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-            if token in _ENDS and kind == CONTROL
-        }
-    if known.keys() >= _HARMONY:
-        known.pop("<|end|>", None)
-    return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
-
-
-_VALUES_AT_ONCE = 1 << 19  # are dequantized together: what that needs beside the result is a few MB
+_VALUES_AT_ONCE = 1 << 19  # to dequantize, which needs a few MB of temporary memory
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """Rows of a stored tensor."""
+    """Rows of a stored tensor, as transformers has them."""
 
-    stored: GgufTensor  # where they are
-    shape: tuple[int, ...]  # as transformers has it
-    first_row: int = 0  # of the stored ones
-    head_dim: int = 0  # or the channels of each head whose rotary pairs (i, i + head_dim / 2) are stored as neighbours
-    shift: float = 0.0  # added to each value
+    stored: GgufTensor
+    shape: tuple[int, ...]
+    first_row: int = 0  # in the stored tensor
+    head_dim: int = 0  # > 0: rotary pairs (i, i + head_dim / 2) of each head are stored as neighbours
+    shift: float = 0.0  # is added to each value
 
     @property
     def block_type(self) -> str:
-        """What the values are stored as."""
+        """The name of the stored type."""
         return self.stored.block.name
 
     def read(self, out: Tensor, shard: Shard | None) -> None:
-        """Write the values, or a part of them, into `out`, converted to its dtype, a few rows at a time."""
-        # a vector is a column of rows of one value, unless it is stored in blocks
+        """Write the values, or a part of them, into `out`, a few rows at a time."""
+        # a vector is read as rows of one value, unless it is stored in blocks
         leading = self.shape if len(self.shape) == 1 and self.stored.block.values == 1 else self.shape[:-1]
         row_length = math.prod(self.shape[len(leading) :])
         slices = () if shard is None else shard.slices(self.shape)
@@ -341,7 +315,7 @@ class TensorView:
 
     @property
     def blocks(self) -> Tensor:
-        """Return the rows of a matrix as they are stored, uint8 [rows, bytes of a row]."""
+        """The stored rows of a matrix, uint8 [rows, bytes of a row]."""
         rows, row_length = self.shape
         order = self._stored_rows(np.arange(rows))
         stored = self.stored.read(self.first_row * row_length, rows * row_length).reshape(rows, -1)
@@ -355,7 +329,7 @@ class TensorView:
         return self.first_row + rows
 
     def _read_rows(self, rows: np.ndarray, row_length: int) -> Tensor:
-        """Return stored rows, by their numbers, which lie close together."""
+        """Return stored rows by their numbers, which are close to one another."""
         low, count = int(rows.min()), int(rows.max() - rows.min()) + 1
         found = dequantize(self.stored.read(low * row_length, count * row_length).reshape(count, -1), self.stored.block)
         return found if count == len(rows) and (np.diff(rows) == 1).all() else found[rows - low]

@@ -1,9 +1,8 @@
-"""Weights to blocks of GGUF and back: the library dequantizes all types but Q1_0, and makes Q8_0.
+"""Weights to blocks of GGUF and back.
 
-Made here are Q4_K and Q6_K, which it does not write, and Q5_0, whose scale it takes from the largest value alone.
-
-The layouts are those of ggml's `ggml-common.h`. A block's scales are found as ggml does: several are tried, those of
-the least error are taken, and the codes are rounded with what is stored of them.
+The package `gguf` dequantizes all types but Q1_0, and makes Q8_0. Made here are Q4_K and Q6_K, which it lacks, and
+Q5_0, for which it does not search scales. Scales are searched as in ggml: those of the least error of several are
+taken, and codes are rounded with the stored scales. Layouts are those of ggml's `ggml-common.h`.
 """
 
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from torch import Tensor
 from graphdecode.linear.gguf_blocks import BlockType
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_VALUES_AT_ONCE = 1 << 21  # are rounded together; what that needs beside the result is some tens of MB
+_VALUES_AT_ONCE = 1 << 21  # to quantize, which needs some tens of MB of temporary memory
 _SUPER_BLOCK = 256
-_MOVES = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # of the largest code, for scales that are tried
+_MOVES = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # added to the largest code, for candidate scales
 _LEAST = 1e-15
 
 
@@ -28,12 +27,12 @@ def dequantize(stored: np.ndarray, block: BlockType) -> Tensor:
     """
     if block.name in _FLOATS:
         return torch.from_numpy(stored).view(_FLOATS[block.name])
-    if block.name == "Q1_0":  # scale or -scale by each bit; the library knows the type, and cannot dequantize it
+    if block.name == "Q1_0":  # scale or -scale by each bit
         blocks = stored.reshape(-1, block.nbytes)
         scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
         signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") * np.float32(2) - np.float32(1)
         return torch.from_numpy((scales * signs).reshape(len(stored), -1))
-    import gguf.quants  # here, for models of other formats need none of it
+    import gguf.quants  # models of other formats do not need it
 
     return torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[block.name]))
 
@@ -45,7 +44,7 @@ def quantized_blocks(weight: Tensor, block_type: str) -> Tensor:
 
 
 def _q8_0(weight: Tensor) -> Tensor:
-    import gguf.quants  # here, for models of other formats need none of it
+    import gguf.quants  # models of other formats do not need it
 
     return torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0))
 
@@ -76,9 +75,9 @@ def _q4_k(weight: Tensor) -> Tensor:
 
 
 def _scales_and_mins(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return scales and negated least values, both >= 0, for codes from 0 to `most`: least squares over rounded codes.
+    """Return scales and negated minima, both >= 0, for codes from 0 to `most`, by least squares over rounded codes.
 
-    Errors count by how large a value is, beside the mean of its group; see ggml's `make_qkx2_quants`.
+    Errors are weighted by the magnitude of a value and of its group; see ggml's `make_qkx2_quants`.
     """
     least, largest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
     width = (largest - least).clamp(min=_LEAST)
@@ -135,7 +134,7 @@ def _q6_k(weight: Tensor) -> Tensor:
 
 
 def _signed_scales(groups: Tensor, most: int) -> Tensor:
-    """Return scales for codes from -most to most - 1; errors count by the square of a value (`make_qx_quants`)."""
+    """Return scales for codes from -most to most - 1; errors are weighted by the value's square (`make_qx_quants`)."""
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     safe = torch.where(largest == 0, torch.inf, largest)
     best, best_gain = torch.zeros_like(largest), torch.zeros_like(largest)

@@ -1,4 +1,4 @@
-"""The rotary embedding that the metadata and the tensors of a GGUF file describe."""
+"""The rotary embedding of a GGUF file, from its metadata and tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -63,16 +63,12 @@ def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float,
 
 
 def _optional(metadata: Metadata, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the numbers that a file has, by config.json's names."""
+    """Return the numbers that a file has, by the names of config.json."""
     return {ours: metadata.number(theirs) for ours, theirs in names.items() if metadata.has(theirs)}
 
 
 def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: int) -> dict[str, Any]:
-    """Return the rope whose frequencies are divided by factors.
-
-    A file has them in place of Llama 3.1's four numbers. Where they follow from the numbers that all its models have,
-    it is that rope; else one that has factors.
-    """
+    """Return the rope whose frequencies are divided by factors: "llama3" for those of Llama 3.1, else "longrope"."""
     llama3 = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
     if 2 * len(factors) != rotated:
         raise UnsupportedModelError(f"{_FACTORS} has {len(factors)} factors; {rotated} channels are rotated in pairs")
@@ -86,7 +82,7 @@ def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: 
 
 
 def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Return the factors that a file has for Llama 3.1's rope, float32 [pairs]; other numbers cannot be said."""
+    """Return the factors of Llama 3.1's rope, float32 [pairs]; a file cannot have other numbers than Llama 3.1's."""
     numbers = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if numbers | {"original_max_position_embeddings": rope.original_max_positions} != _LLAMA3:
         raise UnsupportedModelError(f"a GGUF file cannot say that Llama 3.1's rope has other numbers than {_LLAMA3}")

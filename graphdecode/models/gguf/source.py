@@ -43,13 +43,13 @@ class Gguf:
         return resolve_model_path(model).suffix == SUFFIX
 
     def config(self) -> ModelConfig:
-        """Return what the metadata say, which a config.json would say in other words."""
+        """Return the configuration of the metadata."""
         try:
             config = config_of(self.settings)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.path}: {error}") from error
         kinds = {tensor.block for tensor in self._stored.values()}
-        return replace(config, few_bits=any(kind.values > 1 for kind in kinds))
+        return replace(config, integer_quantized=any(kind.values > 1 for kind in kinds))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -58,17 +58,17 @@ class Gguf:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All that the files hold, under the names of transformers; what has none, under its own."""
+        """All tensors by their names in transformers; others by their own."""
         return {name: Stored(view.shape, view.block_type) for name, view in self._views.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a part of it and no more, into `out`; blocks are dequantized a few rows at a time."""
+        """Write one tensor, or a part of it, into `out`; blocks are dequantized a few rows at a time."""
         self._views[name].read(out, shard)
 
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
-        """Return a matrix, or a part of it, as it is stored; None where it is in no blocks, or that cuts one."""
+        """Return a matrix, or a part of it, as it is stored; None if it is not in blocks, or the part cuts one."""
         view = self._views[name]
         if len(view.shape) != 2 or view.shift or view.block_type not in GGUF_BLOCKS:
             return None

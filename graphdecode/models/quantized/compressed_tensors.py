@@ -1,9 +1,8 @@
-"""compressed-tensors: what llm-compressor writes.
+"""compressed-tensors, the format of llm-compressor.
 
-Of a module NAME there are `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
-`NAME.weight_shape`: int32, low bits first, with integers that are moved into what is not negative. Zero points, where
-there are some, are packed likewise along the rows, or int8. Which modules are quantized, the tensors say: those of the
-ignore list have a plain weight.
+A module NAME has `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
+`NAME.weight_shape`: unsigned integers in int32, low bits first. Zero points, if any, are packed in the same way along
+the rows, or int8. Modules of the ignore list have a plain weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +40,7 @@ class _Scheme(NamedTuple):
     bits: int
     group_size: int  # -1: a row, or all of the weight
     rows_of_scale: int = 1
-    is_symmetric: bool = True  # there need be no zero points
+    is_symmetric: bool = True  # zero points may be missing
 
 
 class CompressedTensors(Method):
@@ -56,7 +55,7 @@ class CompressedTensors(Method):
             held = settings.get(other)
             if held and not (isinstance(held, dict) and held.get("format") == "dense"):
                 raise UnsupportedModelError(f"quantization_config: {other} is not supported")
-        ignored = settings.get("ignore")  # which they are, the tensors say
+        ignored = settings.get("ignore")
         if ignored is not None and not (isinstance(ignored, list) and all(isinstance(name, str) for name in ignored)):
             raise UnsupportedModelError(f"quantization_config: ignore must be a list of names, got {shown(ignored)}")
         _check_cache(settings.get("kv_cache_scheme"))
@@ -101,7 +100,7 @@ class CompressedTensors(Method):
         return PackedTensor(Stored((rows, columns), name), there, partial(_groups, module, scheme, (rows, columns)))
 
     def _schemes_of(self, module: str, codes: Stored, shape: tuple[int, int]) -> list[_Scheme]:
-        """Return the schemes that have such codes."""
+        """Return the schemes that fit a module's codes."""
         rows, columns = shape
         packed_bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
         kinds = {"I8": ("integer", 8), "F8_E4M3": ("e4m3", 8), "U8": ("e2m1", 4)}
@@ -138,7 +137,7 @@ def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
 
 
 def _check_cache(scheme: Any) -> None:
-    """Refuse scales of a cache of another kind than an fp8 one, with a number for each layer or each of its heads."""
+    """Refuse a scheme of the KV cache other than fp8 with a scale for each layer or head."""
     if scheme is None:
         return
     if not isinstance(scheme, dict):
@@ -149,7 +148,7 @@ def _check_cache(scheme: Any) -> None:
 
 
 def _fitting(module: str, schemes: list[_Scheme], shape: tuple[int, int], scale: Stored) -> _Scheme:
-    """Return the scheme whose scales a module has, its group size that of the weight."""
+    """Return the scheme that fits a module's scales, with the weight's group size."""
     rows, columns = shape
     dims = (*scale.shape, 1, 1)[:2]
     for scheme in schemes:

@@ -1,4 +1,4 @@
-"""Weights whose codes stand for floats: float8, gpt-oss's MXFP4, and bitsandbytes' nf4.
+"""Weights with codes of floats: float8, gpt-oss's MXFP4, and bitsandbytes' nf4.
 
 Float8 is e4m3, with a scale for all of a weight, for each row, or for blocks of rows and columns. DeepSeek's and Qwen's
 checkpoints have `NAME.weight_scale_inv` for blocks of 128 x 128, which multiplies in spite of its name; others have
@@ -41,7 +41,7 @@ def _float8_groups(codes: Tensor, scales: Tensor, *, block: tuple[int, int]) -> 
 
 
 class Float8(Method):
-    """What transformers calls fine-grained fp8, and fp8 with a scale for all of a weight."""
+    """Fine-grained fp8 of transformers, and fp8 with one scale for a weight."""
 
     name = "fp8"
     spare = (".input_scale", ".activation_scale", ".input_scale_inv")
@@ -95,7 +95,7 @@ class Mxfp4(Method):
         """Take a `quantization_config`, which says nothing more."""
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield what blocks and scales are together; what does not fit is left as it is."""
+        """Yield the pairs of blocks and scales; other tensors are left out."""
         for name, blocks in tensors.items():
             plain = name.removesuffix(_BLOCKS)
             scales = tensors.get(f"{plain}{_SCALES}")

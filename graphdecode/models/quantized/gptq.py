@@ -35,7 +35,7 @@ class Gptq(method.Method):
         flag(settings, "desc_act", False)
         if settings.get("dynamic"):
             raise UnsupportedModelError("quantization_config: dynamic is not supported: all layers must be alike")
-        # in the first version what is stored is the zero point less one, as the first kernels wanted it
+        # version 1 stores the zero point - 1
         self._zero_offset = 1 if is_one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:

@@ -1,7 +1,6 @@
-"""What the quantization methods of Hugging Face's checkpoints have in common.
+"""The base of quantization methods of Hugging Face's checkpoints.
 
-A weight stands in several tensors of the files. A method finds them, checks that they belong together, and says how
-they become `Groups`.
+A method finds the tensors that make up each weight, checks them, and unpacks them as `Groups`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,28 +17,28 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.fields import UnsupportedModelError
 from graphdecode.models.weight_map import CheckpointError
 
-Read = Callable[[str, tuple[slice, ...]], Tensor]  # a part of a tensor of the files, by its name; () is all of it
+Read = Callable[[str, tuple[slice, ...]], Tensor]  # reads a slice of a stored tensor, by its name; () is all of it
 FLOATS = ("F32", "F16", "BF16")  # types of scales
-_VALUES_AT_ONCE = 1 << 22  # are dequantized together, in fp32
+_VALUES_AT_ONCE = 1 << 22  # to dequantize, in fp32
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A weight, as a checkpoint without quantization would have it."""
+    """A quantized weight."""
 
-    stored: Stored  # its shape, and what it is stored as, one of GROUP_TYPES
+    stored: Stored  # its unpacked shape, and its type, one of GROUP_TYPES
     tensors: Mapping[str, str]  # parameters of `unpack` -> names in the files
-    unpack: Callable[..., Groups]  # returns the weight, given these tensors; experts stand one below another
-    is_stack: bool = False  # it is [experts, in_features, out_features], and each expert's matrix is stored by rows
+    unpack: Callable[..., Groups]  # returns the weight of these tensors; experts are concatenated by rows
+    is_stack: bool = False  # it is [experts, in_features, out_features], with each expert's matrix stored by rows
 
     def groups(self, read: Read, expert: int | None = None) -> Groups | None:
-        """Return a matrix, or one expert's of a stack and no more, as it is stored; None if it is not of that kind."""
+        """Return a matrix, or one expert's of a stack; None if `expert` does not fit."""
         if self.is_stack is (expert is None):
             return None
         return self._unpacked(read, () if expert is None else (slice(expert, expert + 1),))
 
     def write(self, read: Read, out: Tensor, shard: Shard | None) -> None:
-        """Write its values, or those of a part, into `out`."""
+        """Write the dequantized values, or a part of them, into `out`."""
         rows, *columns = (slice(None),) if shard is None else shard.slices(self.stored.shape)
         if self.is_stack:
             of_experts = self._unpacked(read, (rows,)).dequantized().unflatten(0, (-1, self.stored.shape[2]))
@@ -57,10 +56,10 @@ class PackedTensor:
 
 
 class Method(ABC):
-    """What `quantization_config` names as its `quant_method`; made of its fields, whose values must be known."""
+    """A `quant_method`, made of the fields of `quantization_config`."""
 
     name: ClassVar[str]
-    spare: ClassVar[tuple[str, ...]] = ()  # how tensors' names end that concern activations, which are not quantized
+    spare: ClassVar[tuple[str, ...]] = ()  # suffixes of tensors for quantized activations, which are not used
     of_integers: bool = False  # weights are integers
 
     @abstractmethod
@@ -68,13 +67,13 @@ class Method(ABC):
 
     @abstractmethod
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights that the tensors of a checkpoint's files are, with the names that they go by."""
+        """Yield (name, weight) of each quantized weight of a checkpoint."""
 
 
 def is_one_of(
     settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = ""
 ) -> Any:
-    """Return a field of `quantization_config`, or of its object `of`; one of other than the known values is refused."""
+    """Return a field of `quantization_config`, or of its object `of`; an unknown value is refused."""
     value = settings.get(name)
     value = default if value is None else value
     if not any(value == each and type(value) is type(each) for each in known):
@@ -106,7 +105,7 @@ def checked_group_size(size: Any) -> int:
 
 
 def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Refuse a tensor that is not there, or is another than it must be."""
+    """Raise CheckpointError if a tensor is missing, or has another shape or dtype."""
     found = tensors.get(name)
     if found is None:
         raise CheckpointError(f"{name} is missing")
@@ -117,10 +116,9 @@ def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dt
 
 
 def reordered(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
-    """Return a weight whose columns stand by their groups, which GPTQ's `desc_act` dealt out by importance.
+    """Return a weight with its columns sorted by their groups, for GPTQ's `desc_act`.
 
-    Its columns are in the order of the input features; `group_of` is the group of each, integers [in_features], or
-    None where they stand by their groups.
+    `group_of`: the group of each column, integers [in_features]; None: they are sorted.
     """
     expected = torch.arange(groups.shape[1]) // groups.group_size
     if group_of is None or torch.equal(group_of.long(), expected):

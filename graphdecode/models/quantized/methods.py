@@ -1,4 +1,4 @@
-"""The methods that a `quantization_config` may name, and the one that it does."""
+"""The registry of quantization methods, by their `quant_method`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from graphdecode.models.quantized.method import Method
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (CompressedTensors, Gptq, Awq, Float8, FbgemmFloat8, Mxfp4, Nf4)
 }
-CONFIGURATIONS = ("quantization_config", "compression_config")  # the fields of a config.json; the latter in older ones
+CONFIGURATIONS = ("quantization_config", "compression_config")  # fields of a config.json; the latter is older
 
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:
-    """Return how a checkpoint's weights are quantized, given its config.json; None: they are not."""
+    """Return the quantization method of a checkpoint, given its config.json; None: weights are plain."""
     described = next((settings[field] for field in CONFIGURATIONS if settings.get(field)), None)
     if not described:
         return None

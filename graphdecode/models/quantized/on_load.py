@@ -1,7 +1,6 @@
-"""A source of plain weights that quantizes them: each is rounded when it is read, as `quantize=` names it.
+"""A source that quantizes the plain weights of another one as they are read, for `quantize=` and quantized copies.
 
-The forms that keep a checkpoint's codes keep these, and a file of them is written by reading. A checkpoint with one
-tensor for all experts of a layer is read as if each expert had tensors of its own.
+A checkpoint with one tensor for all experts of a layer is read as if each expert had tensors of its own.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ class _Piece(NamedTuple):
 
     stack: str  # its name; the experts are along its first dimension
     expert: Shard  # of the stack
-    place: int  # of so many products of an expert whose outputs are in the stack
-    places: int  # how many these are
+    place: int  # of this product among those of an expert in the stack
+    places: int  # products of an expert in the stack
     shape: tuple[int, ...]
 
 
 class ExpertsApart:
-    """A source of plain weights, which has some experts in stacks, with all of them by themselves.
+    """A source whose stacks of experts are read as tensors of each expert.
 
-    The model's tensors are `stacked` in the source, and read as those `apart`; `interleaved`: see `ExpertNames`.
+    The source has the tensors of the map `stacked`, and is read as those of `apart`; `interleaved`: see `ExpertNames`.
     """
 
     def __init__(self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, interleaved: bool) -> None:
         self._source = source
         self._interleaved = interleaved
         self._pieces: dict[str, _Piece] = {}
-        self._named: dict[str, str] = {}  # what has another name in such a model alone
+        self._named: dict[str, str] = {}  # names of `apart` -> of `stacked`, where only these differ
         for place, ours in apart.items():
             theirs = stacked[place]
             if len(theirs) == len(ours):
                 self._named |= {part.name: their.name for part, their in zip(ours, theirs, strict=True)}
                 continue
             stack, count = theirs[0].name, theirs[0].shape[0]
-            places = len(ours) // count  # those of one expert follow one another
+            places = len(ours) // count  # ordered by experts
             for index, part in enumerate(ours):
                 expert = Shard(index // places, count, 0)
                 self._pieces[part.name] = _Piece(stack, expert, index % places, places, part.shape)
@@ -68,7 +67,7 @@ class ExpertsApart:
         return found | {name: Stored(piece.shape, there[piece.stack].dtype) for name, piece in self._pieces.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a part of it, into `out`; nothing of other experts is read."""
+        """Write one tensor, or a part of it, into `out`, without reading other experts."""
         piece = self._pieces.get(name)
         if piece is None:
             self._source.read(self._named.get(name, name), out, shard)
@@ -84,30 +83,30 @@ class ExpertsApart:
         out.copy_(own[0] if shard is None else own[0][shard.slices(piece.shape)])
 
 
-_VALUES_AT_ONCE = 1 << 22  # are rounded together, in fp32
-_GROUP_SIZES = (128, 64, 32)  # that are tried, the first that divides all columns
+_VALUES_AT_ONCE = 1 << 22  # to round, in fp32
+_GROUP_SIZES = (128, 64, 32)  # the default is the first that divides all columns
 _FLOAT8_MOST = 448.0
-# a group's largest value over its scale: with the smaller ones nothing is cut off, with the larger ones most is finer
+# candidates for a group's largest value over its scale: larger ones clip it, and make the others more precise
 _LARGEST_CODES = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0, 11.0)
 
 
 @dataclass(frozen=True)
 class GroupScheme:
-    """Codes of a kind, with a scale for each group of a row or for each row."""
+    """Codes with a scale for each group of a row or for each row."""
 
-    name: str  # what it is asked for by
-    code: Code  # what codes are
+    name: str  # value of `quantize`
+    code: Code
     bits: int  # of a code
-    is_grouped: bool = False  # whether a row has several groups where nobody says how large they are
+    is_grouped: bool = False  # whether the default is several groups a row
     group_size: int | None = None  # columns that share a scale; None: all of a row
 
     @property
     def type_name(self) -> str:
-        """What `Stored.dtype` says of such a weight."""
+        """`Stored.dtype` of such a weight."""
         return "FP8" if self.code == "e4m3" else f"INT{self.bits}"
 
     def sized(self, group_size: int | None, columns: Iterable[int]) -> GroupScheme:
-        """Return the scheme with groups that fit weights of so many columns; None: of the largest usual size."""
+        """Return the scheme with a group size that divides all `columns`; None: the largest usual one."""
         if group_size is None and not self.is_grouped:
             return self
         if self.code != "integer":
@@ -133,10 +132,7 @@ GROUP_SCHEMES = {
 
 
 def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
-    """Return a weight [out_features, in_features] in groups: the nearest codes, scales of a small squared error.
-
-    Its dtype, float32, bfloat16 or float16, is that of the scales; the scheme's group size divides its columns.
-    """
+    """Return a weight [out_features, in_features], float32, bfloat16 or float16, as codes and scales of its dtype."""
     rows, columns = weight.shape
     size = scheme.group_size or columns
     scales = torch.empty(rows, columns // size, dtype=weight.dtype)
@@ -158,7 +154,7 @@ def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
 
 
 def _scales(groups: Tensor, scheme: GroupScheme, dtype: torch.dtype) -> Tensor:
-    """Return the scales of groups [rows, groups, columns], none of them 0."""
+    """Return the scales of groups [rows, groups, columns], > 0, of a small squared error."""
     largest = groups.abs().amax(-1)
     least = torch.finfo(dtype).tiny
     if scheme.bits == 8:
@@ -173,21 +169,18 @@ def _scales(groups: Tensor, scheme: GroupScheme, dtype: torch.dtype) -> Tensor:
     return best
 
 
-_BLOCK_SCHEMES = {  # by name: of a product's weights and of the output layer's; where 256 does not divide the columns
+_BLOCK_SCHEMES = {  # by name: block types of products, and of the output layer; the second if 256 does not divide
     "q8_0": (("Q8_0", "Q8_0"), ("Q8_0", "Q8_0")),
     "q4_k": (("Q4_K", "Q5_0"), ("Q6_K", "Q8_0")),
 }
-# what `quantize=` takes -> by what the forms are asked for that keep what is rounded so
+# values of `quantize` -> those that `forms.py` knows for them
 FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromkeys(_BLOCK_SCHEMES, "gguf")}
 # dtypes of weights that are not quantized, by safetensors' names
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class RoundedSource:
-    """A source of plain weights that gives some of them rounded, those of `kinds`: name -> `Stored.dtype`.
-
-    Without a scheme these are blocks of GGUF, of those types.
-    """
+    """A source that quantizes the weights of `kinds` (name -> `Stored.dtype`): in groups, or in GGUF blocks."""
 
     def __init__(
         self, source: TensorSource, weight_map: WeightMap, kinds: Mapping[str, str], scheme: GroupScheme | None
@@ -218,7 +211,7 @@ class RoundedSource:
     def read_quantized(
         self, name: str, shard: Shard | None = None, expert: int | None = None
     ) -> QuantizedWeight | None:
-        """Return a rounded weight, or a part of it; None for other tensors, and parts within a group."""
+        """Return a quantized weight, or a part of it; None for other tensors, and for parts that cut a group."""
         return part_of(self._rounded(name), shard) if name in self._kinds else None
 
     def _rounded(self, name: str) -> Groups | GgufBlocks:
@@ -229,9 +222,9 @@ class RoundedSource:
 
 
 def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> RoundedSource:
-    """Return a source that rounds the weights of another one, those of each expert by themselves.
+    """Return a source that quantizes the weights of another one, those of each expert separately.
 
-    In groups are the weights of the layers' products; in GGUF's blocks the output layer's and the embedding, too.
+    Groups are for the products of layers; GGUF blocks for the embedding and the output layer, too.
 
     Args:
         source: of plain weights.
@@ -269,7 +262,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
 
 
 def plain_weight(source: TensorSource, name: str) -> Tensor:
-    """Return a tensor of a source as it has it, in memory of its own."""
+    """Return a tensor of a source in its own dtype."""
     stored = source.tensors[name]
     out = torch.empty(stored.shape, dtype=PLAIN.get(stored.dtype, torch.float32))
     source.read(name, out)
@@ -277,7 +270,7 @@ def plain_weight(source: TensorSource, name: str) -> Tensor:
 
 
 def _fitting(name: str, part: Part, kinds: tuple[str, str]) -> str:
-    """Return the first type of block into which a weight's columns go."""
+    """Return the first block type that divides a weight's columns."""
     found = [kind for kind in kinds if part.shape[1] % BLOCK_OF[kind].values == 0]
     if not found:
         least = BLOCK_OF[kinds[-1]].values

@@ -1,4 +1,4 @@
-"""A checkpoint folder that transformers reads: described without its weights, and loaded."""
+"""A checkpoint folder whose model transformers runs: its configuration, and loading."""
 
 import contextlib
 import inspect
@@ -30,7 +30,7 @@ from graphdecode.models.transformers_backend.module_decoder import (
 )
 from graphdecode.models.weight_map import CheckpointError
 
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # of transformers' kinds, those that keep keys and values alone
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # types of layers without other states than keys and values
 
 
 class FormLinear(nn.Module):
@@ -54,7 +54,7 @@ class FormLinear(nn.Module):
 
 def weight_of(module: nn.Module) -> Tensor | None:
     """Return the weight [out_features, in_features] of a plain linear layer; None of any other module."""
-    from transformers.pytorch_utils import Conv1D  # GPT-2's: a product whose weight lies the other way round
+    from transformers.pytorch_utils import Conv1D  # GPT-2's, with a transposed weight
 
     if type(module) is nn.Linear:
         return module.weight.detach()
@@ -62,14 +62,11 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightForm]]:
-    """Put forms in the place of all plain linear layers, and return each with its name, such as `q_proj`.
-
-    A weight is dropped as soon as its form is made.
-    """
+    """Replace all plain linear layers by forms, and return each with its name, such as `q_proj`."""
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
     forms = []
-    for path in paths:  # modules in a list would hold all weights until the end
+    for path in paths:  # by path: a list of modules would hold all weights until the end
         above, _, name = path.rpartition(".")
         module: Any = model.get_submodule(path)
         weight: Any = weight_of(module)
@@ -86,7 +83,7 @@ class AdoptedFolder:
     def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
         self._folder = folder
         self._file = folder / "config.json"
-        self._given = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        self._options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
 
     @cached_property
     def config(self) -> AdoptedConfig:
@@ -105,7 +102,7 @@ class AdoptedFolder:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
     def check_files(self, source: TensorSource) -> None:
-        """Refuse files that hold fewer numbers than the model; which tensors are missing is seen when loading."""
+        """Refuse files with fewer values than the model; `load` finds which tensors are missing."""
         held = sum(math.prod(stored.shape) for stored in source.tensors.values())
         if held < self.config.num_parameters:
             raise CheckpointError(
@@ -114,7 +111,7 @@ class AdoptedFolder:
             )
 
     def load(self, options: FormOptions, *, progress: bool) -> ModuleDecoder:
-        """Read the weights, of safetensors alone, and put its products into forms.
+        """Read the weights, from safetensors only, and replace linear layers by forms.
 
         Raises:
             CheckpointError: tensors are missing, of wrong shapes or unreadable.
@@ -131,9 +128,9 @@ class AdoptedFolder:
                     attn_implementation=NAME,
                     use_safetensors=True,
                     output_loading_info=True,
-                    **self._given,
+                    **self._options,
                 )
-        except Exception as error:  # whatever transformers, or a model's own code, may raise
+        except Exception as error:  # whatever transformers, or a model's own code, raises
             raise CheckpointError(f"{self._folder} cannot be loaded by transformers: {_line(error)}") from error
         module, found = loaded
         if found["missing_keys"]:
@@ -147,10 +144,10 @@ class AdoptedFolder:
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(self._folder, **self._given)
+            return AutoConfig.from_pretrained(self._folder, **self._options)
         except Exception as error:  # see `load`
             why = _line(error)
-            if "auto_map" in read_json(self._file) and not self._given["trust_remote_code"]:
+            if "auto_map" in read_json(self._file) and not self._options["trust_remote_code"]:
                 why = "it comes with Python code of its own, which is run with trust_remote_code=True alone"
             raise UnsupportedModelError(
                 f"{self._file}: transformers cannot read it either: {why}; a family {BRING_YOUR_OWN}"
@@ -168,7 +165,7 @@ class AdoptedFolder:
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(
-                    settings, attn_implementation=NAME, trust_remote_code=self._given["trust_remote_code"]
+                    settings, attn_implementation=NAME, trust_remote_code=self._options["trust_remote_code"]
                 ).eval()
         except KeyError as error:
             raise UnsupportedModelError(_no_interface(name) if error.args == (NAME,) else _line(error)) from error
@@ -179,7 +176,7 @@ class AdoptedFolder:
             raise UnsupportedModelError(f"transformers has no causal decoder {why}") from error
 
     def _check_layers(self, module: Any, settings: Any, attended: Collection[int] | None) -> None:
-        """Refuse a module that cannot run over a paged cache; `attended` are its layers that attend, None: unknown."""
+        """Refuse a module that cannot run over a paged cache; `attended`: its layers with attention, None: unknown."""
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
         if {part.is_causal for part in module.modules() if hasattr(part, "is_causal")} == {False}:
             why = "whose tokens see those behind them: it generates no text, and only causal decoders are run"
@@ -206,9 +203,9 @@ _Shape = tuple[int, int, int, int, int]  # query heads, key heads, channels of q
 
 
 def _attention_shapes(module: nn.Module) -> tuple[dict[int, _Shape], bool]:
-    """Return for each layer what attention is asked for in a step over no data, and whether the step came to its end.
+    """Return each layer's attention shapes in a step on the meta device, and whether the step was completed.
 
-    One that reads on the host, or runs what exists for real tensors alone, does not.
+    It is not if the module reads tensors on the host, or runs operators that have no meta kernel.
     """
     shapes: dict[int, _Shape] = {}
 
@@ -231,7 +228,7 @@ def _attention_shapes(module: nn.Module) -> tuple[dict[int, _Shape], bool]:
 
 
 def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape]) -> AdoptedConfig:
-    """Return the sizes: those that attention asks for, else what the configuration calls them."""
+    """Return the sizes: those of `shapes`, else those of transformers' configuration."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     heads = count(fields, "num_attention_heads")
     kv_heads = count(fields, "num_key_value_heads", heads)
@@ -263,7 +260,7 @@ def _architecture(settings: Any) -> str:
 
 
 def _other_inputs(settings: Any) -> str:
-    """Return what a model reads beside text, in words; "" where that is nothing that is known."""
+    """Return a sentence on a model's inputs other than text; "" without any."""
     kinds = {"vision_config": "images", "audio_config": "sound"}
     read = [words for part, words in kinds.items() if part in type(settings).sub_configs]
     return f"it reads {' and '.join(read)}, and models of text alone are run" if read else ""

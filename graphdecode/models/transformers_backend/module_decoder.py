@@ -1,8 +1,7 @@
-"""A causal decoder of transformers as one of our models: its own module, over our cache and our attention.
+"""A causal decoder of transformers as a `Model`: its module, over our cache and our attention.
 
-The module's attention is the function that transformers finds in its `AttentionInterface`. There is no mask function:
-for an attention that has none registered, transformers makes no mask at all, and ours needs none, for what a token
-sees follows from the cache, its position and the window.
+Our attention is registered in transformers' `AttentionInterface`, without a mask function: transformers then makes no
+mask, and ours needs none, since positions and the window determine which keys are visible.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +26,18 @@ from graphdecode.models.model import Chunks, Model
 
 NAME = "graphdecode"  # of the function, in transformers' registry
 _PLACE = "graphdecode_attention"  # the attribute of an attention module that holds the function
-_POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are turned by them already
+_POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are rotated already
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptedConfig(ModelShape):
     """Sizes of a model that transformers runs."""
 
-    windows: tuple[int, ...] = (-1,)  # layers may see all keys: what else they see their module says while it runs
-    num_parameters: int  # numbers in all its tensors, each counted once
+    windows: tuple[int, ...] = (-1,)  # unknown before the module runs
+    num_parameters: int
 
     def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
-        """Refuse a layer whose attention the cache has no place for; values of fewer channels than keys are padded."""
+        """Refuse a layer whose attention does not fit the cache; values of fewer channels than keys are padded."""
         dim, own = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
         if (heads, kv_heads) != own or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
             raise UnsupportedModelError(
@@ -53,21 +52,21 @@ Attending = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 
 def register() -> None:
-    """Put the function into transformers' registry; doing it again changes nothing."""
-    from transformers import AttentionInterface  # it takes a second, and a native model needs none of it
+    """Register our attention in transformers, if it is not."""
+    from transformers import AttentionInterface  # a slow import, which native models do not need
 
     AttentionInterface.register(NAME, _attention)
 
 
 def set_attention(model: nn.Module, attend: Attending) -> None:
-    """Let a function compute the attention of a model's modules from now on."""
+    """Set the function that computes the attention of a model's modules."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, _PLACE, attend)
 
 
 def keep_quantiles(model: nn.Module) -> None:
-    """Keep a constant of Gemma 3n's sparse layers that transformers makes from a host number at every step."""
+    """Make a buffer of the quantile of Gemma 3n's sparse layers, which transformers computes on the host each step."""
     module: Any
     for module in model.modules():
         if hasattr(module, "_gaussian_topk") and module.activation_sparsity > 0.0:
@@ -78,7 +77,7 @@ def keep_quantiles(model: nn.Module) -> None:
 
 
 def _above_quantile(quantile: Tensor, inputs: Tensor) -> Tensor:
-    """Return by how much inputs are above a quantile of theirs, as if they were normally distributed, or 0."""
+    """Return max(inputs - quantile, 0), where inputs are taken as normally distributed."""
     spread = inputs.std(-1, keepdim=True, unbiased=False) * quantile.to(inputs.dtype)
     return nn.functional.relu(inputs - (inputs.mean(-1, keepdim=True) + spread))
 
@@ -96,12 +95,12 @@ def _attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it: one row of t tokens, which are those of all our rows.
+    """The function of transformers' `AttentionInterface`: one row of t tokens, which are those of all our rows.
 
     Queries are [1, heads, t, head_dim], keys and values [1, kv_heads, t, head_dim], sinks (`s_aux`) [heads]; a window
-    counts the token's own key. Returned are [1, t, heads, head_dim], and no weights.
+    includes the token's own key. Returns [1, t, heads, head_dim], and no weights.
     """
-    tensors = [name for name, given in others.items() if isinstance(given, Tensor) and name not in _POSITIONS]
+    tensors = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _POSITIONS]
     if attention_mask is not None or is_causal is False or tensors:
         asked = ", ".join(["a mask of its own"] * (attention_mask is not None) + tensors) or "no causal order"
         raise UnsupportedModelError(f"{type(module).__name__} asks attention for {asked}, which this runtime has not")
@@ -115,12 +114,12 @@ def _attention(
 
 
 class _Pass(NamedTuple):
-    """One pass of the module over some tokens, and where its attention reads and writes."""
+    """The arguments of attention in one pass of the module."""
 
     tokens: Tokens
     caches: Sequence[LayerState]
     attend: Attend
-    is_known: bool = False  # their keys and values are in the caches already
+    is_cached: bool = False  # keys and values of the tokens are in the caches already
 
 
 class ModuleDecoder(Model):
@@ -135,7 +134,7 @@ class ModuleDecoder(Model):
         self.cache_scales = [(1.0, 1.0)] * config.num_hidden_layers
         first = self._plain_tensors()[0]
         self.dtype, self.device = first.dtype, first.device
-        # no channel is left to be turned: queries and keys come from the module as they are to be compared
+        # no channels are rotated here: the module has rotated queries and keys
         self._angles = torch.empty((config.max_position_embeddings, 2, 0), device=self.device)
         self._pass: _Pass | None = None
         set_attention(module, self.attend)
@@ -154,7 +153,7 @@ class ModuleDecoder(Model):
         yield from self._forms
 
     def read_bytes(self, rows: int | None) -> int:
-        """Bytes of weights that a step reads, however many rows there are: all but tables, of which it reads rows."""
+        """Return the bytes of weights that a step reads: all but embedding tables."""
         tables = {id(each.weight) for each in self.module.modules() if isinstance(each, nn.Embedding)}
         plain = sum(each.nbytes for each in self.module.parameters() if id(each) not in tables)
         return plain + sum(form.nbytes for _, form in self._forms)
@@ -169,12 +168,12 @@ class ModuleDecoder(Model):
     ) -> _Pass:
         """Append the keys and values of many tokens; see `Model.prefill`."""
         passed = _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention))
-        with torch.no_grad():  # what comes after the layers is for logits
+        with torch.no_grad():
             self._run(self.module.base_model, passed)
         return passed
 
     def logits(self, passed: _Pass, begin: int, end: int) -> Tensor:
-        """Feed some tokens of a prefill once more, now for their logits; see `Model.logits`."""
+        """Run some tokens of a prefill again, for their logits; see `Model.logits`."""
         ids, rows, positions, live, table, *_ = passed.tokens
         part, count = slice(begin, end), end - begin
         table = table.index_select(0, rows[begin : begin + 1])
@@ -186,27 +185,27 @@ class ModuleDecoder(Model):
             extend_over(cache, out, q, cu_seqlens_q, cu_seqlens_kv, table, options)
 
         with torch.no_grad():
-            return self._logits(_Pass(tokens, passed.caches, attend, is_known=True))
+            return self._logits(_Pass(tokens, passed.caches, attend, is_cached=True))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Append a layer's keys and values, and return the attention of its queries; the module asks for this."""
+        """Append a layer's keys and values, and return the attention of its queries; called by the module."""
         if self._pass is None:
             raise UnsupportedModelError("the module can only be run by its decoder, which knows its cache")
         tokens, cache = self._pass.tokens, self._pass.caches[layer]
-        assert isinstance(cache, LayerCache)  # as all layers of a module have
+        assert isinstance(cache, LayerCache)
         self.config.check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
         v_dim = v.shape[2]
         v = torch.nn.functional.pad(v, (0, q.shape[2] - v_dim))  # a cache has one size for keys and values
         queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if self._pass.is_known:
+        if self._pass.is_cached:
             queries.copy_(within(mixed(q), q.dtype) if format_of(cache.keys.dtype).is_mixed else q)
         else:
             joined = torch.cat((q, k, v), dim=1).flatten(1)
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
             key, value, pages = cache.scales
             pool = (cache.keys, cache.values)
-            turn = QKNormRope(self._angles)
-            rope_append(queries, *pool, joined, *where, turn, k_scale=key, v_scale=value, scales=pages)
+            rope = QKNormRope(self._angles)
+            rope_append(queries, *pool, joined, *where, rope, k_scale=key, v_scale=value, scales=pages)
         attended = torch.empty_like(queries)
         self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]
@@ -215,9 +214,9 @@ class ModuleDecoder(Model):
         return self._run(self.module, tokens).logits[0].float()
 
     def _run(self, module: Any, tokens: _Pass) -> Any:
-        """Return what a module gives for the tokens of a pass, which it takes for one row."""
+        """Return a module's output for the tokens of a pass, as one row."""
         ids, _, positions, *_ = tokens.tokens
-        # padding may hold anything, and a table has no row for it
+        # padding may have any values
         ids = ids.clamp(0, self.config.vocab_size - 1)
         positions = positions.clamp(0, self.config.max_position_embeddings - 1).long()
         self._pass = tokens

@@ -26,8 +26,8 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 def kv_heads_per_rank(num_attention_heads: int, num_key_value_heads: int, tp_degree: int) -> int:
     """Return the key/value heads of one of `tp_degree` ranks.
 
-    Heads that divide among the ranks are dealt out; fewer heads than ranks are replicated, where they divide the ranks.
-    Else every query head gets a key/value head of its own; as many of both are padded to a multiple.
+    Heads are split among the ranks if their number is a multiple of the ranks', and replicated if it divides the
+    ranks'. Else every query head has a key/value head, and their number is padded to a multiple.
     """
     require_positive(
         num_attention_heads=num_attention_heads, num_key_value_heads=num_key_value_heads, tp_degree=tp_degree
@@ -43,8 +43,8 @@ def kv_heads_per_rank(num_attention_heads: int, num_key_value_heads: int, tp_deg
 class SlotKVCacheManager:
     """Keys and values `[max_batch, heads, length, head_dim]` a layer; the caller names slots and positions.
 
-    All indices are read on the device, so that `update_cache` captured once is right for any later ones; a slot or a
-    position that the cache does not have is skipped. `length` is the places of a slot, without the garbage place.
+    All indices are read on the device, so that a captured `update_cache` is valid for later ones; slots and positions
+    out of range are skipped. `length` is the number of places of a slot, without the garbage place.
 
     Args:
         max_batch_size: slots.
@@ -194,7 +194,7 @@ class SlotKVCacheManager:
         self._check_seq_len(seq_len)
         wanted = self._places if skip_slice else min(seq_len, self._places)
         start = self._places - wanted if self.padding_side == "left" else 0
-        views = [self._seen(stored).narrow(2, start, wanted) for stored in self._flat]
+        views = [self._untiled(stored).narrow(2, start, wanted) for stored in self._flat]
         return [views[i : i + 2] for i in range(0, len(views), 2)]
 
     def update_cache(
@@ -227,7 +227,7 @@ class SlotKVCacheManager:
             kvcache_buffer: `[layer][0 or 1]`, tensors to write into instead of this cache's own.
 
         Returns:
-            The written tensors, keys and values of each layer in turn, as `[batch, heads, places, head_dim]`.
+            The written tensors, keys and values alternating, as `[batch, heads, places, head_dim]`.
 
         Raises:
             ValueError: an argument does not fit; nothing has changed.
@@ -265,7 +265,7 @@ class SlotKVCacheManager:
         return targets
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the cache by name, for whoever captures a step over it."""
+        """Return every tensor of the cache by name."""
         return {f"{('keys', 'values')[i % 2]}_{i // 2}": stored for i, stored in enumerate(self._flat)}
 
     @staticmethod
@@ -273,7 +273,7 @@ class SlotKVCacheManager:
         if not isinstance(seq_len, Integral) or seq_len < 1:
             raise ValueError(f"seq_len must be an integer >= 1, got {shown(seq_len)}")
 
-    def _seen(self, stored: Tensor) -> Tensor:
+    def _untiled(self, stored: Tensor) -> Tensor:
         return stored.flatten(2, 3) if stored.dim() == 5 else stored
 
     def _pairs(self, name: str, given: Sequence[Sequence[Tensor]], most: float) -> list[Tensor]:
@@ -299,17 +299,17 @@ class SlotKVCacheManager:
 
     def _targets(self, kvcache_buffer: Sequence[Sequence[Tensor]] | None) -> list[Tensor]:
         if kvcache_buffer is None:
-            return [self._seen(stored) for stored in self._flat]
+            return [self._untiled(stored) for stored in self._flat]
         targets = []
         for tensor in self._pairs("kvcache_buffer", kvcache_buffer, math.inf):
             if tensor.dim() == 5 and not tensor.is_contiguous():
                 raise ValueError("a tiled kvcache_buffer must be contiguous")
-            seen = self._seen(tensor)
+            view = self._untiled(tensor)
             wanted = (self.max_batch_size, self.num_kv_heads, self._places, self.head_dim)
-            require_fit("kvcache_buffer", seen, wanted, self.dtype)
-            if seen.stride(-1) != 1:
+            require_fit("kvcache_buffer", view, wanted, self.dtype)
+            if view.stride(-1) != 1:
                 raise ValueError(f"kvcache_buffer must have a dense last dimension, got strides {tensor.stride()}")
-            targets.append(seen)
+            targets.append(view)
         return targets
 
     def __repr__(self) -> str:

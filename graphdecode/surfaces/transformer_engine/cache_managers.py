@@ -1,4 +1,4 @@
-"""The cache managers: who owns which row or page, how long each sequence is, and the order of a step."""
+"""The cache managers: rows or pages and lengths of sequences, and their updates in a step."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -31,7 +31,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def layer_of(cache: Mapping[Any, tuple[Tensor, Tensor]], layer_number: Any) -> tuple[Tensor, Tensor]:
-    """Return a layer's keys and values; a ValueError says that it has no memory."""
+    """Return a layer's keys and values; raises ValueError if it has no memory."""
     require_hashable(layer_number=layer_number)
     if layer_number not in cache:
         raise ValueError(f"layer {layer_number!r} has no memory: call allocate_memory({layer_number!r}) first")
@@ -41,9 +41,9 @@ def layer_of(cache: Mapping[Any, tuple[Tensor, Tensor]], layer_number: Any) -> t
 class KVCacheManager:
     """Base of cache managers, as `InferenceParams` uses them.
 
-    A subclass of one's own offers these methods, `cache` (layer number -> (keys, values)), `sequences` (id -> tokens,
-    in row order), and where paged `page_table`. It is made with those of the built-in manager's keyword arguments that
-    it takes. Arguments of this class are ignored.
+    A custom subclass has these methods, `cache` (layer number -> (keys, values)), `sequences` (id -> tokens, in row
+    order), and if paged `page_table`. It is called with those of the built-in manager's keyword arguments that it
+    takes. Arguments of this class are ignored.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ class KVCacheManager:
         raise NotImplementedError
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> OrderedDict[Hashable, int]:
-        """Prepare a step of these sequences and numbers of new tokens, and return `sequences` as they are after it."""
+        """Prepare a step of these sequences and numbers of new tokens, and return `sequences` after it."""
         raise NotImplementedError
 
     def step(
@@ -80,11 +80,11 @@ class KVCacheManager:
 
 
 class StagedKVCacheManager(KVCacheManager, ABC):
-    """Base of the built-in managers: which sequences there are, how long each is, and which row is whose.
+    """Base of the built-in managers: sequences, their lengths and rows.
 
-    A subclass says where tokens go, in `allocate_memory` and the `_place` hooks. `sequences` is the one list that all
-    lengths on the device are derived from; `metadata` holds the buffers there. Arguments, by shorter names, and errors
-    are those of `InferenceParams`.
+    Subclasses place tokens, in `allocate_memory` and the `_places` hooks. All lengths on the device are derived from
+    `sequences`; `metadata` has the buffers there. Arguments, by shorter names, and errors are those of
+    `InferenceParams`.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         self.max_batch_size, self.max_seqlen, self.num_heads = max_batch_size, max_seqlen, num_heads
         self.head_dim_k, self.head_dim_v = head_dim_k, sizes["head_dim_v"]
         self.dtype, self.max_ctx_len, self.device = dtype, sizes["max_ctx_len"], default_device(device)
-        self._row_ids: list[Hashable] | None = []  # whose rows the device knows; None: rows must be looked at anew
+        self._row_ids: list[Hashable] | None = []  # sequences of the staged rows; None: to be staged again
         self.metadata = self._make_metadata()
 
     @abstractmethod
     def _make_metadata(self) -> StepMetadata:
-        """Make the buffers on the device, and what else says where tokens are."""
+        """Return the buffers on the device, and initialize a subclass's own state."""
 
     def _allocate(self, layer_number: int, slots: tuple[int, int]) -> None:
         if layer_number not in self.cache:
@@ -133,7 +133,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             self.cache[layer_number] = (keys, values)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that a step reads or writes, by name, for whoever captures it."""
+        """Return every tensor that a step reads or writes, by name."""
         found = self.metadata.tensors()
         for layer, (keys, values) in self.cache.items():
             found |= {f"keys_{layer}": keys, f"values_{layer}": values}
@@ -146,8 +146,8 @@ class StagedKVCacheManager(KVCacheManager, ABC):
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> OrderedDict[Hashable, int]:
         """Prepare a step: row i becomes the i-th sequence of `step_dict`, and advances by that many tokens.
 
-        A sequence that is not in `step_dict` is finished, and its row or pages are free; one that was not known
-        enters. Costs the host O(batch + changed pages) and one copy to the device, which nothing waits for.
+        Sequences that are not in `step_dict` are removed, unknown ones are added. Costs the host O(batch + changed
+        pages) and one copy to the device, which nothing waits for.
 
         Returns:
             `sequences`: id -> length after the step.
@@ -196,11 +196,11 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         return steps.astype(np.int64, copy=False)
 
     def _extend_places(self, ids: list[Hashable], after: np.ndarray) -> None:
-        """Make room for the lengths `after` where rows and sequences are as in the last step; all or nothing."""
+        """Allocate for the lengths `after`, with the rows of the last step; an error has changed nothing."""
 
     @abstractmethod
     def _arrange_places(self, ids: list[Hashable], after: np.ndarray) -> None:
-        """Make room for these sequences in these rows, and free all others' places; all or nothing."""
+        """Allocate for these sequences in these rows, and free all others; an error has changed nothing."""
 
     def step(
         self,
@@ -211,10 +211,10 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values of one layer behind what each row has, and return the layer's cache.
+        """Append the new keys and values of one layer to each row, and return the layer's cache.
 
-        Captured once, it is right for any later `pre_step` whose steps fit into the captured shapes; b, s and t may be
-        larger than the step needs. Rows past the batch write nothing. See `KVCacheManager.step`.
+        Once captured, it is valid for any later `pre_step` whose steps fit the captured shapes; b, s and t may be
+        larger than needed. Rows past the batch write nothing. See `KVCacheManager.step`.
 
         Raises:
             ValueError: an argument does not fit; nothing has changed.
@@ -241,7 +241,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
 
     @abstractmethod
     def _write(self, layer: int, tensors: tuple[Tensor, ...], rows: int) -> tuple[Tensor, Tensor]:
-        """Write what `cache_append` takes on the device; return the layer's first `rows` rows."""
+        """Run `cache_append` with its tensors, and return the layer's first `rows` rows."""
 
     @staticmethod
     def _check_room(what: str, given: int, needed: int, limit: int | None) -> None:
@@ -250,7 +250,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             raise ValueError(f"new_k and new_v must have {needed}{upper} {what} for this step, got {given}")
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """Enter `child_id` behind all other rows, with the parent's tokens. Call it between steps.
+        """Add `child_id` behind all other rows, with the parent's tokens. Call it between steps.
 
         Raises:
             CacheFullError: there is no page for the child.
@@ -286,10 +286,10 @@ class StagedKVCacheManager(KVCacheManager, ABC):
 
     @abstractmethod
     def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
-        """Enter a child with the places of the parent's first `length` tokens; all or nothing."""
+        """Add a child with the parent's first `length` tokens; an error has changed nothing."""
 
     def _truncate_places(self, sequence_id: Hashable, length: int) -> None:
-        """Give back the places past `length` tokens; all or nothing."""
+        """Free what is past `length` tokens; an error has changed nothing."""
 
     def _length(self, sequence_id: Hashable) -> int:
         if sequence_id not in self.sequences:
@@ -311,15 +311,14 @@ class StagedKVCacheManager(KVCacheManager, ABC):
 class NonPagedKVCacheManager(StagedKVCacheManager):
     """Keys `[max_batch, max_seq, heads, d_k]` and values with `d_v` a layer; row i of both is row i of the batch.
 
-    When sequences change rows their tokens move, inside the step. Each sequence has a tag, each layer remembers on
-    the device which tag's tokens are in which row, and a step moves rows where the tags that the host staged differ.
-    So a layer that missed a step catches up in the next one. A fork names its parent's tag as origin, and is copied
-    by the same move.
+    When sequences change rows their tokens are moved by the step. Each sequence has a tag; each layer stores on the
+    device the tag of each row, and a step moves rows whose tags differ from those that the host staged. So a layer that
+    missed a step catches up in the next one. A fork has its parent's tag as origin, and is copied in the same way.
     """
 
     def _make_metadata(self) -> StepMetadata:
         self._tags: dict[Hashable, int] = {}
-        self._origins: dict[Hashable, int] = {}  # of forks: the tag of the tokens that they began with
+        self._origins: dict[Hashable, int] = {}  # of forks: the tag of the parent's tokens
         self._last_tag = 0
         self._owners: dict[int, Tensor] = {}  # layer -> tags of the tokens in each row
         self._plan = torch.zeros(plan_words(self.max_batch_size), dtype=torch.int32, device=self.device)
@@ -332,7 +331,7 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
             self._owners[layer_number] = torch.zeros(self.max_batch_size, dtype=torch.int32, device=self.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that a step reads or writes, by name, for whoever captures it."""
+        """Return every tensor that a step reads or writes, by name."""
         owners = {f"owners_{layer}": tags for layer, tags in self._owners.items()}
         return {**super().tensors(), **owners, "row_moves": self._plan}
 
@@ -351,7 +350,7 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
 
     def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
         tag = self._tags[parent_id]
-        # a parent that no step has seen is nowhere yet: its own origin is where the tokens are
+        # a parent without a step has no row yet: its own origin has the tokens
         self._origins[child_id] = tag if tag in self.metadata.host["row_tags"] else self._origins[parent_id]
         self._tags[child_id] = self._new_tag()
 
@@ -376,8 +375,8 @@ class PagedKVCacheManager(StagedKVCacheManager):
         others: see `StagedKVCacheManager`.
 
     Attributes:
-        page_table: int32 [max_batch, max_pages_per_row] on the device; unused entries name the trash page.
-        trash_page: the page that nobody owns, `total_num_pages`.
+        page_table: int32 [max_batch, max_pages_per_row] on the device; unused entries are the trash page.
+        trash_page: the page for padding, `total_num_pages`.
     """
 
     def __init__(
@@ -399,7 +398,7 @@ class PagedKVCacheManager(StagedKVCacheManager):
         self.trash_page = total_num_pages
         self.max_pages_per_row = -(-max_seqlen // page_size)
         self._ledger = PageLedger(total_num_pages, page_size, prefix_caching=False)
-        self.pool = self._ledger.pool  # the pages' owners: ask it for `free`, `used` and `shared`
+        self.pool = self._ledger.pool  # counts pages: `free`, `used` and `shared`
         super().__init__(
             max_batch_size, max_seqlen, num_heads, head_dim_k, dtype, head_dim_v, max_ctx_len=max_ctx_len, device=device
         )
@@ -417,7 +416,7 @@ class PagedKVCacheManager(StagedKVCacheManager):
         self._allocate(layer_number, (self.total_num_pages + 1, self.page_size))
 
     def pages_of(self, sequence_id: Hashable) -> tuple[int, ...]:
-        """Return a sequence's pages, in order; an UnknownSequenceError says that there is none."""
+        """Return a sequence's pages, in order."""
         self._length(sequence_id)
         return tuple(self._ledger.pages[sequence_id])
 

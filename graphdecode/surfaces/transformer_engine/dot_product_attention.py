@@ -1,4 +1,4 @@
-"""`DotProductAttention`: attention over the cache that `inference_params` keeps, with TransformerEngine's names."""
+"""`DotProductAttention`: attention over the cache of `inference_params`, with TransformerEngine's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cache_managers import QKV_FORMATS
 from .inference_params import OUTPUT_FORMATS, InferenceParams
 
 MASK_TYPES = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
-_WITHOUT_EFFECT = {  # weights are loaded, and nothing is trained
+_WITHOUT_EFFECT = {  # for training
     "init_method",
     "output_layer_init_method",
     "get_rng_state_tracker",
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = {  # weights are loaded, and nothing is trained
     "qkv_weight_interleaved",
     "name",
 }
-_ONLY = {  # what would change the result, or the shape of a weight
+_ONLY = {  # the only supported values
     "tp_size": 1,
     "tp_group": None,
     "cp_group": None,
@@ -45,7 +45,7 @@ _ONLY = {  # what would change the result, or the shape of a weight
 
 
 def check_training_arguments(module: str, given: Mapping[str, object]) -> None:
-    """Let pass what changes nothing here; a TypeError refuses what there is not, a ValueError what is not done."""
+    """Raise TypeError for an unknown argument, ValueError for a value that is not supported."""
     for name, value in given.items():
         if name in _WITHOUT_EFFECT:
             continue
@@ -65,7 +65,7 @@ class DotProductAttention(nn.Module):
         kv_channels: size of a head, or those of a key and a value head.
         num_gqa_groups: key/value heads; None: as many as query heads.
         attention_dropout: part of the surface: nothing is dropped.
-        qkv_format: `sbhd`, `bshd` or `thd`, where `forward` is not told otherwise.
+        qkv_format: `sbhd`, `bshd` or `thd`, the default of `forward`.
         attn_mask_type: one of `MASK_TYPES`, likewise.
         window_size: (tokens to the left that a query sees or -1, 0 or -1), likewise.
         layer_number: of the layer in the cache; None: 1.
@@ -116,7 +116,7 @@ class DotProductAttention(nn.Module):
         window_size: tuple[int, int] | None = None,
         inference_params: InferenceParams | None = None,
     ) -> Tensor:
-        """Attend, after writing the new keys and values into the cache where there is one.
+        """Attend, after writing the new keys and values into the cache, if there is one.
 
         Args:
             query_layer: [s, b, h, d], [b, s, h, d] or [t, h, d].

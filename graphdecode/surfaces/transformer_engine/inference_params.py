@@ -45,7 +45,7 @@ class InferenceParams:
         pre_step_seqlens: int32 [max_batch], lengths before the step; 0 past the batch.
         cu_seqlens_q: int32 [max_batch + 1], sums of the step lengths; the last value repeats past the batch.
         cu_seqlens_kv: int32 [max_batch + 1], sums of the lengths after the step; likewise.
-        cache_manager: who keeps the tokens.
+        cache_manager: of the cache.
         batch_size: rows of the last `pre_step`.
         and the arguments but for the last two, with the defaults filled in.
 
@@ -75,26 +75,27 @@ class InferenceParams:
             raise ValueError(
                 f"num_heads_kv, head_dim_k and dtype are required, got {num_heads_kv!r}, {head_dim_k!r} and {dtype!r}"
             )
+        head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        max_ctx_len = max_sequence_length if max_ctx_len is None else max_ctx_len
         require_positive(
             max_batch_size=max_batch_size,
             max_sequence_length=max_sequence_length,
             num_heads_kv=num_heads_kv,
             head_dim_k=head_dim_k,
-            head_dim_v=head_dim_k if head_dim_v is None else head_dim_v,
-            max_ctx_len=max_sequence_length if max_ctx_len is None else max_ctx_len,
+            head_dim_v=head_dim_v,
+            max_ctx_len=max_ctx_len,
             **({"total_num_pages": total_num_pages, "page_size": page_size} if is_paged else {}),
         )
-        if max_ctx_len is not None and max_ctx_len > max_sequence_length:
+        if max_ctx_len > max_sequence_length:
             raise ValueError(
                 f"max_ctx_len must be in 1..{max_sequence_length} (max_sequence_length), got {max_ctx_len}"
             )
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
-        self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
-        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v
         self.dtype, self.is_paged = dtype, is_paged
         self.total_num_pages = total_num_pages if is_paged else None
         self.page_size = page_size if is_paged else None
-        self.max_ctx_len = max_sequence_length if max_ctx_len is None else max_ctx_len
+        self.max_ctx_len = max_ctx_len
         self.qkv_format = qkv_format
         self.device = default_device(device)
         built_in = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
@@ -202,7 +203,7 @@ class InferenceParams:
         self._built_in("truncate").truncate(sequence_id, length)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that a step reads or writes, by name, for whoever captures it."""
+        """Return every tensor that a step reads or writes, by name."""
         return self._built_in("tensors").tensors()
 
     def _built_in(self, verb: str) -> Any:

@@ -1,4 +1,4 @@
-"""The metadata of a step on the device: lengths, page table and row tags, moved there in one copy."""
+"""The metadata of a step on the device: lengths, page table and row tags, uploaded in one copy."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ _INT32_BYTES = 4
 
 
 class StepMetadata:
-    """Int32 buffers at fixed addresses that the device reads, and the one block they are staged through.
+    """Int32 buffers at fixed addresses on the device, and their staging block.
 
-    `upload` makes one copy, of as much of the block as has changed: the lengths stand in front, the page table
-    (where `pages_per_row` is not 0; unused entries name `trash_page`) behind them. `host` are the arrays that are
-    staged, by name, to be written after `wait`; see `InferenceParams` and `NonPagedKVCacheManager` for what they hold.
+    `upload` copies the front of the block, as far as it has changed: the lengths, followed by the page table (if
+    `pages_per_row` is not 0; unused entries are `trash_page`). `host` has the staged arrays, to be written after
+    `wait`; see `InferenceParams` and `NonPagedKVCacheManager`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StepMetadata:
         self._row_bytes = _INT32_BYTES * pages_per_row
         self._trash_page = trash_page
         self._filled = [0] * max_batch_size  # entries of each row that are not the trash page
-        self._dirty_rows = max_batch_size  # page-table rows in front of this one travel with the next upload
+        self._dirty_rows = max_batch_size  # rows of the page table to upload
         if pages_per_row:
             self.page_table = self._views["page_table"]
             self.host["page_table"][:] = trash_page
@@ -48,7 +48,7 @@ class StepMetadata:
         return dict(self._views)
 
     def set_lengths(self, before: np.ndarray, after: np.ndarray) -> None:
-        """Write the lengths of the live rows before and after the step, and everything that follows from them."""
+        """Write the lengths of the live rows before and after the step, and their sums."""
         n, steps = len(before), after - before
         pre, cu_q, cu_kv = (self.host[name] for name in _FRONT)
         pre[:n], pre[n:] = before, 0
@@ -59,7 +59,7 @@ class StepMetadata:
         self.widest_step = int(steps.max()) if n else 0
 
     def set_pages(self, row: int, pages: Sequence[int], *, start: int = 0) -> None:
-        """Write a row of the page table from entry `start` on; entries past its pages name the trash page."""
+        """Write a row of the page table from entry `start` on; entries past its pages are the trash page."""
         count, table = len(pages), self.host["page_table"][row]
         table[start:count] = pages[start:] if start else pages
         table[count : self._filled[row]] = self._trash_page
@@ -67,7 +67,7 @@ class StepMetadata:
         self._dirty_rows = max(self._dirty_rows, row + 1)
 
     def upload(self) -> None:
-        """Move what has changed to the device, in one copy that nothing waits for."""
+        """Upload what has changed, in one copy that nothing waits for."""
         self._block.upload(len(self._block.host) - self._table_bytes + self._dirty_rows * self._row_bytes)
         self._dirty_rows = 0
         self.num_uploads += 1

@@ -1,18 +1,16 @@
-"""The tokenizer and the chat template of a GGUF file."""
+"""Tokenizer, stop tokens and chat template of a GGUF file; and the fields that describe a tokenizer in one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphdecode.models import ModelSourceError
-from graphdecode.models.gguf.container import CONTROL, NORMAL, USER_DEFINED, read_header
-from graphdecode.text.light_tokenizer import LightTokenizer
+from graphdecode.models.gguf.container import read_header
+from graphdecode.models.source import ModelSourceError
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,10 +27,13 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 _SPACE = "\u2581"  # SentencePiece's mark for a space
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other control tokens strip the spaces behind them
 _INSTEAD = "int4, int8 and fp8 are written as safetensors, with the tokenizer as it is"
-ANOTHER_TOKENIZER = (
-    "; give another tokenizer (--tokenizer, `tokenizer=`), or in Python none: skip_tokenizer_init=True takes token ids"
-)
-_UNUSED = 5  # of `tokenizer.ggml.token_type`
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # values of `tokenizer.ggml.token_type`
+# tokens that end a message or a text even if the file does not say so, as in llama.cpp
+_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>",
+)  # fmt: skip
+_HARMONY = {"<|return|>", "<|call|>"}  # if these end the output, <|end|> ends a part of it
 _PROBES = (
     "Hello, world!  What's 12345 + 67?\n\n  def f(x):\n\treturn x**2 // 3\r\n",
     "na\u00efve Stra\u00dfe \u2167 don't WE'LL i'm 1234567 \u00bd\u00b2 http://a.b/c?d=e_f",
@@ -44,7 +45,7 @@ _PROBES = (
 class PreTokenizer(NamedTuple):
     """The pre-tokenizer in front of byte-level BPE."""
 
-    expressions: tuple[str, ...]  # applied in turn; each splits pieces into its matches and the rest
+    expressions: tuple[str, ...]  # applied one after another; each splits pieces into its matches and the rest
     nfc: bool = False  # normalize to NFC first
     adds_bos: bool = False  # if the file does not say
     ignores_merges: bool = False  # a piece that is a token is not merged
@@ -82,32 +83,42 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> LightTokenizer:
-    """Return the file's tokenizer.
+class GgufTokenizer(NamedTuple):
+    """The tokenizer of a file."""
+
+    tokenizer: Any  # `tokenizers.Tokenizer`
+    special_tokens: dict[str, str]  # by use, such as "eos_token"
+    chat_template: str | None
+    options: dict[str, bool]  # keywords for `PreTrainedTokenizerFast`
+
+
+def read_gguf_tokenizer(path: Path, hint: str = "") -> GgufTokenizer:
+    """Return a file's tokenizer.
+
+    Args:
+        hint: appended to error messages.
 
     Raises:
         ModelSourceError: there is none, it is damaged, or of an unknown kind.
         CheckpointError: the file is damaged.
     """
-    vocabulary = _Vocabulary(path, read_header(path).fields, replaceable)
+    vocabulary = _Vocabulary(path, read_header(path).fields, hint)
     kind = vocabulary.fields.get(f"{_PREFIX}model")
     if not isinstance(kind, str):  # it may be an array
         raise vocabulary.fault(f"model must be str, got {kind!r:.80}")
     if kind == "gpt2":
         pre = vocabulary.pre_tokenizer()
-        return _wrapped(vocabulary, _byte_level(vocabulary, pre), adds_bos=pre.adds_bos)
+        return _finished(vocabulary, _byte_level(vocabulary, pre), adds_bos=pre.adds_bos)
     if kind == "llama":
-        return _wrapped(vocabulary, _sentencepiece(vocabulary), adds_bos=True)
+        return _finished(vocabulary, _sentencepiece(vocabulary), adds_bos=True)
     raise vocabulary.fault(f"model {kind!r:.80} is not supported; supported are gpt2 and llama")
 
 
 class _Vocabulary:
     """The token fields of a file, validated."""
 
-    def __init__(self, path: Path, fields: Mapping[str, Any], replaceable: bool) -> None:
-        self._path = path
-        self._instead = ANOTHER_TOKENIZER if replaceable else ""
-        self.fields = fields
+    def __init__(self, path: Path, fields: Mapping[str, Any], hint: str) -> None:
+        self._path, self._hint, self.fields = path, hint, fields
         self.tokens: list[str] = self.array("tokens", str)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
@@ -151,35 +162,33 @@ class _Vocabulary:
 
     def fault(self, wrong: str) -> ModelSourceError:
         """Return the error for a field; the message begins with its name."""
-        return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}{self._instead}")
+        return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}{self._hint}")
 
 
-def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> LightTokenizer:
+def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end the output: those that the file names, and those known by their text."""
+    named = [fields.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = fields.get(f"{_PREFIX}tokens"), fields.get(f"{_PREFIX}token_type")
+    known = {}
+    if isinstance(tokens, list) and isinstance(kinds, (list, np.ndarray)):  # else `_Vocabulary` reports it
+        known = {
+            token: index
+            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+            if token in _ENDS and kind == _CONTROL
+        }
+    if known.keys() >= _HARMONY:
+        known.pop("<|end|>", None)
+    return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
+
+
+def _finished(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> GgufTokenizer:
     named = {name: token for name, use in _NAMED.items() if (token := vocabulary.token(use)) is not None}
     _add_whole(vocabulary, tokenizer, list(named.values()))
     ends = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
     _put_around(tokenizer, *(named.get(f"{name}_token") if wanted else None for name, wanted in ends.items()))
     options = {f"add_{name}_token": wanted for name, wanted in ends.items()} | {"clean_up_tokenization_spaces": False}
     template = vocabulary.fields.get("tokenizer.chat_template")
-    template = template if isinstance(template, str) else None
-    whole = partial(_by_transformers, tokenizer, named | options | {"chat_template": template})
-    return LightTokenizer(tokenizer, named, template, whole)
-
-
-def _by_transformers(tokenizer: Any, options: dict[str, Any]) -> Any:
-    from transformers import PreTrainedTokenizerFast  # takes a second
-
-    return PreTrainedTokenizerFast(tokenizer_object=_Uncopied(tokenizer), **options)
-
-
-class _Uncopied:
-    """A tokenizer whose deep copy is itself: transformers' copy of a large vocabulary takes seconds."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._tokenizer
+    return GgufTokenizer(tokenizer, named, template if isinstance(template, str) else None, options)
 
 
 def _put_around(tokenizer: Any, begin: str | None, end: str | None) -> None:
@@ -203,14 +212,14 @@ def _add_whole(vocabulary: _Vocabulary, tokenizer: Any, named: list[str]) -> Non
 
     strips = str(vocabulary.fields.get("general.architecture")) == "phi3" and tokenizer.normalizer is not None
     kinds = dict(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-    whole = {token: kind for token, kind in kinds.items() if kind in (CONTROL, USER_DEFINED)}
+    whole = {token: kind for token, kind in kinds.items() if kind in (_CONTROL, _USER_DEFINED)}
     tokenizer.add_tokens(
         [
             AddedToken(
                 token,
-                special=kind == CONTROL,
+                special=kind == _CONTROL,
                 normalized=False,
-                rstrip=strips and kind == CONTROL and token not in _KEEPS_SPACES,
+                rstrip=strips and kind == _CONTROL and token not in _KEEPS_SPACES,
             )
             for token, kind in whole.items()
         ]
@@ -232,13 +241,12 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     tokenizer = Tokenizer(_bpe(models, vocabulary, merges, ignore_merges=pre.ignores_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = cut_by(pre)
+    tokenizer.pre_tokenizer = _splitter(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def cut_by(pre: PreTokenizer) -> Any:
-    """Return a pre-tokenizer for `tokenizers`."""
+def _splitter(pre: PreTokenizer) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
@@ -275,7 +283,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for index in sorted(range(len(scores)), key=lambda index: -scores[index]):
         token = vocabulary.tokens[index]
-        if vocabulary.kinds[index] in (NORMAL, USER_DEFINED):
+        if vocabulary.kinds[index] in (_NORMAL, _USER_DEFINED):
             cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
             found += [(left, right) for left, right in cuts if left in ids and right in ids]
     return found
@@ -296,32 +304,32 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         raise ModelSourceError(f"the tokenizer is no byte-level BPE, which alone is written as GGUF; {_INSTEAD}")
     whole = {token["id"]: token for token in described["added_tokens"]}
     by_id = {index: token for token, index in model["vocab"].items()}
-    kinds = dict.fromkeys(range(vocab_size), _UNUSED) | dict.fromkeys(by_id, NORMAL)
-    kinds |= {index: CONTROL if token["special"] else USER_DEFINED for index, token in whole.items()}
+    kinds = dict.fromkeys(range(vocab_size), _UNUSED) | dict.fromkeys(by_id, _NORMAL)
+    kinds |= {index: _CONTROL if token["special"] else _USER_DEFINED for index, token in whole.items()}
     by_id |= {index: token["content"] for index, token in whole.items()}
     template = tokenizer.chat_template
     named = {f"{use}_token_id": getattr(tokenizer, f"{name}_id", None) for name, use in _NAMED.items()}
     fields: dict[str, Any] = {
         "model": "gpt2",
-        "pre": _name_of_cuts(tokenizer, described, bool(model.get("ignore_merges"))),
+        "pre": _pre_tokenizer_name(tokenizer, described, bool(model.get("ignore_merges"))),
         "tokens": [by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)],
         "token_type": [kinds[index] for index in range(vocab_size)],
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         **{name: index for name, index in named.items() if index is not None},
         "add_bos_token": tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id],
     }
-    found = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    found = {f"{_PREFIX}{name}": value for name, value in fields.items()}
     return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
 
 
-def _name_of_cuts(tokenizer: Any, described: dict[str, Any], ignores_merges: bool) -> str:
+def _pre_tokenizer_name(tokenizer: Any, described: dict[str, Any], ignores_merges: bool) -> str:
     """Return the name of the pre-tokenizer that splits some texts as the tokenizer does."""
     backend = tokenizer.backend_tokenizer
     composes = "NFC" in json.dumps(described.get("normalizer"))
     expected = [backend.pre_tokenizer.pre_tokenize_str(probe) for probe in _PROBES]
     for name, known in PRE_TOKENIZERS.items():
         if known.nfc == composes and known.ignores_merges == ignores_merges:
-            cuts = cut_by(known)
-            if [cuts.pre_tokenize_str(probe) for probe in _PROBES] == expected:
+            splitter = _splitter(known)
+            if [splitter.pre_tokenize_str(probe) for probe in _PROBES] == expected:
                 return name
     raise ModelSourceError(f"the tokenizer cuts texts in a way that GGUF has no name for; {_INSTEAD}")
