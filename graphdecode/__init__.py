@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.text import AsyncLLM as AsyncLLM
     from graphdecode.text import CompletionOutput as CompletionOutput
     from graphdecode.text import Logprob as Logprob
+    from graphdecode.text import LoRARequest as LoRARequest
     from graphdecode.text import RequestOutput as RequestOutput
 
     __version__: str
@@ -100,7 +101,7 @@ _NAMES = {  # module -> the public names that it has
         "TransformerLayer",
         "apply_rotary_pos_emb",
     ),
-    "text": ("AsyncLLM", "CompletionOutput", "LLM", "Logprob", "RequestOutput"),
+    "text": ("AsyncLLM", "CompletionOutput", "LLM", "LoRARequest", "Logprob", "RequestOutput"),
 }
 _MODULES = {name: f"graphdecode.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULES)

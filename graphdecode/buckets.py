@@ -109,6 +109,7 @@ class StepShape(NamedTuple):
     queries: int = 1  # tokens of each row
     prompt_tokens: int = 0  # of chunks of prompts in the same pass
     part: str = "whole"  # or a half, for masks that the host computes in between: "logits", and "choose", which samples
+    has_adapters: bool = False  # whether any row has an adapter; else no product looks for one
 
     @property
     def tokens(self) -> int:
@@ -138,10 +139,10 @@ class StepShape(NamedTuple):
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"the pass of {self.prompt_tokens} prompt tokens"
+            return f"the pass of {self.prompt_tokens} prompt tokens" + ", adapters" * self.has_adapters
         beside = f" + {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
-        halved = "" if self.part == "whole" else f", {self.part}"
-        return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + halved
+        rest = ("" if self.part == "whole" else f", {self.part}") + ", adapters" * self.has_adapters
+        return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + rest
 
 
 class ShapeLadder:

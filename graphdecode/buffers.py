@@ -79,6 +79,12 @@ class Batch:
         self.size = size
         self.__dict__.update(tensors)
 
+    def without(self, name: str) -> Batch:
+        """Return the same less one slot, if there is such a one."""
+        if name not in vars(self):
+            return self
+        return Batch(self.size, {slot: value for slot, value in vars(self).items() if slot not in (name, "size")})
+
     def __getattr__(self, name: str) -> Any:
         declared = sorted(slot for slot, value in vars(self).items() if isinstance(value, Tensor))
         raise AttributeError(f"no slot {name!r}; declared are {declared}")

@@ -44,11 +44,11 @@ class PrefixIndex:
             parent = blake2b(parent + tokens.tobytes(), digest_size=_DIGEST_BYTES).digest()
             yield parent
 
-    def find(self, token_ids: Sequence[int], max_pages: int) -> tuple[list[int], list[bytes]]:
-        """Return the pages of the longest cached prefix of these tokens, and their digests."""
+    def find(self, token_ids: Sequence[int], max_pages: int, root: bytes = _ROOT) -> tuple[list[int], list[bytes]]:
+        """Return the pages of the longest cached prefix of these tokens below a root, and their digests."""
         pages: list[int] = []
         found: list[bytes] = []
-        for digest in self.digests(token_ids, 0, max_pages):
+        for digest in self.digests(token_ids, 0, max_pages, root):
             page = self._page_of.get(digest)
             if page is None:
                 break
@@ -89,6 +89,7 @@ class PageLedger:
         self.prefixes = PrefixIndex(page_size) if prefix_caching else None
         self.pages: dict[Hashable, list[int]] = {}
         self._digests: dict[Hashable, list[bytes]] = {}  # of the leading full pages whose tokens are known
+        self._roots: dict[Hashable, bytes] = {}  # what these begin with
 
     @property
     def available(self) -> int:
@@ -106,16 +107,19 @@ class PageLedger:
             self.prefixes = PrefixIndex(self.page_size)
         self.pages.clear()
         self._digests.clear()
+        self._roots.clear()
 
-    def open(self, sequence_id: Hashable, token_ids: Sequence[int] | None = None) -> int:
-        """Add a sequence, with the pages of its longest cached prefix, and return the tokens in them: never all."""
+    def open(self, sequence_id: Hashable, token_ids: Sequence[int] | None = None, root: bytes = _ROOT) -> int:
+        """Add a sequence, with the pages of its longest cached prefix below a root, and return the tokens in them:
+        never all.
+        """
         pages: list[int] = []
         digests: list[bytes] = []
         if token_ids is not None and self.prefixes is not None:
-            pages, digests = self.prefixes.find(token_ids, max(len(token_ids) - 1, 0) // self.page_size)
+            pages, digests = self.prefixes.find(token_ids, max(len(token_ids) - 1, 0) // self.page_size, root)
             self.pool.share(pages)
         self.pages[sequence_id] = pages
-        self._digests[sequence_id] = digests
+        self._digests[sequence_id], self._roots[sequence_id] = digests, root
         return len(pages) * self.page_size
 
     def digests_of(self, sequence_id: Hashable) -> Sequence[bytes]:
@@ -125,7 +129,7 @@ class PageLedger:
     def close(self, sequence_id: Hashable) -> None:
         """Remove a sequence; its pages that are in the index become evictable."""
         self._give_back(self.pages.pop(sequence_id))
-        del self._digests[sequence_id]
+        del self._digests[sequence_id], self._roots[sequence_id]
 
     def hide(self, sequence_id: Hashable) -> None:
         """Remove a sequence's pages from the index."""
@@ -174,7 +178,7 @@ class PageLedger:
         if start >= stop:
             return
         pages = self.pages[sequence_id][start:stop]
-        new = list(self.prefixes.digests(token_ids, start, stop, digests[-1] if digests else b""))
+        new = list(self.prefixes.digests(token_ids, start, stop, digests[-1] if digests else self._roots[sequence_id]))
         for page, digest in zip(pages, new, strict=True):
             self.prefixes.put(digest, page)
         digests.extend(new)
@@ -193,7 +197,7 @@ class PageLedger:
         pages = self.pages[parent][:full]
         self.pool.share(pages)
         self.pages[child] = pages + tail
-        self._digests[child] = self._digests[parent][:full]
+        self._digests[child], self._roots[child] = self._digests[parent][:full], self._roots[parent]
         return (self.pages[parent][full], tail[0]) if partial else None
 
     def truncate(self, sequence_id: Hashable, length: int) -> tuple[int, int] | None:

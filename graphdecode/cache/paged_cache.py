@@ -112,11 +112,11 @@ class PagedKVCache:
         """Free pages, and those of cached prefixes that no sequence uses."""
         return self.ledger.available
 
-    def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None) -> int:
+    def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None, root: bytes = b"") -> int:
         """Add a sequence, and return how many of its tokens are cached already: at most all but one.
 
         With prefix caching these are the full pages of its longest cached prefix. With None as `token_ids` no prefix
-        is looked for.
+        is looked for. Sequences of different roots, which stand for what else keys and values depend on, share none.
 
         Raises:
             CacheFullError: all rows of recurrent states, or of rings, are in use.
@@ -126,7 +126,7 @@ class PagedKVCache:
             raise ValueError(f"sequence {sequence_id!r} is in the cache already")
         if self.has_states and not self._state_rows.free:
             raise CacheFullError(f"all {self.trash_state_row} rows of states are in use")
-        cached = self.ledger.open(sequence_id, token_ids)
+        cached = self.ledger.open(sequence_id, token_ids, root)
         if self.has_states:
             known = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
             if known < cached:

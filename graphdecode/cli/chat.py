@@ -236,6 +236,9 @@ def chat(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A template in Jinja; left out: the model's own.")
     ] = None,
+    lora: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A low-rank adapter of the model, as PEFT saves it.")
+    ] = None,
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
     tokenizer: TokenizerOption = None,
@@ -253,7 +256,9 @@ def chat(
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
     with typing_hidden():  # for the first prompt
         settings = settings_of(config, **overrides)
-        from graphdecode import LLM, SamplingParams
+        if lora is not None and not settings.max_adapters:
+            settings = settings.with_settings(max_adapters=1)
+        from graphdecode import LLM, LoRARequest, SamplingParams
         from graphdecode.text import Conversation, RunSummary, render_chat
 
         given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
@@ -265,7 +270,13 @@ def chat(
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
     with llm:
         params = replace(llm.default_chat_params(), **given)
-        conversation = Conversation(llm, system=system, sampling_params=params, chat_template=chat_template)
+        conversation = Conversation(
+            llm,
+            system=system,
+            sampling_params=params,
+            chat_template=chat_template,
+            lora_request=None if lora is None else LoRARequest(lora.name or "adapter", 1, lora.absolute()),
+        )
         if is_session:
             print_message(
                 f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "

@@ -41,6 +41,8 @@ MODEL_OPTIONS = (  # settings of the commands that run a model
     "quantize",
     "kv_cache_dtype",
     "speculation",
+    "max_adapters",
+    "max_adapter_rank",
     "tensor_parallel_size",
     "model_impl",
     "trust_remote_code",

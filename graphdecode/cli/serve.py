@@ -45,6 +45,8 @@ _SERVER_OPTIONS = (
     "cors_origins",
     "allowed_hosts",
     "log_requests",
+    "lora_modules",
+    "lora_folder",
 )
 _IN_FLIGHT_PER_ROW = 2  # requests in flight for each row
 _UNBOUNDED = 2**31 - 1
@@ -121,6 +123,8 @@ def serve(
     limits, several = load_server_config(config, **serving), load_replica_config(config, **scale)
     if several.wanted:
         prepare_ray("replicas", several)
+        if limits.lora_folder is not None:
+            raise ArgumentError("lora_folder: a request would load an adapter in one of several engines; lora_modules")
         settings = sharing(settings, several)
     elif several.ray_address is not None or several.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
@@ -170,7 +174,7 @@ def _say_ready(service: Service, address: str) -> None:
     print_message(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'", is_prose=False)  # to be copied
 
 
-@with_options("serving", chosen(ServerConfig, "served_model_name", "chat_template"))
+@with_options("serving", chosen(ServerConfig, "served_model_name", "chat_template", "lora_modules"))
 @with_options("scale", chosen(ReplicaConfig, "count", "ray_address"))
 @with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
 def batch(

@@ -76,6 +76,19 @@ class ServerConfig:
     trust_request_chat_template: bool = key(
         SERVER, False, boolean(), "Let requests bring their own `chat_template`: a program, run in a child with limits."
     )
+    lora_modules: tuple[str, ...] | list[str] = key(
+        SERVER,
+        (),
+        texts("NAME=FOLDER"),
+        "Adapters (LoRA, as PEFT saves them) that requests name as their model. Where [adapters] max_adapters is left "
+        "out, each has a slot.",
+    )
+    lora_folder: str | None = key(
+        SERVER,
+        None,
+        none_or(matching(r"(?s).*\S.*", "a path", "FOLDER"), '"/srv/adapters"'),
+        "A folder from which POST /v1/load_lora_adapter may load further adapters; left out: none are loaded so.",
+    )
     log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
 
     def __post_init__(self) -> None:

@@ -234,6 +234,14 @@ class EngineConfig:
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
     )
+    max_adapters: int = key(
+        "adapters",
+        0,
+        integer(0, 1024),
+        "Low-rank adapters (LoRA) that rows can use at the same time, each with a place in memory; more can be loaded, "
+        "and take turns. 0: none.",
+    )
+    max_adapter_rank: int = key("adapters", 16, integer(1, 512), "Rank of an adapter at most.")
     speculation: str = key(
         "speculation",
         "off",

@@ -28,6 +28,9 @@ SETTINGS: dict[str, str] = {
     "quantization": "quantize",
     "enforce_eager": "backend",
     "speculative_config": "speculation",
+    "enable_lora": "max_adapters",
+    "max_loras": "max_adapters",
+    "max_lora_rank": "max_adapter_rank",
 }
 DTYPES: dict[str, str] = {"half": "float16", "float": "float32"}  # vLLM's name of a dtype -> ours
 # key of vLLM's speculative_config -> our key of [speculation]
@@ -53,7 +56,7 @@ class Unsupported(NamedTuple):
 _ONE_DEVICE = Unsupported("devices share a model by tensor_parallel_size: each has a part of every layer", (None, 1))
 _NO_DEVICE = _ONE_DEVICE._replace(neutral=(None, False))
 _REPLICAS = Unsupported("`graphdecode serve --replicas N` runs several engines; LLM is one", (None, 1, False))
-_NO_LORA = Unsupported("adapters are not read: merge the adapter into the checkpoint", (None, False))
+_LORA = Unsupported("adapters have the model's dtype, and those without a slot stay in host memory", (None, False))
 _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
 _GENERATES = Unsupported("a model generates", (None, "auto", "generate"))
@@ -147,9 +150,9 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "structured_outputs_config": Unsupported(
         "StructuredOutputsParams says all of it", (None, {}, *({"backend": name} for name in _BACKENDS))
     ),
-    **_each("enable_lora lora_modules max_loras max_lora_rank max_cpu_loras fully_sharded_loras", _NO_LORA),
-    "lora_dtype": _NO_LORA._replace(neutral=(None, "auto")),
-    "enable_prompt_adapter": _NO_LORA,
+    **_each("max_cpu_loras fully_sharded_loras enable_prompt_adapter", _LORA),
+    "lora_modules": Unsupported("LLM.load_lora_adapter(name, path) loads one, as lora_request does", (None,)),
+    "lora_dtype": _LORA._replace(neutral=(None, "auto")),
     **_each("pooler_config override_pooler_config", _NO_POOLING),
     "enable_sleep_mode": Unsupported("close() gives the memory back", (None, False)),
     "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
@@ -163,7 +166,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
 # of LLM.generate, chat and stream
 CALL_KEYWORDS: dict[str, Unsupported] = {
     "prompt_token_ids": Unsupported('give token ids as prompts: [[1, 2, 3], ...] or {"prompt_token_ids": [1, 2, 3]}'),
-    **_each("lora_request prompt_adapter_request", _NO_LORA),
+    "prompt_adapter_request": _LORA,
     "guided_options_request": Unsupported("SamplingParams(structured_outputs=...) says the form of an answer"),
     "mm_processor_kwargs": _NO_MEDIA,
     "tokenization_kwargs": Unsupported("SamplingParams(truncate_prompt_tokens=...) cuts prompts", (None, {})),
@@ -224,9 +227,13 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
         ours = SETTINGS.get(name, name)
         if (value is None and name in (*SETTINGS, "seed", "trust_remote_code")) or (
-            name == "enforce_eager" and value is False
+            name in ("enforce_eager", "enable_lora") and value is False
         ):
             continue  # vLLM's default, which leaves the setting to the configuration
+        if name == "enable_lora" and value is True:
+            if "max_loras" not in keywords:
+                settings[ours] = 1  # vLLM's max_loras
+            continue
         if ours in settings:
             raise ArgumentError(f"{ours} is given twice: {name} is vLLM's name of it, or another's")
         settings[ours] = "eager" if name == "enforce_eager" and value is True else value

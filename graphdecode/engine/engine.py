@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from graphdecode.engine.adapters import EngineAdapters
 from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import RequestMetrics
@@ -41,6 +42,7 @@ class Engine:
     Attributes:
         rules: the limits of requests, as data that other processes can hold, too.
         stats: counts since the engine was made.
+        adapters: loaded adapters by name; they are loaded and unloaded while the engine runs.
         constrain: makes a constraint of a grammar; None: grammars are refused. Set by the owner of the tokenizer.
     """
 
@@ -56,7 +58,8 @@ class Engine:
         self.rules = RequestRules(
             self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
         )
-        self.scheduler = Scheduler(self.cache, max_batch_size=runner.buffers.max_batch_size)
+        self.adapters = EngineAdapters(self.model.adapters)
+        self.scheduler = Scheduler(self.cache, self.adapters, max_batch_size=runner.buffers.max_batch_size)
         self.loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
         self.stats = self.loop.stats
         self.constrain: Constrain | None = None
@@ -101,7 +104,7 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("this engine was closed")
-        rules, params = self.rules, request.sampling_params
+        rules, params, adapter = self.rules, request.sampling_params, self.adapters.named(request.adapter)
         if not request.is_checked:
             rules.check(request)
         if -1 in (params.logprobs, params.prompt_logprobs):
@@ -139,6 +142,7 @@ class Engine:
             RequestMetrics(time.perf_counter()),
             service_order=(request.priority, request.start_tag, request_id),
             constraint=constraint,
+            adapter=adapter,
         )
         self._sequences[request_id] = sequence
         # one that was aborted before it started is not scheduled

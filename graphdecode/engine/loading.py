@@ -72,7 +72,7 @@ def load_runner(
         progress=progress,
     )
     names = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
-    options = {name: getattr(settings, name) for name in names}
+    options = {name: getattr(settings, name) for name in (*names, "max_adapters", "max_adapter_rank")}
     decoder = load(model, **options, shared=None if ranks is None else ranks.collectives)
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:

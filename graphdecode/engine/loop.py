@@ -55,6 +55,7 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._in_flight: deque[_InFlight] = deque()
         self._staged: list[Sequence] = []
+        self._has_adapters = False  # whether any staged row has one
         self._repeated: LaunchPlan | None = None  # the plan of a steady step
         self._logprobs: int | None = None  # largest number of top tokens that a staged row asked for
         self._masked_rows: _Constrained = {}  # staged rows whose masks the host fills
@@ -186,9 +187,10 @@ class EngineLoop:
                 chunks, self._to_prefill = self._to_prefill, []
                 self.stats.mixed_steps += 1
                 self.runner.stage(chunks=chunks)
-                return LaunchPlan.of_chunks(chunks, len(self._staged))
+                return LaunchPlan.of_chunks(chunks, len(self._staged), has_adapters=self._has_adapters)
             self._prefill()
-        shape = StepShape(len(self._staged), queries, part="logits" if in_halves else "whole")
+        part = "logits" if in_halves else "whole"
+        shape = StepShape(len(self._staged), queries, part=part, has_adapters=self._has_adapters)
         plan = LaunchPlan(shape, min(num_steps, room // queries))
         self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._masked_rows else None
         return plan
@@ -202,7 +204,7 @@ class EngineLoop:
             np.copyto(rows[row].sampling.token_mask, mask)  # type: ignore[arg-type]
         cache = self.scheduler.cache
         self.runner.stage([s.row_inputs(cache.pages_of(s.request_id), cache.state_row_of(s.request_id)) for s in rows])
-        self._staged = rows
+        self._staged, self._has_adapters = rows, any(sequence.adapter is not None for sequence in rows)
         self._masked_rows = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
         return True

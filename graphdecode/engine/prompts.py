@@ -38,6 +38,7 @@ class PromptChunk:
     scored: Sequence[int] = ()  # if log-probabilities are wanted: the successor of each token of the chunk
     num_logprobs: int = 0  # number of top tokens for each
     state_row: int | None = None  # of the sequence's recurrent states and rolling pages; None: the trash row
+    adapter: int = -1  # slot of the sequence's adapter; -1: none
 
     @property
     def end(self) -> int:
@@ -71,6 +72,8 @@ class Prompts:
             Slot("state_rows", (rows,), int32, pad=self._trash_state_row, staged=_CHUNKS),
             Slot("page_table", (rows, pages), int32, pad=self._trash_page, staged=_CHUNKS),
         ]
+        if self._model.adapters is not None:
+            slots.append(Slot("adapters", (rows,), torch.int32, pad=-1, staged=_CHUNKS))
         if setting.rolling is not None:
             slots.append(Slot("rolling_table", (rows, pages), int32, pad=setting.rolling.trash_page, staged=_CHUNKS))
         device = self._model.device
@@ -88,9 +91,9 @@ class Prompts:
             if setting.config.backend != "eager":
                 self.shapes = prompt_shapes(device.type, max_tokens)
 
-    def chunks(self, tokens: int, rows: int | None = None) -> Chunks:
-        """Return the slots, narrowed to some tokens and chunks (None: all); the last may be padding."""
-        buffers, rows = self.buffers, self._rows if rows is None else rows
+    def chunks(self, shape: StepShape, rows: int | None = None) -> Chunks:
+        """Return the slots, narrowed to a shape's tokens and some chunks (None: all); the last may be padding."""
+        buffers, tokens, rows = self.buffers, shape.prompt_tokens, self._rows if rows is None else rows
         return Chunks(
             buffers.tokens[:tokens],
             buffers.rows[:tokens],
@@ -101,6 +104,7 @@ class Prompts:
             buffers.page_table[:rows],
             buffers.state_rows[:rows],
             None if self._rolling is None else buffers.rolling_table[:rows],
+            buffers.adapters[:rows] if shape.has_adapters else None,
         )
 
     def run(self, chunks: Chunks) -> Any:
@@ -121,7 +125,7 @@ class Prompts:
         count = min(self._page_size, self.max_tokens, _PROBED_TOKENS)
         tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
         self.stage([PromptChunk(tokens, 0, ())])
-        passed = self.run(self.chunks(count, 1))
+        passed = self.run(self.chunks(StepShape(0, 1, count), 1))
         return bool(self._model.logits(passed, 0, count).isfinite().all())
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:
@@ -138,6 +142,8 @@ class Prompts:
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
             staged["state_rows"][row] = state_row = or_trash(chunk.state_row, self._trash_state_row)
+            if "adapters" in staged:
+                staged["adapters"][row] = chunk.adapter
             if self._rolling is not None:
                 self._rolling.fill(staged["rolling_table"][row], state_row)
             fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)

@@ -34,6 +34,7 @@ class Request:
         grammar: of the structured output, for the engine's `constrain`.
         priority: the lowest is served first and preempted last.
         start_tag: within a priority, the lowest is served first (start-time fair queuing); of equals, the first added.
+        adapter: name of a loaded adapter; None: the model without any.
         is_checked: the engine's `rules` were checked already.
     """
 
@@ -43,6 +44,7 @@ class Request:
     grammar: str | None = None
     priority: int = 0
     start_tag: float = 0.0
+    adapter: str | None = None
     is_checked: bool = False
 
 

@@ -33,9 +33,13 @@ class LaunchPlan(NamedTuple):
     catches_up: bool = False  # the chunks are for the draft model alone: tokens that plain steps fed
 
     @classmethod
-    def of_chunks(cls, chunks: Sequence[PromptChunk], rows: int = 0, *, catches_up: bool = False) -> LaunchPlan:
-        """Return the plan of a pass of chunks, with `rows` in a mixed step."""
-        return cls(StepShape(rows, 1, sum(len(chunk.token_ids) for chunk in chunks)), 1, chunks, catches_up)
+    def of_chunks(
+        cls, chunks: Sequence[PromptChunk], rows: int = 0, *, catches_up: bool = False, has_adapters: bool = False
+    ) -> LaunchPlan:
+        """Return the plan of a pass of chunks, with `rows` in a mixed step, some of which may have adapters."""
+        has_adapters = has_adapters or any(chunk.adapter >= 0 for chunk in chunks)
+        shape = StepShape(rows, 1, sum(len(chunk.token_ids) for chunk in chunks), has_adapters=has_adapters)
+        return cls(shape, 1, chunks, catches_up)
 
     def to_bytes(self) -> bytes:
         """Serialize the plan for another rank; only lengths of chunks, since their tokens are staged."""
@@ -65,6 +69,12 @@ class Launch(NamedTuple):
     def num_steps(self) -> int:
         """Number of steps."""
         return len(self.steps) // self.queries
+
+
+def with_adapters(shapes: Sequence[StepShape], model: Model) -> list[StepShape]:
+    """Return shapes, and the same with adapters where a model has room for some."""
+    adapted = [] if model.adapters is None else [shape._replace(has_adapters=True) for shape in shapes]
+    return [*shapes, *adapted]
 
 
 def computed_in(model: Model) -> str:
@@ -103,7 +113,7 @@ class Runner:
         self.graphs = GraphTable(
             self._run,
             self.buffers,
-            ShapeLadder([*self.step.shapes(), *self.prompts.shapes], config.max_batch_size),
+            ShapeLadder(with_adapters([*self.step.shapes(), *self.prompts.shapes], model), config.max_batch_size),
             constants=[*model.constants, *self.step.constants],
             backend=config.backend,
             warmup_steps=config.warmup_steps,
@@ -115,10 +125,10 @@ class Runner:
             around=lambda shape: around(str(shape)),
         )
 
-    def _run(self, shape: StepShape, batch: Batch) -> None:
-        chunks = self.prompts.chunks(shape.prompt_tokens) if shape.prompt_tokens else None
+    def _run(self, shape: StepShape, batch: Batch, num_chunks: int | None = None) -> None:
+        chunks = self.prompts.chunks(shape, num_chunks) if shape.prompt_tokens else None
         if shape.rows:
-            self.step.run(shape, batch, chunks)
+            self.step.run(shape, batch if shape.has_adapters else batch.without("adapters"), chunks)
         elif chunks is not None:
             self.prompts.run(chunks)
 
@@ -145,8 +155,7 @@ class Runner:
                 shape = self.graphs.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
                 if shape is None:  # more prompt tokens than any graph holds
                     shape, batch = wanted, self.buffers.narrow(wanted.rows)
-                    chunks = self.prompts.chunks(wanted.prompt_tokens, len(plan.chunks))
-                    self.graphs.run_without_graph(wanted, lambda: self.step.run(wanted, batch, chunks))
+                    self.graphs.run_without_graph(wanted, lambda: self._run(wanted, batch, len(plan.chunks)))
             except BaseException:
                 self.step.rewind(first)  # keeps ring positions on the device equal to the host's
                 raise
@@ -159,7 +168,7 @@ class Runner:
     def _prefill(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
         """Run a pass of prompts alone; scored ones run without a graph, since their logits are read on the host."""
         scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
-        chunks = self.prompts.chunks(plan.wanted.prompt_tokens, len(plan.chunks))
+        chunks = self.prompts.chunks(plan.wanted, len(plan.chunks))
         is_scored = any(chunk.scored for chunk in plan.chunks)
         if not plan.catches_up and (is_scored or self.graphs.run(plan.wanted) is None):
             passed = self.graphs.run_without_graph(plan.wanted, lambda: self.prompts.run(chunks))

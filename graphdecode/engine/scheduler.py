@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from graphdecode.cache import CacheFullError, PagedKVCache
 from graphdecode.config.sampling_params import SamplingParams
+from graphdecode.engine.adapters import NO_ADAPTER, EngineAdapters, LoadedAdapter
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.prompts import PromptChunk
@@ -41,6 +42,8 @@ class Sequence:
     metrics: RequestMetrics  # times and counts
     service_order: tuple[int, float, int] = (0, 0.0, 0)  # priority, start tag, id; the lowest first
     constraint: Constraint | None = None  # of its structured output, if any
+    adapter: LoadedAdapter | None = None
+    slot: int = NO_ADAPTER  # its adapter's, while it has a row
     cached_length: int = 0  # tokens whose keys and values are in the cache; recorded nowhere else
     drafted_length: int = 0  # tokens whose keys a draft model has computed
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
@@ -110,14 +113,15 @@ class Sequence:
         """Return the inputs of its row, given its pages and its row of states."""
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
-        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide, state_row)
+        tokens = (self.token_ids, self.prompt_length, pages)
+        return RowInputs(*tokens, self.sampling, may_draft, guide, state_row, self.slot)
 
 
 class Scheduler:
     """Holds all sequences: waiting for a row and pages, prefilling, or decoding (row i is `decoding[i]`)."""
 
-    def __init__(self, cache: PagedKVCache, *, max_batch_size: int) -> None:
-        self.cache, self.max_batch_size = cache, max_batch_size
+    def __init__(self, cache: PagedKVCache, adapters: EngineAdapters, *, max_batch_size: int) -> None:
+        self.cache, self.adapters, self.max_batch_size = cache, adapters, max_batch_size
         self.waiting: list[Sequence] = []  # in service order
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -142,11 +146,19 @@ class Scheduler:
         chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
-        while self.waiting and budget > 0 and len(self.admitted) < self.max_batch_size:
-            candidate = self.waiting[0]
+        place, slots_are_full = 0, False
+        while place < len(self.waiting) and budget > 0 and len(self.admitted) < self.max_batch_size:
+            candidate = self.waiting[place]
+            if candidate.adapter is not None:
+                slot = None if slots_are_full else self.adapters.acquire(candidate.adapter)
+                if slot is None:  # requests without an adapter may pass; others would keep the slot from this one
+                    slots_are_full, place = True, place + 1
+                    continue
+                candidate.slot = slot
             if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
+                self._release_slot(candidate)
                 break
-            del self.waiting[0]
+            del self.waiting[place]
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
 
@@ -158,7 +170,8 @@ class Scheduler:
         scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
         likely = sequence.params.prompt_logprobs or 0
         pages, state_row = self.cache.pages_of(sequence.request_id), self.cache.state_row_of(sequence.request_id)
-        chunks.append((sequence, PromptChunk(tokens[start:end], start, pages, scored, likely, state_row)))
+        chunk = PromptChunk(tokens[start:end], start, pages, scored, likely, state_row, sequence.slot)
+        chunks.append((sequence, chunk))
         return end - start
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:
@@ -169,14 +182,15 @@ class Scheduler:
         for sequence, chunk in chunks:
             end = (chunk.start // page + 1) * page  # end of the first page that the chunk completes
             if end <= chunk.end and end < len(candidate.token_ids):  # noqa: SIM102 - numbers first, lists where they fit
-                if candidate.token_ids[:end] == sequence.token_ids[:end]:
+                if candidate.adapter is sequence.adapter and candidate.token_ids[:end] == sequence.token_ids[:end]:
                     return True
         return False
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages; if there are too few, change nothing and return False."""
         # a prompt that is scored is computed whole: cached tokens have no logits
-        cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids)
+        root = b"" if sequence.adapter is None else sequence.adapter.prefix_root
+        cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids, root)
         # one page stays free for each running sequence that may grow: admission must not cause preemption
         spare = sum(map(self._may_grow, self.admitted))
         try:
@@ -277,6 +291,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Remove all sequences and empty the cache, in whatever state both are."""
+        self.adapters.reset()
         self.waiting.clear()
         self.prefilling, self.decoding = [], []
         self.cache.reset()
@@ -287,7 +302,13 @@ class Scheduler:
         else:
             self.cache.hide(sequence.request_id)
         self.cache.free(sequence.request_id)
+        self._release_slot(sequence)
         (self.decoding if sequence in self.decoding else self.prefilling).remove(sequence)
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        if sequence.slot != NO_ADAPTER:
+            self.adapters.release(sequence.slot)
+            sequence.slot = NO_ADAPTER
 
 
 def draft_gaps(sequences: Iterable[Sequence], cache: PagedKVCache, max_tokens: int) -> list[list[PromptChunk]]:

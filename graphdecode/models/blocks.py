@@ -24,6 +24,7 @@ from graphdecode.kernels.model.embedding import embedding, embedding_norm
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.kernels.recurrent.state_tokens import StateTokens
+from graphdecode.linear.adapted import Adapted, AdapterSpan
 from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
@@ -64,6 +65,7 @@ class Tokens(NamedTuple):
     page_table: Tensor  # int32 [b, pages of a row]
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
     rolling_table: Tensor | None = None  # int32 [b, pages of a row], of layers with rolling pages
+    adapters: Tensor | None = None  # int32 [b], the slots of the rows' adapters; None: no row has one
 
 
 def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
@@ -163,6 +165,7 @@ class ResidualStream:
             embedded = [stem.run(part) for part in parts]
             self._residual = embedded[0] if len(parts) == 1 else torch.cat(embedded)
         self._all_live: Tensor | None = None
+        self._adapters = self._adapter_spans()
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
         self._norm: Norm | None = None  # of the residual, not computed yet
         self._product: tuple[WeightForm, Tensor] | None = None  # the output of a block, not computed yet
@@ -187,6 +190,15 @@ class ResidualStream:
             end = begin + part.ids.shape[0]
             yield slice(begin, end), StateTokens(part.rows, part.positions, part.live, part.state_rows)
             begin = end
+
+    def _adapter_spans(self) -> list[AdapterSpan]:
+        spans, begin = [], 0
+        for part in self._parts:
+            end = begin + part.ids.shape[0]
+            if part.adapters is not None:
+                spans.append(AdapterSpan(slice(begin, end), part.rows, part.live, part.adapters))
+            begin = end
+        return spans
 
     @property
     def live(self) -> Tensor:
@@ -224,7 +236,7 @@ class ResidualStream:
         """[t, hidden], the output of the last block."""
         if self._product is not None:
             linear, x = self._product
-            linear.apply(self.output_buffer(in_floats=linear.gives_floats), x)
+            self._multiply(linear, self.output_buffer(in_floats=linear.gives_floats), x)
         assert self._output is not None
         return self._output
 
@@ -257,7 +269,7 @@ class ResidualStream:
         """Write the product for `hidden` into `out` [t, out_features]."""
         fused, norm = self._fused(linear), self._norm
         if fused is None or norm is None:
-            linear.apply(out, self.hidden)
+            self._multiply(linear, out, self.hidden)
         else:
             fused.normed(out, self.residual, norm.weight, norm.eps)
 
@@ -287,7 +299,7 @@ class ResidualStream:
         part._residual, part._hidden = self.residual[begin:end], self.hidden[begin:end]
         part._output = None if self._is_whole else self.output[begin:end]
         part._stem = part._product = None
-        part._buffers = {}
+        part._buffers, part._adapters = {}, []
         return part
 
     def _add_product(self) -> None:
@@ -300,7 +312,15 @@ class ResidualStream:
             fused.added(self.residual, x, self._scale)
             self._product, self._is_whole = None, True
 
+    def _multiply(self, linear: WeightForm, out: Tensor, x: Tensor) -> None:
+        """Write the product for `x` into `out`, with what the adapters of the tokens' rows add."""
+        linear.apply(out, x)
+        if self._adapters and isinstance(linear, Adapted):
+            linear.adapt(out, x, self.buffer(linear.inner_size, torch.float32, "adapters"), self._adapters)
+
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
+        if self._adapters and isinstance(linear, Adapted):
+            return None
         return linear.fused(self._residual.shape[0]) if self.operators.fuses_products else None
 
     def buffer_for(self, linear: WeightForm, use: str = "") -> Tensor:

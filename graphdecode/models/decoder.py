@@ -18,6 +18,7 @@ from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache, LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
+from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import (
     AppendAndAttend,
     Attend,
@@ -38,9 +39,10 @@ from graphdecode.models.model import Chunks, Model
 def tokens_of(batch: Batch | Chunks) -> Tokens:
     """Return the tokens of a decode step or of prompt chunks."""
     if isinstance(batch, Chunks):
-        return Tokens(*batch[:4], batch.page_table, batch.state_rows, batch.rolling_table)
+        return Tokens(*batch[:4], *batch[6:])
     where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-    return Tokens(batch.tokens, *where, getattr(batch, "state_rows", None), getattr(batch, "rolling_table", None))
+    optional = (getattr(batch, name, None) for name in ("state_rows", "rolling_table", "adapters"))
+    return Tokens(batch.tokens, *where, *optional)
 
 
 def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
@@ -78,12 +80,14 @@ class Decoder(Model):
         head: Head,
         operators: StepOperators | None = None,
         cache_scales: list[tuple[float, float]] | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.config = config
         self.stem = stem
         self.layers = layers
         self.head = head
         self._operators = operators or StepOperators()
+        self.adapters = adapters
         self.cache_scales = cache_scales or [(1.0, 1.0)] * len(layers)
         self.dtype = stem.embedding.dtype
         self.device = stem.embedding.device
@@ -95,7 +99,8 @@ class Decoder(Model):
         layers, head = self.layers, self.head
         if linear is not None:
             layers, head = [layer.variant(linear) for layer in layers], head.variant(linear)
-        return Decoder(self.config, self.stem, layers, head, operators or self._operators, self.cache_scales)
+        given = (operators or self._operators, self.cache_scales, self.adapters)
+        return Decoder(self.config, self.stem, layers, head, *given)
 
     @property
     def blocks(self) -> list[Block]:

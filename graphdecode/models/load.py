@@ -29,6 +29,7 @@ from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
+from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import DTYPES, ModelConfig, ModelShape, read_json
 from graphdecode.models.decoder import Decoder
@@ -318,6 +319,8 @@ def load_model(
     trust_remote_code: bool = False,
     progress: bool = False,
     shared: Collectives | None = None,
+    max_adapters: int = 0,
+    max_adapter_rank: int = 16,
 ) -> Model:
     """Load a decoder.
 
@@ -365,6 +368,9 @@ def load_model(
         return options
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    if max_adapters and (by_transformers is not None or shared is not None):
+        who = "a model that transformers runs" if by_transformers is not None else "a model that several ranks share"
+        raise ArgumentError(f"max_adapters={max_adapters}: {who} has no room for adapters")
     if by_transformers is not None:
         if shared is not None:
             split_config(by_transformers.config, shared.count)
@@ -390,7 +396,8 @@ def load_model(
     if shared is not None:
         weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
         config, weight_map = split_config(config, shared.count), shard.weight_map
-    weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared)
+    adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
+    weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared, adapters)
     return _with_memory_returned(_build(config, weights, scales, progress), device)
 
 
@@ -467,7 +474,11 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
         layers.append(family.layer(config, weights, index))
         if index % _TRIMMED_LAYERS == 0:
             return_free_memory()
-    return Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
+    head = family.head(config, weights, stem)
+    decoder = Decoder(config, stem, layers, head, cache_scales=scales, adapters=weights.adapters)
+    if weights.adapters is not None:
+        weights.adapters.keep(form for _, form in decoder.products())
+    return decoder
 
 
 def _with_memory_returned(model: Model, device: torch.device) -> Model:

@@ -12,6 +12,7 @@ from graphdecode.buffers import Batch
 from graphdecode.cache import LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
+from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import each_once
 from graphdecode.models.config import ModelShape
 
@@ -28,6 +29,7 @@ class Chunks(NamedTuple):
     page_table: Tensor  # int32 [b, pages]
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
     rolling_table: Tensor | None = None  # int32 [b, pages], of layers with rolling pages
+    adapters: Tensor | None = None  # int32 [b], the slots of the rows' adapters; None: no row has one
 
 
 class Model(ABC):
@@ -37,6 +39,7 @@ class Model(ABC):
     dtype: torch.dtype  # of weights, activations and cache
     device: torch.device
     cache_scales: list[tuple[float, float]]  # of keys and values of each layer, for an fp8 cache
+    adapters: AdapterSlots | None = None  # slots of adapters in its products; None: it was loaded without any
     takes_rolling_pages: bool = False  # whether it reads `rolling_table` for layers with rolling pages
 
     @property

@@ -12,10 +12,13 @@ from graphdecode.linear.forms import load_experts, load_linear, quantized_form, 
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
+from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Norm
 from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
+
+_NEVER_ADAPTED = ("lm_head", "router")
 
 
 class Weights:
@@ -28,6 +31,7 @@ class Weights:
         positions: of the rotary table.
         norm_offset: is added to the weights of all norms; 1 if the source stores `weight - 1`.
         shared: collectives, if the source is the shard of a rank; None: there is one rank.
+        adapters: slots of adapters, which products are registered with; None: there are none.
 
     Attributes:
         dtype: of the activations.
@@ -42,8 +46,9 @@ class Weights:
         positions: int,
         norm_offset: float = 0.0,
         shared: Collectives | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        self.shared = shared
+        self.shared, self.adapters = shared, adapters
         self.dtype, self.device = options.dtype, options.device
         self._source = source
         self._map = weight_map
@@ -115,6 +120,8 @@ class Weights:
         if self.shared is not None and split == 1:
             options = replace(options, row_maxima=self.shared.greatest)
         form = load_linear(self._source, names, None, options)
+        if self.adapters is not None and place.rpartition(".")[2] not in _NEVER_ADAPTED:
+            return self.adapters.around(form, place, self._map[place])
         if self.shared is None or split == 0 or is_partial:
             return form
         return Summed(form.shape, None, form, self.shared, place)

@@ -27,7 +27,7 @@ from graphdecode.errors import shown
 from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
 from graphdecode.server.http import HANDLERS, HttpError, error_response, until_gone
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.protocol import Detokenize, Tokenize
+from graphdecode.server.protocol import B, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.service import Service
 
 _KEY = "graphdecode.key"  # in a scope: the digest of the request's key
@@ -145,6 +145,20 @@ def prepared_text(preprocessor: Preprocessor, body: Detokenize) -> bytes:
     return bytes(JSONResponse({"prompt": preprocessor.tokenizer.decode(body.tokens)}).body)
 
 
+def _as_given(_: Preprocessor, body: B) -> B:
+    return body
+
+
+async def _load_adapter(service: Service, body: LoadAdapter, caller: str) -> Response:
+    await service.load_adapter(body.lora_name, body.lora_path)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def _unload_adapter(service: Service, body: UnloadAdapter, caller: str) -> Response:
+    await service.unload_adapter(body.lora_name)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
 async def _as_json(service: Service, prepared: bytes, caller: str) -> Response:
     return Response(prepared, media_type="application/json")
 
@@ -199,9 +213,17 @@ def make_app(service: Service) -> Starlette:
         "max_model_len": service.client.rules.capacity.token_limit,
     }
 
+    def card_of(name: str) -> dict[str, object]:
+        is_adapter = service.preprocessor.adapter_of(name) is not None
+        return card | ({"id": name, "root": name, "parent": service.model_name} if is_adapter else {})
+
+    def all_models(_: Request) -> dict[str, object]:
+        return {"object": "list", "data": [card_of(name) for name in (service.model_name, *service.client.adapters)]}
+
     def one_model(request: Request) -> dict[str, object]:
-        service.preprocessor.check_model(request.path_params["model"])
-        return card
+        name = request.path_params["model"]
+        service.preprocessor.check_model(name)
+        return card_of(name)
 
     def health(_: Request) -> Response:
         return Response(status_code=200 if service.is_healthy else 503)
@@ -211,9 +233,11 @@ def make_app(service: Service) -> Starlette:
         *GENERATING.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
+        ("/v1/load_lora_adapter", Endpoint(LoadAdapter, _as_given, _load_adapter)),
+        ("/v1/unload_lora_adapter", Endpoint(UnloadAdapter, _as_given, _unload_adapter)),
     ]
     routes = [
-        Route("/v1/models", _get(lambda _: {"object": "list", "data": [card]})),
+        Route("/v1/models", _get(all_models)),
         Route("/v1/models/{model:path}", _get(one_model)),
         *[Route(url, _post(service, endpoint), methods=["POST"]) for url, endpoint in posted],
         Route("/tokenizer_info", _get(lambda _: tokenizer_info(service))),

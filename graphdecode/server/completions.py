@@ -54,13 +54,17 @@ class Endpoint(Generic[B, P, R]):
                 prepared = await service.work.run(_prepared, self, data, limits=_LIMITS, caller=caller, size=len(data))
             except JobError as error:
                 raise HttpError(400, f"reading the body {error}") from error
-        result, unknown = prepared
+        result, unknown, model = prepared
+        service.preprocessor.check_model(model)
         service.note_unknown(unknown)
         with self._as_http_errors():
             return await self.answer(service, result, caller)
 
-    def prepared(self, preprocessor: Preprocessor, data: bytes, *, in_child: bool) -> tuple[P, tuple[str, ...]] | None:
-        """Parse and prepare a body; return it with the names of its unknown fields, or raise `HttpError`.
+    def prepared(
+        self, preprocessor: Preprocessor, data: bytes, *, in_child: bool
+    ) -> tuple[P, tuple[str, ...], str | None] | None:
+        """Parse and prepare a body; return it with the names of its unknown fields and of its model, which a child
+        does not check, or raise `HttpError`.
 
         Args:
             in_child: this is a child process; otherwise None is returned for a slow body, or one with a template.
@@ -70,11 +74,12 @@ class Endpoint(Generic[B, P, R]):
         except ValidationError as error:
             message, place, code = protocol.problem_of(error)
             raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
-        preprocessor.check_model(body.model)
+        if not in_child:
+            preprocessor.check_model(body.model)
         if not in_child and (body.parts > _MAX_PARTS_HERE or getattr(body, "chat_template", None) is not None):
             return None
         with self._as_http_errors():
-            return self.prepare(preprocessor, body), protocol.unknown_fields(body)
+            return self.prepare(preprocessor, body), protocol.unknown_fields(body), body.model
 
     @contextmanager
     def _as_http_errors(self) -> Iterator[None]:
@@ -154,9 +159,7 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
         body, preprocessor.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
     )
     structured, special, prompts = structured_output_of(body), body.add_special_tokens is not False, _prompts(body)
-    shared = preprocessor.tokenized_params(
-        params, len(prompts), priority=body.priority or 0, is_structured=structured is not None
-    )
+    shared = preprocessor.tokenized_params(params, len(prompts), body, is_structured=structured is not None)
     processor, tokenized = preprocessor.input_processor, []
     for prompt in map(as_prompt, prompts):
         ids = processor.encode(prompt, special=special)
@@ -254,9 +257,8 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     if tools is not None and tools.is_special:
         params = params.unchecked(skip_special_tokens=False)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
-    shared = preprocessor.tokenized_params(
-        rendered.ending(params), 1, priority=body.priority or 0, is_structured=structured is not None
-    )
+    ending, is_structured = rendered.ending(params), structured is not None
+    shared = preprocessor.tokenized_params(ending, 1, body, is_structured=is_structured)
     prompt = preprocessor.input_processor.tokenized_prompt(rendered.text, rendered.token_ids, shared)
     return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names)
 

@@ -90,6 +90,8 @@ class EngineClient:
         self._timeouts = timeouts or HeartbeatTimeouts()
         self._grammars = KeptGrammars()  # that the process holds
         self._numbers = itertools.count()
+        self.adapters: dict[str, str] = dict(setup.adapters)  # name -> folder; a restarted process loads them, too
+        self._changes: dict[int, asyncio.Future[str | None]] = {}  # of adapters, in flight
         self._metrics: dict[int, RequestMetrics] = {}  # of the requests in flight
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -129,7 +131,7 @@ class EngineClient:
             self._process = start_child("graphdecode.server.engine_process", [there.fileno()], _FEW_ARENAS)
         self._grammars = KeptGrammars()
         reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
-        self._write(self._setup)
+        self._write(self._setup._replace(adapters=tuple(self.adapters.items())))
         return reader
 
     async def _loaded(self, reader: asyncio.StreamReader) -> None:
@@ -157,6 +159,9 @@ class EngineClient:
                 while True:
                     await self._take(await messages.receive(reader))
             self.serves = False
+            for change in self._changes.values():
+                if not change.done():
+                    change.set_result("the engine's process ended")
             lost, self._metrics = self._metrics, {}
             ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
             self._on_events([event._replace(error_code=RESTARTING) for event in ended])
@@ -200,6 +205,11 @@ class EngineClient:
             return
         if isinstance(message, messages.EngineStatus):
             self._on_status(message)
+            return
+        if isinstance(message, messages.AdapterChanged):
+            change = self._changes.get(message.number)
+            if change is not None and not change.done():
+                change.set_result(message.error)
             return
         for first in range(0, len(message), _EVENTS_AT_ONCE):
             if first:
@@ -249,6 +259,29 @@ class EngineClient:
     def _drop_grammar(self, grammar: str) -> None:
         if self._grammars.drop(grammar):
             self._write(messages.DropGrammar(grammar))
+
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter, or forget it (None), while requests are served.
+
+        Raises:
+            ArgumentError: it cannot be used, or there is none of that name.
+            AnswerError: the engine is being started again.
+        """
+        if not self.serves:
+            raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
+        number = next(self._numbers)
+        change = self._changes[number] = asyncio.get_running_loop().create_future()
+        self._write(messages.ChangeAdapter(number, name, folder))
+        try:
+            error = await change
+        finally:
+            del self._changes[number]
+        if error is not None:
+            raise ArgumentError(error)
+        if folder is None:
+            self.adapters.pop(name, None)
+        else:
+            self.adapters[name] = folder
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""

@@ -54,6 +54,7 @@ class EngineProcess:
         self._compiled: dict[str, Future[Any] | None] = {}
         self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # their id -> the grammar it waits for
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
+        self._loaders = ThreadPoolExecutor(1, thread_name_prefix="adapter")  # one after another, as they were sent
         self._status_sent = 0.0  # seconds
 
     def serve(self) -> None:
@@ -97,11 +98,24 @@ class EngineProcess:
         elif isinstance(message, messages.DropGrammar):
             self._cancel_unused(self._compiled.pop(message.grammar, None))
             self._compilers.submit(return_free_memory)  # a grammar is scattered over the heap
+        elif isinstance(message, messages.ChangeAdapter):
+            self._loaders.submit(self._change_adapter, message)  # no step waits for a file
         elif isinstance(message, messages.Finish):
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
         elif isinstance(message, messages.Abort):
             self._cancel_unused(self._waiting.pop(message.request_id, (None,))[0])
             self._engine.abort(self._forget(message.request_id))
+
+    def _change_adapter(self, message: messages.ChangeAdapter) -> None:
+        adapters, error = self._engine.adapters, None
+        try:
+            if message.folder is None:
+                adapters.unload(message.name)
+            else:
+                adapters.load(message.name, message.folder)
+        except (GraphdecodeError, MemoryError, OSError) as refused:
+            error = str(refused) or type(refused).__name__
+        self._connection.send(messages.AdapterChanged(message.number, error))
 
     def _add_compiled(self) -> None:
         if not self._engine.has_work:
@@ -173,7 +187,7 @@ class EngineProcess:
         self._status_sent = now
         pool, stats = engine.cache.pool, engine.stats
         counts = engine.num_running, engine.num_waiting, pool.used, pool.total, engine.num_preemptions
-        self._connection.send(messages.EngineStatus(*counts, stats))
+        self._connection.send(messages.EngineStatus(*counts, stats, engine.adapters.stats))
         stats.step_seconds.clear()
         stats.launch_seconds.clear()
 
@@ -207,6 +221,8 @@ def main() -> None:
     threading.Thread(target=_beat, args=(connection,), name="heartbeat", daemon=True).start()
     try:
         engine = load_engine(setup.model, setup.config, progress=setup.progress)
+        for name, folder in setup.adapters:
+            engine.adapters.load(name, folder)
     except GraphdecodeError as error:
         connection.send(messages.Refused(str(error)))
         return

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from graphdecode.config import EngineConfig
 from graphdecode.engine import EngineStats, Event, Request, RequestMetrics
+from graphdecode.engine.adapters import AdapterStats
 from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.request import RequestRules
 
@@ -30,6 +31,7 @@ class EngineSetup(NamedTuple):
     config: EngineConfig
     progress: bool  # show bars while loading
     tokenizer: str | None = None  # `tokenizers.Tokenizer.to_str`, for structured outputs; None: there are none
+    adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
 
 
 class Heartbeat(NamedTuple):
@@ -70,6 +72,21 @@ class Abort(NamedTuple):
     request_id: int
 
 
+class ChangeAdapter(NamedTuple):
+    """An adapter to be loaded, or to be forgotten, under the number that its sender gave the change."""
+
+    number: int
+    name: str
+    folder: str | None  # None: forget it
+
+
+class AdapterChanged(NamedTuple):
+    """The outcome of a `ChangeAdapter`."""
+
+    number: int
+    error: str | None  # why nothing was changed; None: it was
+
+
 class EngineReady(NamedTuple):
     """The engine serves."""
 
@@ -94,6 +111,7 @@ class EngineStatus(NamedTuple):
     total_pages: int  # of the cache
     preemptions: int  # since the start
     stats: EngineStats  # since the start; times of steps and launches: since the last message
+    adapters: AdapterStats = AdapterStats()
 
     @property
     def padding_share(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
+from graphdecode.server.protocol import Generation
 from graphdecode.text.input_processor import InputProcessor, TokenizedParams
 
 
@@ -26,6 +28,7 @@ class Preprocessor:
     sampling_defaults: SamplingParams  # of the checkpoint
     engine: EngineReady
     max_open: int  # outputs that run and wait at a time
+    adapters: Collection[str] = ()  # that requests may name as their model; a child does not know later ones
 
     @cached_property
     def input_processor(self) -> InputProcessor:
@@ -46,14 +49,19 @@ class Preprocessor:
             self.input_processor.grammars.warm()
         return self
 
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a model's name means; None: it is the model as it is."""
+        return None if name == self.model_name else name
+
     def check_model(self, name: str | None) -> None:
         """Refuse (HttpError) a request for another model; None is this one."""
-        if name is not None and name != self.model_name:
-            message = f"the model {name[:200]!r} does not exist; there is {self.model_name!r}"
+        if self.adapter_of(name) is not None and name not in self.adapters:
+            there = " and ".join(map(repr, (self.model_name, *self.adapters)))
+            message = f"the model {str(name)[:200]!r} does not exist; there is {there}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
     def tokenized_params(
-        self, params: SamplingParams, prompts: int, *, priority: int, is_structured: bool
+        self, params: SamplingParams, prompts: int, body: Generation, *, is_structured: bool
     ) -> TokenizedParams:
         """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
         most = self.limits.max_prompts
@@ -67,4 +75,7 @@ class Preprocessor:
                 "answers at most run and wait at a time (max_batch_size and max_waiting)"
             )
             raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
-        return self.input_processor.tokenized_params(params, priority=priority, is_structured=is_structured)
+        adapter, priority = self.adapter_of(body.model), body.priority or 0
+        return self.input_processor.tokenized_params(
+            params, priority=priority, is_structured=is_structured, adapter=adapter
+        )

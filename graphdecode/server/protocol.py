@@ -127,6 +127,19 @@ class Tokenize(ChatFields):
     return_token_strs: bool | None = None
 
 
+class LoadAdapter(Body):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(Body):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
 class Detokenize(Body):
     """`POST /detokenize`."""
 

@@ -112,7 +112,7 @@ class Reply(Response, ABC):
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": body.model or service.model_name,
         }
 
     @abstractmethod

@@ -32,6 +32,17 @@ _RETRY_AFTER = {"Retry-After": "1"}
 log = logging.getLogger(__name__)
 
 
+def lora_modules(limits: ServerConfig) -> dict[str, str]:
+    """Return the adapters that are loaded at startup: name -> folder; an ArgumentError says which text is none."""
+    found: dict[str, str] = {}
+    for given in limits.lora_modules:
+        name, _, folder = given.partition("=")
+        if not name or not folder or name in found:
+            raise ArgumentError(f"lora_modules: each is NAME=FOLDER, with a name of its own, got {given!r}")
+        found[name] = str(Path(folder).expanduser().absolute())
+    return found
+
+
 class Service:
     """One model, served."""
 
@@ -57,7 +68,11 @@ class Service:
         self.draining = False  # new requests are refused
         self._reserved = 0  # outputs that have room, and are not submitted yet
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
-        setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
+        adapters = lora_modules(limits)
+        if adapters and not config.max_adapters:
+            config = config.with_settings(max_adapters=len(adapters))
+        spelt = tokenizer.backend_tokenizer.to_str() if is_available() else None
+        setup = EngineSetup(path, config, progress, spelt, tuple(adapters.items()))
         self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
         self.client = EngineClient(
             setup,
@@ -83,7 +98,29 @@ class Service:
         """The preprocessor, once the engine was started."""
         assert self.client.ready is not None
         defaults, engine = self.sampling_defaults, self.client.ready
-        return Preprocessor(self.model_name, self.tokenizer, self.limits, defaults, engine, self._max_open)
+        known = self.client.adapters.keys()
+        return Preprocessor(self.model_name, self.tokenizer, self.limits, defaults, engine, self._max_open, known)
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter from below the folder that is allowed; raises `HttpError`, or as the client."""
+        allowed = self.limits.lora_folder
+        if allowed is None:
+            raise HttpError(403, "requests load no adapters: [server] lora_folder says from where they may")
+        if name == self.model_name:
+            raise HttpError(400, f"the model itself is called {name!r}", param="lora_name")
+        root, wanted = Path(allowed).expanduser().resolve(), Path(folder)
+        path = (root / wanted).resolve()
+        if not path.is_relative_to(root):
+            raise HttpError(403, "lora_path is outside of the folder that is allowed", param="lora_path")
+        await self.client.change_adapter(name, str(path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; raises `HttpError`, or as the client."""
+        if self.limits.lora_folder is None:
+            raise HttpError(403, "requests unload no adapters: [server] lora_folder allows it")
+        if name not in self.client.adapters:
+            raise HttpError(404, f"there is no adapter {name[:200]!r}", param="lora_name", code="model_not_found")
+        await self.client.change_adapter(name, None)
 
     @property
     def api_keys(self) -> list[str]:

@@ -155,6 +155,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine's latest status."""
         status, stats = self.engine_status, self.engine_status.stats
+        adapters = status.adapters
         usage, restarts = status.used_pages / max(status.total_pages, 1), self.client.restarts
         gauges = (
             ("vllm:num_requests_running", "Requests that have a row.", status.running),
@@ -165,6 +166,8 @@ class Metrics(Collector):
         counts = (
             ("vllm:num_preemptions", "Preemptions of rows.", status.preemptions),
             ("graphdecode:recaptures", "How often the engine was started again.", restarts),
+            ("graphdecode:adapter_writes", "Adapters that were brought into a slot.", adapters.writes),
+            ("graphdecode:adapter_evictions", "Adapters that left a slot for another.", adapters.evictions),
             *((f"vllm:{name}", text, getattr(stats, name)) for name, text in _DRAFT_COUNTERS.items()),
         )
         for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
@@ -176,6 +179,7 @@ class Metrics(Collector):
         for name, text, label, values in (
             ("graphdecode:bucket_replays", "Steps of a bucket.", "bucket", steps),
             ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position", accepted),
+            ("graphdecode:adapter_requests", "Requests by adapter.", "lora_name", adapters.requests.items()),
         ):
             by_label = CounterMetricFamily(name, text, None, ["model_name", label])
             for which, count in values:

@@ -5,6 +5,7 @@ from graphdecode.text.async_llm import AsyncLLM
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.conversation import Conversation
 from graphdecode.text.llm import LLM, Stream
+from graphdecode.text.lora import LoRARequest
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
 from graphdecode.text.summary import RunSummary
 from graphdecode.text.tokenizer import load_tokenizer
@@ -15,6 +16,7 @@ __all__ = [
     "CompletionOutput",
     "Conversation",
     "EngineStats",
+    "LoRARequest",
     "Logprob",
     "RenderedChat",
     "RequestMetrics",

@@ -18,6 +18,7 @@ from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.text.chat import ChatOptions, Message, render_chat
 from graphdecode.text.input_processor import ParentRequest, Prompt, as_params, as_priorities, as_prompt
 from graphdecode.text.llm import LLM
+from graphdecode.text.lora import LoRARequest
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.router import Router
 
@@ -146,6 +147,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of one prompt so far at each change; leaving the iterator aborts the request.
 
@@ -156,6 +158,7 @@ class AsyncLLM:
             sampling_params: None means the defaults.
             request_id: of the outputs; None: a number.
             priority: the lowest is served first.
+            lora_request: the adapter; see `LLM.stream`.
 
         Raises:
             ValueError: not a prompt, or it can never fit.
@@ -164,7 +167,8 @@ class AsyncLLM:
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
         (first,) = as_priorities(priority, 1)
-        make = partial(self.llm.input_processor.process, item, params, priority=first)
+        (adapter,) = self.llm.adapters_of(lora_request, 1)
+        make = partial(self.llm.input_processor.process, item, params, priority=first, adapter=adapter)
         return self._outputs(make, params, request_id)
 
     @refusing_calls(*ChatOptions.__annotations__)
@@ -173,12 +177,15 @@ class AsyncLLM:
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Generate the next message of one conversation, as `generate` does for a prompt.
 
         Args:
             messages: of one conversation; these, `sampling_params` and `options` are as for `LLM.chat`.
+            lora_request: the adapter; see `LLM.stream`.
 
         Raises:
             ValueError: messages are malformed, there is no chat template, or the conversation can never fit.
@@ -187,7 +194,9 @@ class AsyncLLM:
         (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
         chat = render_chat(self.llm.tokenizer, messages, **options)
         ending = chat.ending(params)
-        make = partial(self.llm.input_processor.process, chat.text, ending, token_ids=chat.token_ids)
+        (adapter,) = self.llm.adapters_of(lora_request, 1)
+        process = self.llm.input_processor.process
+        make = partial(process, chat.text, ending, token_ids=chat.token_ids, adapter=adapter)
         return self._outputs(make, ending, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.llm import LLM
+from graphdecode.text.lora import LoRARequest
 from graphdecode.text.outputs import RequestOutput
 
 _LEAST_ROOM = 8  # an eighth of all tokens at least is for the output
@@ -24,6 +25,7 @@ class Conversation:
         system: the system message; None: as the template has it.
         sampling_params: None: as `LLM.chat`.
         chat_template: see `render_chat`.
+        lora_request: the adapter; None: the model as it is.
 
     Attributes:
         messages: all messages without `system`, oldest first.
@@ -38,6 +40,7 @@ class Conversation:
         system: str | None = None,
         sampling_params: SamplingParams | None = None,
         chat_template: str | Path | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self.llm = llm
         self.system = system
@@ -46,6 +49,7 @@ class Conversation:
         self.last: RequestOutput | None = None
         self._params = sampling_params or llm.default_chat_params()
         self._template = chat_template
+        self._lora_request = lora_request
 
     def say(self, text: str) -> Generator[str, None, None]:
         """Send a message, and yield the output piece by piece.
@@ -61,7 +65,8 @@ class Conversation:
         try:
             chat = self._fitting()
             params = chat.ending(self._params)
-            with self.llm.stream({"prompt_token_ids": chat.token_ids}, params) as stream:
+            prompt, lora_request = {"prompt_token_ids": chat.token_ids}, self._lora_request
+            with self.llm.stream(prompt, params, lora_request=lora_request) as stream:
                 self.last = stream.request
                 for piece in stream:
                     answer += piece

@@ -105,6 +105,7 @@ class TokenizedParams(NamedTuple):
     per_output: SamplingParams  # of one output, for the engine
     bad_words: list[list[int]]  # tokens of each spelling
     priority: int  # the lowest is served first
+    adapter: str | None = None  # its name; None: the model as it is
 
 
 class TokenizedPrompt(NamedTuple):
@@ -153,7 +154,13 @@ class InputProcessor:
         return ids
 
     def process(
-        self, prompt: str | list[int], params: SamplingParams, *, token_ids: list[int] | None = None, priority: int = 0
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        token_ids: list[int] | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> ParentRequest:
         """Tokenize a prompt to the requests of its outputs; unusable parameters refuse it, with `output.error` set.
 
@@ -161,6 +168,8 @@ class InputProcessor:
 
         Args:
             token_ids: of the prompt; None: from `encode`.
+            priority: the lowest is served first.
+            adapter: its name; None: the model as it is.
 
         Raises:
             ArgumentError: the prompt or the parameters are of text, and there is no tokenizer, or it fails.
@@ -168,9 +177,11 @@ class InputProcessor:
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
-        shared, grammar, structured = TokenizedParams(params, params, [], priority), None, params.structured_outputs
+        structured, grammar = params.structured_outputs, None
+        shared = TokenizedParams(params, params, [], priority, adapter)
         try:
-            shared = self.tokenized_params(params, priority=priority, is_structured=structured is not None)
+            is_structured = structured is not None
+            shared = self.tokenized_params(params, priority=priority, is_structured=is_structured, adapter=adapter)
             tokenized = self.tokenized_prompt(prompt, token_ids, shared)
             if structured is not None:
                 if self._tokenizer is None:
@@ -184,7 +195,7 @@ class InputProcessor:
         return self.parent_request(tokenized, grammar)
 
     def tokenized_params(
-        self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False
+        self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False, adapter: str | None = None
     ) -> TokenizedParams:
         """Tokenize and check the parameters that all prompts of a request share.
 
@@ -203,7 +214,7 @@ class InputProcessor:
         params = params.unchecked(bad_words=None, structured_outputs=None, **named)
         per_output = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
         rules.check_sampling(per_output, bad_words, has_form=is_structured)
-        return TokenizedParams(params, per_output, bad_words, priority)
+        return TokenizedParams(params, per_output, bad_words, priority, adapter)
 
     def tokenized_prompt(
         self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
@@ -231,7 +242,7 @@ class InputProcessor:
             grammar: None: unconstrained.
             start_tag: of its requests; see `Request`.
         """
-        params, per_output, bad_words, priority = tokenized.params
+        params, per_output, bad_words, priority, adapter = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]
         times = RequestMetrics(time.perf_counter())
         output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
@@ -242,7 +253,9 @@ class InputProcessor:
             index = own_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
             own = per_output.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(tokenized.token_ids, own, bad_words, grammar, priority, start_tag, is_checked=True)
+            request = Request(
+                tokenized.token_ids, own, bad_words, grammar, priority, start_tag, adapter, is_checked=True
+            )
             children.append((request, RequestState(own_output, output, params, tokenizer)))
         return ParentRequest(output, children)
 

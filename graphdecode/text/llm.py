@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ from graphdecode.text.input_processor import (
     as_prompt,
     as_prompts,
 )
+from graphdecode.text.lora import LoRARequest, LoRARequests, as_lora_requests
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.request_state import RequestState
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
@@ -146,6 +148,8 @@ class LLM:
         self.engine_config = _as_it_holds(settings, self.capacity)
         self.config = self.engine_config.buckets
         self.router = SteppingRouter(engine)
+        self._adapter_paths: dict[str, str] = {}
+        self._loading_adapters = threading.Lock()
         self.input_processor = InputProcessor(engine, self.tokenizer)
         if self.tokenizer is not None:
             engine.constrain = self.input_processor.grammars.constraint
@@ -190,6 +194,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: SequenceOf[int] | int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Generate outputs for prompts, with continuous batching.
 
@@ -198,20 +203,22 @@ class LLM:
             sampling_params: for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error if that is a terminal.
             priority: for all prompts, or one for each: the lowest is served first, and preempted last.
+            lora_request: for all prompts, or one (or None) for each: the adapter, which is loaded where it is not yet.
 
         Returns:
             One output for each prompt, in order. A prompt that can never be served (too long, empty, a token id
             outside the vocabulary) has `error` set and the `finish_reason` "refused"; the others are served.
 
         Raises:
-            ValueError: not a prompt, or the numbers of prompts and parameters differ.
+            ValueError: not a prompt, or the numbers of prompts and parameters differ; an adapter cannot be used.
         """
         self._check_open()
         items = as_prompts(prompts)
         params = as_params(sampling_params, len(items))
         priorities = as_priorities(priority, len(items))
-        inputs = zip(items, params, priorities, strict=True)
-        return self._generated([self.input_processor.process(i, p, priority=first) for i, p, first in inputs], use_tqdm)
+        adapters = self.adapters_of(lora_request, len(items))
+        process, inputs = self.input_processor.process, zip(items, params, priorities, adapters, strict=True)
+        return self._generated([process(i, p, priority=first, adapter=a) for i, p, first, a in inputs], use_tqdm)
 
     @refusing_calls(*ChatOptions.__annotations__)
     def chat(
@@ -219,6 +226,8 @@ class LLM:
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequests = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Generate the next message of one or several conversations through the model's chat template.
@@ -227,6 +236,7 @@ class LLM:
             messages: of one conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
             sampling_params: for all of them, or one for each; None means the checkpoint's, up to the capacity.
             use_tqdm: show a progress bar on standard error if that is a terminal.
+            lora_request: as for `generate`.
             options: see `render_chat`.
 
         Returns:
@@ -238,8 +248,11 @@ class LLM:
         self._check_open()
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
         params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
-        process, pairs = self.input_processor.process, zip(chats, params, strict=True)
-        return self._generated([process(c.text, c.ending(p), token_ids=c.token_ids) for c, p in pairs], use_tqdm)
+        process, adapters = self.input_processor.process, self.adapters_of(lora_request, len(chats))
+        inputs = zip(chats, params, adapters, strict=True)
+        return self._generated(
+            [process(c.text, c.ending(p), token_ids=c.token_ids, adapter=a) for c, p, a in inputs], use_tqdm
+        )
 
     def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:
         states = [state for parent in parents for state in parent.states]
@@ -275,7 +288,13 @@ class LLM:
 
     @refusing_calls()
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise", priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        refuse: str = "raise",
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Stream:
         """Generate one output piece by piece; pieces never split a character or show part of a stop string.
 
@@ -286,9 +305,10 @@ class LLM:
             sampling_params: with `n` 1.
             refuse: for a prompt that can never fit: `"raise"`, or `"return"` an empty stream with `request.error`.
             priority: the lowest is served first.
+            lora_request: the adapter, which is loaded where it is not yet; None: the model as it is.
 
         Raises:
-            ValueError: not a prompt, it can never fit, or `n` is not 1.
+            ValueError: not a prompt, it can never fit, or `n` is not 1; the adapter cannot be used.
         """
         self._check_open()
         if refuse not in ("raise", "return"):
@@ -302,12 +322,46 @@ class LLM:
         if params.n != 1:
             raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
         (first,) = as_priorities(priority, 1)
-        parent = self.input_processor.process(prompt, params, priority=first)
+        (adapter,) = self.adapters_of(lora_request, 1)
+        parent = self.input_processor.process(prompt, params, priority=first, adapter=adapter)
         with DeferredInterrupt():
             self.router.submit([parent])
         if parent.output.error is not None and refuse == "raise":
             raise ArgumentError(parent.output.error)
         return Stream(parent.output, parent.states[0] if parent.states else None, self.router)
+
+    def load_lora_adapter(self, name: str, path: str | Path) -> None:
+        """Load an adapter for requests to name; no graph is captured again, and other requests go on.
+
+        Args:
+            name: of the adapter.
+            path: a folder as PEFT saves it.
+
+        Raises:
+            AdapterError: it cannot be used with this model; nothing was changed.
+            ArgumentError: the name is taken, or there is no room for adapters (`max_adapters`).
+        """
+        self.engine.adapters.load(name, path)
+        self._adapter_paths[name] = str(path)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on. An ArgumentError says that there is none of that name."""
+        self.engine.adapters.unload(name)
+        self._adapter_paths.pop(name, None)
+
+    def adapters_of(self, lora_request: LoRARequests, count: int) -> list[str | None]:
+        """Return the names of the adapters of so many prompts; those that are new are loaded."""
+        requests = as_lora_requests(lora_request, count)
+        for request in dict.fromkeys(each for each in requests if each is not None):
+            with self._loading_adapters:
+                known = self._adapter_paths.get(request.lora_name)
+                if known is None:
+                    self.load_lora_adapter(request.lora_name, request.lora_path)
+                elif known != str(request.lora_path):
+                    raise ArgumentError(
+                        f"the adapter {request.lora_name!r} was loaded from {known}, not from {request.lora_path}"
+                    )
+        return [None if each is None else each.lora_name for each in requests]
 
     def step(self) -> None:
         """Run one step of the engine, for callers that drive their streams themselves; Ctrl-C is deferred."""

@@ -180,6 +180,8 @@ class DecodeStep(Step):
             Slot("loop_limit", (1,), int32),
             Slot("loop_count", (1,), int32),
         ]
+        if self._model.adapters is not None:
+            slots.append(Slot("adapters", ("batch",), int32, pad=-1, staged=_ROWS))
         if rolling is not None:
             slots.append(Slot("rolling_table", ("batch", pages), int32, pad=rolling.trash_page, staged=_ROLLING))
         if self._automata is not None:
@@ -235,6 +237,8 @@ class DecodeStep(Step):
         rolling = self._setting.rolling
         state_rows = [or_trash(each.state_row, self._setting.trash_state_row) for each in rows]
         staged["state_rows"][:count] = state_rows
+        if self._model.adapters is not None:
+            staged["adapters"][:count] = [inputs.adapter for inputs in rows]
         if rolling is not None:
             table = self.buffers.staging(_ROLLING)["rolling_table"]
             for row, state_row in enumerate(state_rows):

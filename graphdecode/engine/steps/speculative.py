@@ -237,6 +237,8 @@ class SpeculativeStep(DecodeStep):
             "page_table": spread.query_pages,
             "live_rows": spread.live_queries,
         }
+        if "adapters" in vars(batch):
+            rows["adapters"] = batch.adapters.repeat_interleave(queries)
         if rolling is not None:
             rolled = spread._replace(query_pages=torch.empty_like(spread.query_pages))
             spread_queries(rolled, of_rows, batch.rolling_table, queries=queries, trash_page=rolling.trash_page)

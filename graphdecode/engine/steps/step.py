@@ -179,6 +179,7 @@ class RowInputs:
     may_draft: bool = True  # False if the host writes a token mask before each step
     guide: Guide | None = None  # the automaton of the structured output, if the device can follow it
     state_row: int | None = None  # of its recurrent states and rolling pages; None: the trash row
+    adapter: int = -1  # slot of its adapter; -1: none
 
 
 class StepLogprobs(NamedTuple):

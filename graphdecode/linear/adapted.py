@@ -1,0 +1,92 @@
+"""Products that adapters change: each of fixed tensors has a place for every slot, and a batch row names a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters
+from graphdecode.linear.weight_form import FusedProduct, WeightForm
+from graphdecode.linear.wrapped import Wrapped
+
+
+class AdapterSpan(NamedTuple):
+    """Tokens of a pass whose batch rows are of one part of it."""
+
+    tokens: slice
+    rows: Tensor  # int32 [t], the batch row of each
+    live: Tensor  # int32 [1]
+    adapters: Tensor  # int32 [b], the slot of each batch row's adapter; below 0: none
+
+
+@dataclass(frozen=True)
+class Adapted(Wrapped):
+    """A product with room for adapters; by itself it is that of `form`, whatever its slots hold.
+
+    Attributes:
+        down: [slots, parts, rank, in_features], of the activations' dtype.
+        up: [slots, rank, out_features].
+        ends: int32 [parts], the output feature behind each part.
+        ranks: int32 [slots], of the adapters; all products share it.
+    """
+
+    path = "adapted"
+    down: Tensor
+    up: Tensor
+    ends: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def around(
+        cls, form: WeightForm, sizes: Iterable[int], ranks: Tensor, max_rank: int, dtype: torch.dtype
+    ) -> Adapted:
+        """Return a product with empty slots.
+
+        Args:
+            form: of the product.
+            sizes: output features of its parts.
+            ranks: int32 [slots]; see the class.
+            max_rank: the largest rank of an adapter.
+            dtype: of the activations.
+        """
+        ends = torch.tensor(list(sizes), dtype=torch.int32, device=ranks.device).cumsum(0, dtype=torch.int32)
+        down = torch.zeros(len(ranks), len(ends), max_rank, form.in_features, dtype=dtype, device=ranks.device)
+        up = torch.zeros(len(ranks), max_rank, form.out_features, dtype=dtype, device=ranks.device)
+        return cls(form.shape, None, form, down, up, ends, ranks)
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the product without any adapter into `out`."""
+        self.form.apply(out, x)
+
+    def adapt(self, out: Tensor, x: Tensor, inner: Tensor, spans: Iterable[AdapterSpan]) -> None:
+        """Add to `out`, which holds the product for `x`, what the adapters of the tokens' rows give.
+
+        `inner` is workspace, float32 [t, parts * rank].
+        """
+        inner = inner.view(len(x), *self.down.shape[1:3])
+        for span in spans:
+            here, tokens = span.tokens, AdapterTokens(span.rows, span.live, span.adapters, self.ranks)
+            add_adapters(out[here], x[here], self.down, self.up, inner[here], self.ends, tokens)
+
+    def fused(self, rows: int) -> FusedProduct | None:
+        """Return that of the form, for steps in which no row has an adapter."""
+        return self.form.fused(rows)
+
+    @property
+    def inner_size(self) -> int:
+        """Values of workspace that a token needs."""
+        return self.down.shape[1] * self.down.shape[2]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of the form, and the slots."""
+        return [*self.form.tensors, self.down, self.up, self.ends, self.ranks]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the form, which a step reads whoever has an adapter."""
+        return self.form.nbytes

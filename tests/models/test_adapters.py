@@ -1,0 +1,329 @@
+"""Adapters in slots: transformers' tokens with merged weights, in any mixture; what cannot be used is refused."""
+
+import copy
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compiled_kernels import compiled_or_gpu
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graphdecode import LLM, BucketConfig, LoRARequest, SamplingParams
+from graphdecode.engine.request import RequestError
+from graphdecode.errors import ArgumentError
+from graphdecode.models.adapters import AdapterError
+
+# split and fused names, norms of heads, windows, scaled residuals, a shared expert that every token takes
+MODELS = ("llama-biases", "qwen3", "gemma3", "phi3", "granite", "qwen3.5")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+NUM_ADAPTERS = 4
+
+
+def linear_modules(model: Any) -> dict[str, Tensor]:
+    """Return the weights of the layers' products by module."""
+    return {
+        name: module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}" and not re.search(r"gate$|router", name)
+    }
+
+
+def write_adapter(folder: Path, shapes: dict[str, Tensor], seed: int, rank: int, **settings: Any) -> dict[str, Tensor]:
+    """Save an adapter as PEFT does; return what it adds to the weights."""
+    drawn, tensors, added = torch.Generator().manual_seed(seed), {}, {}
+    alpha, patterns = settings.get("lora_alpha", 2 * rank), settings.get("rank_pattern", {})
+    for module, weight in shapes.items():
+        own = next((patterns[name] for name in patterns if module.endswith(name)), rank)
+        a = torch.randn(own, weight.shape[1], generator=drawn) * 0.2
+        b = torch.randn(weight.shape[0], own, generator=drawn) * 0.2
+        tensors |= {f"base_model.model.{module}.lora_{which}.weight": each for which, each in (("A", a), ("B", b))}
+        of_module = next((v for n, v in settings.get("alpha_pattern", {}).items() if module.endswith(n)), alpha)
+        added[module] = of_module / (math.sqrt(own) if settings.get("use_rslora") else own) * b @ a
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return added
+
+
+class Adapted:
+    """A checkpoint, adapters of it, and transformers' models with each one's weights merged."""
+
+    def __init__(self, base: Path, folder: Path) -> None:
+        self.base = base
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        every = linear_modules(model)
+        of_attention = {name: weight for name, weight in every.items() if re.search(r"q_proj|v_proj|qkv", name)}
+        kinds: list[tuple[dict[str, Tensor], int, dict[str, Any]]] = [
+            (every, 4, {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"o_proj": 1}}),
+            (of_attention or every, 8, {"use_rslora": True}),
+            ({name: weight for name, weight in every.items() if ".1." in name}, 1, {"lora_alpha": 3}),
+            (every, 3, {}),
+        ]
+        self.models, self.requests = {None: model}, [None]
+        for number, (shapes, rank, settings) in enumerate(kinds[:NUM_ADAPTERS], 1):
+            name = f"adapter-{number}"
+            merged = copy.deepcopy(model)
+            for module, added in write_adapter(folder / name, shapes, number, rank, **settings).items():
+                merged.get_submodule(module).weight.data += added
+            self.models[name] = merged
+            self.requests.append(LoRARequest(name, number, folder / name))
+
+    def wanted(self, request: LoRARequest | None, prompt: list[int], count: int) -> list[int]:
+        model, ids = self.models[request and request.lora_name], torch.tensor([prompt])
+        with torch.no_grad():
+            for _ in range(count):
+                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+        return ids[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def adapted(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted]:
+    made: dict[str, Adapted] = {}
+
+    def of(name: str) -> Adapted:
+        if name not in made:
+            made[name] = Adapted(checkpoint(name), tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return of
+
+
+def make(adapted: Adapted, **options: Any) -> LLM:
+    buckets = {"max_batch_size": 4, "max_sequence_length": 96, "page_size": 8}
+    config = BucketConfig(**buckets | {name: options.pop(name) for name in list(options) if name == "batch_sizes"})
+    options = {"dtype": "float32", "max_adapters": 2, "max_adapter_rank": 8, **options}
+    return LLM(adapted.base, config=config, skip_tokenizer_init=True, **options)
+
+
+def drawn_requests(adapted: Adapted, count: int, seed: int = 0) -> list[tuple[LoRARequest | None, list[int]]]:
+    rng = random.Random(seed)
+    common = [rng.randrange(3, 250) for _ in range(17)]
+    lengths = [1, 2, 7, 9, 20, 31]
+    return [
+        (
+            adapted.requests[index % len(adapted.requests)],
+            common + [rng.randrange(3, 250) for _ in range(lengths[index % len(lengths)])],
+        )
+        for index in range(count)
+    ]
+
+
+def generated(llm: LLM, requests: list[tuple[LoRARequest | None, list[int]]]) -> list[list[int]]:
+    adapters, prompts = [each for each, _ in requests], [prompt for _, prompt in requests]
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_mixture_has_the_tokens_of_merged_weights(adapted, name):
+    of_model = adapted(name)
+    with make(of_model, max_prefill_tokens=9) as llm:
+        captured = dict(llm.graphs.graphs)
+        requests = drawn_requests(of_model, 10)
+        for (request, prompt), tokens in zip(requests, generated(llm, requests), strict=True):
+            assert tokens == of_model.wanted(request, prompt, 8), request
+        assert llm.graphs.graphs == captured
+        stats = llm.engine.adapters.stats
+        assert (stats.slots, stats.requests.total()) == (2, 8)
+        assert stats.evictions > 0  # four adapters shared two slots
+
+
+@pytest.mark.parametrize("options", [{"speculation": "ngram"}, {"backend": "eager"}, {"batch_invariant": True}])
+@compiled_or_gpu
+def test_every_kind_of_step_takes_adapters(adapted, options):
+    of_model = adapted("qwen3")
+    requests = drawn_requests(of_model, 6, seed=3)
+    with make(of_model, **options) as llm:
+        for (request, prompt), tokens in zip(requests, generated(llm, requests), strict=True):
+            assert tokens == of_model.wanted(request, prompt, 8), request
+
+
+def test_prefixes_are_shared_by_requests_of_one_adapter_alone(adapted):
+    of_model = adapted("qwen3")
+    prompt = list(range(5, 45))
+    with make(of_model) as llm:
+
+        def cached(request: LoRARequest | None) -> int:
+            output = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=request)[0]
+            assert output.outputs[0].token_ids == of_model.wanted(request, prompt, 8)
+            return output.metrics.num_cached_tokens
+
+        first, second = of_model.requests[1:3]
+        assert [cached(each) for each in (None, first, second, first, None)] == [0, 0, 0, 32, 32]
+        llm.unload_lora_adapter(first.lora_name)  # the next one of this name may be another
+        assert cached(first) == 0
+
+
+def test_an_adapter_can_go_while_requests_have_it(adapted):
+    of_model = adapted("qwen3")
+    with make(of_model) as llm:
+        request = of_model.requests[1]
+        stream = llm.stream([7, 8, 9], GREEDY, lora_request=request)
+        for _ in range(3):
+            llm.step()
+        assert 0 < len(stream.request.outputs[0].token_ids) < 8
+        llm.unload_lora_adapter(request.lora_name)
+        list(stream)
+        assert stream.request.outputs[0].token_ids == of_model.wanted(request, [7, 8, 9], 8)
+        with pytest.raises(RequestError, match=r"there is no adapter 'adapter-1'"):
+            llm.engine.adapters.named(request.lora_name)
+
+
+class Lives:
+    """Forty adapters and four slots: requests join, leave early, and each has the bits of its run alone."""
+
+    def __init__(self, adapted: Adapted, folder: Path) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(adapted.base, dtype=torch.float32)
+        self.requests: list[LoRARequest] = []
+        for number in range(1, 41):
+            write_adapter(folder / str(number), linear_modules(model), number, 1 + number % 8)
+            self.requests.append(LoRARequest(f"life-{number}", number, folder / str(number)))
+        self.llm = make(adapted, max_adapters=4, batch_invariant=True, batch_sizes=[1, 3])
+        self.alone = [self.tokens_of(None), *map(self.tokens_of, self.requests)]
+
+    def tokens_of(self, request: LoRARequest | None) -> list[int]:
+        return self.llm.generate([[3, 4, 5, 6]], GREEDY, use_tqdm=False, lora_request=request)[0].outputs[0].token_ids
+
+    def live(self, seed: int) -> None:
+        rng, streams = random.Random(seed), []
+        for _ in range(8):
+            number = rng.randrange(41)
+            request = None if number == 0 else self.requests[number - 1]
+            streams.append((number, self.llm.stream([3, 4, 5, 6], GREEDY, lora_request=request)))
+            for _ in range(rng.randrange(4)):
+                self.llm.step()
+            if rng.random() < 0.2:
+                rng.choice(streams)[1].close()
+        for number, stream in streams:
+            list(stream)
+            tokens = stream.request.outputs[0].token_ids
+            assert tokens == self.alone[number][: len(tokens)], f"life {seed}, adapter {number}"
+
+
+@pytest.fixture(scope="module")
+def lives(adapted: Callable[[str], Adapted], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    made = Lives(adapted("qwen3"), tmp_path_factory.mktemp("lives"))
+    yield made
+    made.llm.close()
+
+
+@compiled_or_gpu
+def test_a_request_has_its_bits_whichever_adapters_come_and_go(lives):
+    assert len(set(map(tuple, lives.alone))) > 30
+    for seed in range(20):
+        lives.live(seed)
+    assert lives.llm.engine.adapters.stats.evictions > 40
+
+
+@compiled_or_gpu
+@pytest.mark.slow
+def test_a_request_has_its_bits_in_five_hundred_lives(lives):
+    for seed in range(500):
+        lives.live(1000 + seed)
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def _tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        file = folder / "adapter_model.safetensors"
+        save_file(change(load_file(file)), file)
+
+    return changed
+
+
+def _all(value: Callable[[Tensor], Tensor], which: str = "lora_") -> Callable[[Path], None]:
+    return _tensors(lambda found: {n: value(t).contiguous() if which in n else t for n, t in found.items()})
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+    "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json"),
+    "a pickle": (_pickled, "holds no adapter_model.safetensors; pickles are not read"),
+    "cut": (_cut, "adapter_model.safetensors"),
+    "empty": (_tensors(lambda _: {}), "it is empty"),
+    "another kind": (_config(peft_type="IA3"), "peft_type is 'IA3'; adapters are LORA"),
+    "DoRA": (_config(use_dora=True), "use_dora is True, and adapters change products alone"),
+    "other modules": (_config(modules_to_save=["lm_head"]), r"modules_to_save is \['lm_head'\]"),
+    "biases": (_config(bias="all"), "bias is 'all'"),
+    "another alpha": (_config(lora_alpha="x"), "lora_alpha of .* is 'x', and not a number"),
+    "another rank": (_config(r=5), "has rank 4, and adapter_config.json says 5"),
+    "an expression": (_config(rank_pattern={"(a+)+$": 2}), "an expression and not a module"),
+    "NaN": (_all(lambda tensor: tensor * torch.nan), "numbers that are not finite"),
+    "too large a rank": (_config(r=9), "has rank 4"),
+    "integers": (_all(lambda tensor: tensor.int()), "not of floats"),
+    "another size": (_all(lambda tensor: tensor[:, :-1], "lora_A"), r"has A \[4, 63\] and B"),
+    "half of it": (_tensors(lambda found: dict(list(found.items())[1:])), "has only one of A and B"),
+    "an embedding": (
+        _tensors(lambda found: found | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(1)}),
+        "embed_tokens.lora_embedding_A is not the A or B of a product",
+    ),
+    "another model's module": (
+        _tensors(lambda found: {name.replace("layers.0", "layers.7"): tensor for name, tensor in found.items()}),
+        r"layers.7.self_attn.q_proj is no product of the model",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def small(adapted: Callable[[str], Adapted]) -> Iterator[LLM]:
+    with make(adapted("llama-2")) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(("damage", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_cannot_be_used_is_refused_and_nothing_changes(small, tmp_path, damage, message):
+    shape = small.model.layers[0].mixer.qkv.shape
+    weight = torch.empty(64, shape[1])
+    write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": weight}, 1, 4)
+    damage(tmp_path)
+    with pytest.raises(AdapterError, match=message):
+        small.load_lora_adapter("broken", tmp_path)
+    assert small.engine.adapters.names == []
+
+
+def test_names_ranks_and_engines_without_room_are_refused(small, adapted, tmp_path):
+    weight = torch.empty(64, 64)
+    write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": weight}, 1, 9)
+    with pytest.raises(AdapterError, match="has rank 9, and max_adapter_rank is 8"):
+        small.load_lora_adapter("large", tmp_path)
+    write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": weight}, 1, 8)
+    small.load_lora_adapter("one", tmp_path)
+    with pytest.raises(ArgumentError, match="there is an adapter 'one' already"):
+        small.load_lora_adapter("one", tmp_path)
+    small.unload_lora_adapter("one")
+    with pytest.raises(ArgumentError, match="there is no adapter 'one'; there are none"):
+        small.unload_lora_adapter("one")
+    with make(adapted("llama-2"), max_adapters=0) as llm:
+        with pytest.raises(ArgumentError, match="there is no room for adapters"):
+            llm.load_lora_adapter("one", tmp_path)
+        assert not any("adapters" in str(shape) for shape in llm.graphs.ladder.shapes)
+    with pytest.raises(ArgumentError, match="2 prompts and 1 lora_request"):
+        small.generate([[1], [2]], lora_request=[None])
+    with pytest.raises(ArgumentError, match="lora_request must be a LoRARequest"):
+        small.generate([[1], [2]], lora_request="one")
