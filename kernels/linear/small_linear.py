@@ -20,6 +20,10 @@ they take 64 rows at a time on sm_90, and a few activations are the second, whic
 RMSNorm before the product costs no launch and no second look at the activations. Its factor, 1 / rms(x), is the same
 for a whole row and leaves the sum: `sum(x g w) / rms(x)`, so squares and products are added up side by side. More than
 16 rows may better be normed once, by a launch of their own: each program does the arithmetic of all rows.
+
+The gain multiplies the activations, and is not folded into the weight at load: rounded again, weights are the same only
+where all gains are powers of two, which trained ones are not. It costs 4 bytes a column from the L2 cache, an eighth of
+the 16-bit weights of a block of 16 rows, and nothing where rows are normed once.
 """
 
 from typing import Annotated, Any, NamedTuple
