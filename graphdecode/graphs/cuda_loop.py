@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +25,8 @@ WHILE_NODES_SINCE = 12040  # the driver's CUDA version
 _BODY_KINDS = {"kernel", "memcpy", "memset", "graph", "empty", "conditional"}
 _MAX_UNROLLED_NODES = 100_000  # the driver takes microseconds and kilobytes for each
 _COUNT_BYTES = 4
+_LEAST_GAINS = {"while": 1.0, "unrolled": 1.03}  # over single launches; a WHILE node ends with its last row, too
+_TIMED_LAUNCHES = 3
 CONDITION = b"graphdecode_loop_goes_on"
 
 # the declaration replaces a header of the CUDA toolkit; the compiler provides the function
@@ -69,6 +73,18 @@ def compile_condition(capability: tuple[int, int]) -> bytes:
     return code
 
 
+def seconds_of_step(loop: StepLoop, steps: int, device: torch.device) -> float:
+    """Return the time of a step in the fastest of some launches of so many steps; waits for them."""
+    taken = []
+    for _ in range(_TIMED_LAUNCHES):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        loop.launch(steps)
+        torch.cuda.synchronize(device)
+        taken.append((time.perf_counter() - began) / steps)
+    return min(taken)
+
+
 class CudaLoops:
     """Makes the loops of a backend; the condition kernel is compiled once."""
 
@@ -78,15 +94,22 @@ class CudaLoops:
         self._condition: _Condition | RuntimeError | None = None
 
     def over(self, *graphs: CudaStepGraph) -> StepLoop:
-        """Return the best loop over a captured step, and its epilogue if it has one, that the driver supports."""
+        """Return the best loop over a captured step, and its epilogue if it has one, that the driver supports.
+
+        It is timed against single launches, and refused if these are as fast. Ranks would have to agree, and take what
+        the driver supports.
+        """
         refusals: list[str] = []
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         loop = StepLoop(self._control, *(graph.replay for graph in graphs))
         for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
             try:
                 if driver is None:
                     raise LoopRefusedError("cuda-python is not installed")
                 with torch.cuda.device(self._device):
-                    loop = make(graphs)
+                    if is_alone:
+                        self._must_be_faster(make, graphs)
+                    loop = make(graphs, self._control)
                 break
             except LoopRefusedError as refusal:
                 refusals.append(f"{name}: {refusal}")
@@ -99,7 +122,23 @@ class CudaLoops:
             self._condition.close()
         self._condition = None
 
-    def _while_node(self, graphs: Sequence[CudaStepGraph]) -> StepLoop:
+    def _must_be_faster(self, make: Callable[..., GraphLoop], graphs: Sequence[CudaStepGraph]) -> None:
+        """Raise a LoopRefusedError if a loop of this kind is not worth it; no row is live."""
+        control = copy.copy(self._control)
+        control.running = torch.ones_like(control.running)  # all steps are run, though no row goes on
+        steps, asked_for = control.loop.max_steps, control.limit.clone()
+        loop = make(graphs, control)
+        try:
+            control.limit.fill_(steps)
+            taken = seconds_of_step(loop, steps, self._device)
+            single = seconds_of_step(StepLoop(control, *(graph.replay for graph in graphs)), steps, self._device)
+        finally:
+            loop.close()
+            control.limit.copy_(asked_for)
+        if taken * _LEAST_GAINS[loop.kind] > single:
+            raise LoopRefusedError(f"{1e6 * taken:.1f} us a step, where single launches take {1e6 * single:.1f}")
+
+    def _while_node(self, graphs: Sequence[CudaStepGraph], control: LoopControl) -> GraphLoop:
         (version,) = _call(driver.cuDriverGetVersion)
         if version < WHILE_NODES_SINCE:
             readable = f"{version // 1000}.{version % 1000 // 10}"
@@ -114,13 +153,13 @@ class CudaLoops:
                 self._condition = error.with_traceback(None)  # its frames would keep the step's graph
         if isinstance(self._condition, RuntimeError):
             raise LoopRefusedError(str(self._condition))
-        return GraphLoop(self._control, graphs, self._device, self._condition)
+        return GraphLoop(control, graphs, self._device, self._condition)
 
-    def _unrolled(self, graphs: Sequence[CudaStepGraph]) -> StepLoop:
-        nodes = self._control.loop.max_steps * graphs[0].kinds.total()
+    def _unrolled(self, graphs: Sequence[CudaStepGraph], control: LoopControl) -> GraphLoop:
+        nodes = control.loop.max_steps * graphs[0].kinds.total()
         if nodes > _MAX_UNROLLED_NODES:
             raise LoopRefusedError(f"{nodes} nodes are more than {_MAX_UNROLLED_NODES}")
-        return GraphLoop(self._control, graphs, self._device)
+        return GraphLoop(control, graphs, self._device)
 
 
 class _Condition:
@@ -214,7 +253,7 @@ class GraphLoop(StepLoop):
         with torch.cuda.device(self._device):
             (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
         if int(error) != 0:
-            raise RuntimeError(f"the driver refused to launch a loop: {error.name}")
+            raise LoopRefusedError(f"the driver refused to launch a loop: {error.name}")
         return num_steps if self.kind == "unrolled" else 0
 
     def counted(self) -> tuple[int, int]:

@@ -196,8 +196,9 @@ def _append_attention_kernel(
     angles = _angles(rope, newest, FORM, ROPE)
     gains = _gains(rope, head, held, item.kv_head, angles, FORM, ROPE)
     if PDL:
-        at = begin + tl.arange(0, FORM.BLOCK_N)
-        _prefetch(own, cache, page, at % PAGE_SIZE, at < end, ROPE)
+        if begin < end:
+            at = begin + tl.arange(0, FORM.BLOCK_N)
+            _prefetch(own, cache, page, at % PAGE_SIZE, at < end, ROPE)
         wait_and_trigger()
     if own_len <= 0:
         clear_row(results, item.item, item.kv_head, heads, FORM)

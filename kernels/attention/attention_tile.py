@@ -173,6 +173,50 @@ def _load_entries(at, inside, held, IS_WHOLE: tl.constexpr, IS_RAGGED: tl.conste
     return tl.load(at)
 
 
+@triton.jit
+def _dot(a, b, acc=None):
+    """Multiply matrices; fp32 takes three tensor-core products, which keep its accuracy."""
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _products(q, q_high, k_at, at, inside, cache, logits, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """Return the products [BLOCK_M, BLOCK_N] of queries and a tile of keys `at` these positions, rotated with rope."""
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    COMPUTE: tl.constexpr = FORM.COMPUTE
+    KV_BITS: tl.constexpr = FORM.KV_BITS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dims = tl.arange(0, FORM.BLOCK_D)
+    if FORM.MODE == "ROPE_LLAMA":
+        half = inside[None, :] & (dims < HALF)[:, None]
+        k_low = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=half, other=0.0)
+        k_high = tl.load(k_at[None, :] + (dims + HALF)[:, None] * cache.k_dim_stride, mask=half, other=0.0)
+        k_low, k_high = rotate(
+            dequantize(k_low, KV_BITS, tl.float32),
+            dequantize(k_high, KV_BITS, tl.float32),
+            at[None, :],
+            dims[:, None],
+            logits.rope_step,
+            logits.rope_scale,
+        )
+        return _dot(q_high, k_high.to(COMPUTE), _dot(q, k_low.to(COMPUTE)))
+    at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
+    held = (dims < HEAD_DIM)[:, None]
+    k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_D == HEAD_DIM, IS_RAGGED)
+    return _dot(q, dequantize(k, KV_BITS, COMPUTE))
+
+
+@triton.jit
+def _masked(scores, at, inside, q_at, options, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return -inf where a query does not see a key."""
+    seen = inside[None, :]
+    if CAUSAL:
+        seen = seen & (at[None, :] <= q_at[:, None])
+    if HAS_WINDOW:
+        seen = seen & (at[None, :] >= q_at[:, None] - options.window_left)
+    return tl.where(seen, scores, -float("inf"))
+
+
 # One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries.
 @triton.jit
 def attend_span(
@@ -202,14 +246,10 @@ def attend_span(
     rotated. `q_at` are their positions. `head` is of `head_pages`; the row's page table is read up to the key `last`.
     Without IS_RAGGED the span is of whole tiles, and seen by every query.
     """
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
     PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     COMPUTE: tl.constexpr = FORM.COMPUTE
     KV_BITS: tl.constexpr = FORM.KV_BITS
-    HALF: tl.constexpr = HEAD_DIM // 2
-    PRECISION: tl.constexpr = "tf32x3"  # of fp32 products: three tensor-core products that keep fp32's accuracy
-    dims = tl.arange(0, FORM.BLOCK_D)
     values = tl.arange(0, FORM.BLOCK_V)
     keys = tl.arange(0, BLOCK_N)
     # of int8, sums are in units of the largest scale so far: weights stay within what the compute type has, however
@@ -227,26 +267,7 @@ def attend_span(
             next_page = pages_of(head.pages, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         k_at = head.k_at + page * cache.k_page_stride + place.to(tl.int64) * cache.k_token_stride
         v_at = head.v_at + page * cache.v_page_stride + place.to(tl.int64) * cache.v_token_stride
-        if FORM.MODE == "ROPE_LLAMA":
-            half = inside[None, :] & (dims < HALF)[:, None]
-            k_low = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=half, other=0.0)
-            k_high = tl.load(k_at[None, :] + (dims + HALF)[:, None] * cache.k_dim_stride, mask=half, other=0.0)
-            k_low, k_high = rotate(
-                dequantize(k_low, KV_BITS, tl.float32),
-                dequantize(k_high, KV_BITS, tl.float32),
-                at[None, :],
-                dims[:, None],
-                logits.rope_step,
-                logits.rope_scale,
-            )
-            scores = tl.dot(q, k_low.to(COMPUTE), input_precision=PRECISION)
-            scores = tl.dot(q_high, k_high.to(COMPUTE), scores, input_precision=PRECISION)
-        else:
-            at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
-            held = (dims < HEAD_DIM)[:, None]
-            k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_D == HEAD_DIM, IS_RAGGED)
-            scores = tl.dot(q, dequantize(k, KV_BITS, COMPUTE), input_precision=PRECISION)
-        scores = scores * logits.options.sm_scale
+        scores = _products(q, q_high, k_at, at, inside, cache, logits, FORM, IS_RAGGED) * logits.options.sm_scale
         if KV_BITS == "int8":
             scales_at = page * cache.scales_page_stride + place
             k_unit = tl.load(head.k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
@@ -256,12 +277,7 @@ def attend_span(
         if FORM.MODE == "ALIBI":
             scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
         if IS_RAGGED:
-            seen = inside[None, :]
-            if CAUSAL:
-                seen = seen & (at[None, :] <= q_at[:, None])
-            if HAS_WINDOW:
-                seen = seen & (at[None, :] >= q_at[:, None] - logits.options.window_left)
-            scores = tl.where(seen, scores, -float("inf"))
+            scores = _masked(scores, at, inside, q_at, logits.options, CAUSAL, HAS_WINDOW)
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
@@ -276,7 +292,7 @@ def attend_span(
             weights = weights * (v_unit / larger)[None, :]
             shrink = shrink * (unit / larger)
             unit = larger
-        acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc = _dot(weights.to(COMPUTE), v, acc * shrink[:, None])
         top = new_top
         page = next_page
     if KV_BITS == "int8":

@@ -81,11 +81,10 @@ def item_of(plan, kv_heads, FORM: tl.constexpr):
 
 
 @triton.jit
-def _place_of(m, kv_head, heads):
-    """Return where queries times heads `m` of a kv head are within a row's results, and which of them there are."""
-    of_token = heads.kv_heads * heads.group
-    place = (m // heads.group).to(tl.int64) * of_token + kv_head * heads.group + m % heads.group
-    return place, m < heads.q_len * heads.group
+def _place_of(row, m, kv_head, heads):
+    """Return where the results of queries times heads `m` of a row, or of a work item, are for a kv head."""
+    token = row * heads.q_len + m // heads.group
+    return token.to(tl.int64) * (heads.kv_heads * heads.group) + kv_head * heads.group + m % heads.group
 
 
 @triton.jit
@@ -104,10 +103,11 @@ def clear_row(results, row, kv_head, heads, FORM: tl.constexpr):
     """Write the result of a row without keys: 0, and a log-sum-exp of -inf."""
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_V: tl.constexpr = FORM.BLOCK_V
-    within, held = _place_of(tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), kv_head, heads)
-    place = row.to(tl.int64) * heads.q_len * (heads.kv_heads * heads.group) + within
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = _place_of(row, m, kv_head, heads)
     nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    _store_results(results, place, held, nothing, tl.full([BLOCK_M], -float("inf"), tl.float32), FORM)
+    no_sum = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    _store_results(results, place, m < heads.q_len * heads.group, nothing, no_sum, FORM)
 
 
 @triton.jit
@@ -116,18 +116,18 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constex
     MERGE_M: tl.constexpr = FORM.MERGE_M
     MERGE_S: tl.constexpr = FORM.MERGE_S
     BLOCK_V: tl.constexpr = FORM.BLOCK_V
-    of_row = heads.kv_heads * heads.group
     values = tl.arange(0, BLOCK_V)
     kept = values < FORM.VALUE_DIM
     flat = tl.arange(0, MERGE_S * MERGE_M)
-    within, held = _place_of(tl.program_id(1) * FORM.BLOCK_M + flat % MERGE_M, kv_head, heads)
+    m = tl.program_id(1) * FORM.BLOCK_M + flat % MERGE_M
+    held = m < heads.q_len * heads.group
     acc = tl.zeros([MERGE_M, BLOCK_V], tl.float32)
     total = tl.zeros([MERGE_M], tl.float32)
     top = tl.full([MERGE_M], -float("inf"), tl.float32)
     for begin in range(0, splits, MERGE_S):
         split = begin + flat // MERGE_M
         there = held & (split < splits)
-        place = (first + split).to(tl.int64) * heads.q_len * of_row + within
+        place = _place_of(first + split, m, kv_head, heads)
         sums = tl.load(results.partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
         at = results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :]
         parts = tl.load(at, mask=there[:, None] & kept[None, :], other=0.0, cache_modifier=".cg")
@@ -141,8 +141,9 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constex
         total = total * shrink + tl.sum(weights, axis=0)
         top = new_top
     norm = tl.where(total == 0.0, 1.0, total)
-    within, held = _place_of(tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, MERGE_M), kv_head, heads)
-    place = row.to(tl.int64) * heads.q_len * of_row + within
+    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, MERGE_M)
+    held = m < heads.q_len * heads.group
+    place = _place_of(row, m, kv_head, heads)
     _store_results(results, place, held, acc / norm[:, None] * v_unit, top + tl.log2(norm), FORM)
 
 
@@ -153,9 +154,10 @@ def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, FORM: tl.
     The row's first split takes the sinks along.
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    of_row = heads.kv_heads * heads.group
+    of_row = heads.q_len * heads.kv_heads * heads.group
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    within, held = _place_of(m, item.kv_head, heads)
+    held = m < heads.q_len * heads.group
+    within = _place_of(0, m, item.kv_head, heads)
     if FORM.HAS_SINKS:
         is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
         head = item.kv_head * heads.group + m % heads.group
@@ -164,12 +166,12 @@ def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, FORM: tl.
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)
     if item.splits == 1:
-        place = row.to(tl.int64) * heads.q_len * of_row + within
+        place = row.to(tl.int64) * of_row + within
         _store_results(results, place, held, acc * v_unit, log_sum, FORM)
     else:
         values = tl.arange(0, FORM.BLOCK_V)
         kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
-        place = item.item.to(tl.int64) * heads.q_len * of_row + within
+        place = item.item.to(tl.int64) * of_row + within
         at = results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :]
         tl.store(at, acc, mask=kept, cache_modifier=".cg")
         tl.store(results.partial_lse + place, log_sum, mask=held, cache_modifier=".cg")

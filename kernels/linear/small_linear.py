@@ -20,6 +20,10 @@ they take 64 rows at a time on sm_90, and a few activations are the second, whic
 RMSNorm before the product costs no launch and no second look at the activations. Its factor, 1 / rms(x), is the same
 for a whole row and leaves the sum: `sum(x g w) / rms(x)`, so squares and products are added up side by side. More than
 16 rows may better be normed once, by a launch of their own: each program does the arithmetic of all rows.
+
+The gain multiplies the activations, and is not folded into the weight at load: rounded again, weights are the same only
+where all gains are powers of two, which trained ones are not. It costs 4 bytes a column from the L2 cache, an eighth of
+the 16-bit weights of a block of 16 rows, and nothing where rows are normed once.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -257,10 +261,10 @@ def asks_ahead(asking):
 
 
 @triton.jit
-def _prefetch_rows(rows, begin, end, is_wanted, LINES: tl.constexpr):
+def _prefetch_rows(rows, begin, end, LINES: tl.constexpr):
     """Ask for the first lines of columns [begin, end) of rows of the weight."""
     at = begin + tl.arange(0, LINES) * (1024 // rows.dtype.element_ty.primitive_bitwidth)
-    prefetch(rows[:, None] + at[None, :], is_wanted & (at < end)[None, :])
+    prefetch(rows[:, None] + at[None, :], (at < end)[None, :])
 
 
 @triton.jit
@@ -401,8 +405,8 @@ def dot_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if FORM.AHEAD > 0:
-        _prefetch_rows(w_begin, begin, end, asks_ahead(sizes.asking), FORM.AHEAD)
+    if FORM.AHEAD > 0 and asks_ahead(sizes.asking):
+        _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)
@@ -449,9 +453,8 @@ def gemv_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if FORM.AHEAD > 0:
-        is_wanted = block + tl.program_id(2) * tl.num_programs(0) < sizes.asking
-        _prefetch_rows(w_begin, begin, end, is_wanted, FORM.AHEAD)
+    if FORM.AHEAD > 0 and block + tl.program_id(2) * tl.num_programs(0) < sizes.asking:
+        _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)

@@ -257,11 +257,11 @@ def tiled_linear_kernel(
     k = tl.arange(0, SPAN)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # of one tile
-    if AHEAD > 0:
+    if AHEAD > 0 and asks_ahead(sizes.asking):
         first = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add", max(64 // SPAN, 1))
         tiles = begin // TILE + tl.arange(0, AHEAD)
         lines = weight.words + tiles.to(tl.int64)[None, :] * plane + first.to(tl.int64)[:, None] * SPAN
-        prefetch(lines, asks_ahead(sizes.asking) & (tiles < end // TILE)[None, :])
+        prefetch(lines, (tiles < end // TILE)[None, :])
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)

@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Wide, Written, operator
-from .state_tokens import StateTokens, is_contiguous, run_length
+from .state_tokens import StateTokens, head_state, is_contiguous, own_token, run_length
 
 _EPS = 1e-6  # added to the squared length of a query or key
 _VALUE_BLOCK = 16  # with 32 a float32 state of 128 key channels spills on sm_100
@@ -36,23 +36,14 @@ def _gated_delta_kernel(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0)
-    live = tl.load(tokens.live)
-    if first >= live:
-        return
-    row = tl.load(tokens.rows + first)
-    if tl.load(tokens.rows + first - 1, mask=first > 0, other=-1) == row:
+    first, live, row, is_first = own_token(tokens)
+    if not is_first:
         return
     head = tl.program_id(1)
     key_head = head // (value_heads // key_heads)
     keys, values = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     has_key, has_value = keys < KEY_DIM, values < VALUE_DIM
-    own = state + (tl.load(tokens.state_rows + row).to(tl.int64) * value_heads + head) * KEY_DIM * VALUE_DIM
-    own = own + keys[:, None] * VALUE_DIM + values[None, :]
-    inside = has_key[:, None] & has_value[None, :]
-    s = tl.zeros(inside.shape, tl.float32)
-    if tl.load(tokens.positions + first) > 0:
-        s = tl.load(own, mask=inside, other=0.0)
+    own, inside, s = head_state(state, tokens, first, row, head, value_heads, keys, values, KEY_DIM, VALUE_DIM)
     rate = -tl.exp(tl.load(gates.a_log + head))
     dt_bias = tl.load(gates.dt_bias + head)
     length = run_length(tokens.rows, first, live, ROWS_AT_ONCE)

@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Wide, Written, operator
-from .state_tokens import StateTokens, is_contiguous, run_length
+from .state_tokens import StateTokens, head_state, is_contiguous, own_token, run_length
 
 _CHANNEL_BLOCK = 32
 _ROWS_AT_ONCE = 128
@@ -34,23 +34,14 @@ def _selective_scan_kernel(
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0)
-    live = tl.load(tokens.live)
-    if first >= live:
-        return
-    row = tl.load(tokens.rows + first)
-    if tl.load(tokens.rows + first - 1, mask=first > 0, other=-1) == row:
+    first, live, row, is_first = own_token(tokens)
+    if not is_first:
         return
     head, heads = tl.program_id(1), tl.num_programs(1)
     group = head // (heads // groups)
     states, channels = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     has_state, has_channel = states < STATE_DIM, channels < HEAD_DIM
-    own = state + (tl.load(tokens.state_rows + row).to(tl.int64) * heads + head) * STATE_DIM * HEAD_DIM
-    own = own + states[:, None] * HEAD_DIM + channels[None, :]
-    inside = has_state[:, None] & has_channel[None, :]
-    s = tl.zeros(inside.shape, tl.float32)
-    if tl.load(tokens.positions + first) > 0:
-        s = tl.load(own, mask=inside, other=0.0)
+    own, inside, s = head_state(state, tokens, first, row, head, heads, states, channels, STATE_DIM, HEAD_DIM)
     rate = -tl.exp(tl.load(weights.a_log + head))
     dt_bias, skip = tl.load(weights.dt_bias + head), tl.load(weights.skip + head)
     length = run_length(tokens.rows, first, live, ROWS_AT_ONCE)

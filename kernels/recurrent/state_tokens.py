@@ -45,6 +45,28 @@ def run_length(rows, begin, live, BLOCK: tl.constexpr):
     return length
 
 
+@triton.jit
+def own_token(tokens):
+    """Return a program's token, the live count, the token's row, and whether it is live and its row's first."""
+    token = tl.program_id(0)
+    live = tl.load(tokens.live)
+    row = tl.load(tokens.rows + token)
+    before = tl.load(tokens.rows + token - 1, mask=token > 0, other=-1)
+    return token, live, row, (token < live) & (before != row)
+
+
+@triton.jit
+def head_state(state, tokens, first, row, head, heads, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return block [i, j] of a head's state [ROWS, COLUMNS] before its row's first token: places, mask and values."""
+    own = state + (tl.load(tokens.state_rows + row).to(tl.int64) * heads + head) * ROWS * COLUMNS
+    own = own + i[:, None] * COLUMNS + j[None, :]
+    inside = (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
+    s = tl.zeros(inside.shape, tl.float32)
+    if tl.load(tokens.positions + first) > 0:
+        s = tl.load(own, mask=inside, other=0.0)
+    return own, inside, s
+
+
 def is_contiguous(*tensors: Tensor) -> bool:
     """Whether the compiled kernels can take these: all contiguous."""
     return all(tensor.is_contiguous() for tensor in tensors)

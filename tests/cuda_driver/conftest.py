@@ -44,6 +44,7 @@ def device(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
     """Torch on the stand-in, in whose code the loop's condition is compiled; a test leaves no problem behind."""
     condition = condition_code(tmp_path)
     monkeypatch.setattr(cuda_loop, "compile_condition", lambda _capability: condition)
+    monkeypatch.setattr(cuda_loop, "seconds_of_step", lambda loop, *_: 1.0 if loop.kind == "single" else 0.9)
     with installed(driver) as device:
         yield device
         collect_what_is_left(driver)

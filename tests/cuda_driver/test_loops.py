@@ -15,7 +15,7 @@ from graphdecode import GraphManager
 from graphdecode.buffers import Batch
 from graphdecode.graphs import CaptureError, Loop, cuda_loop
 from graphdecode.graphs.cuda_loop import CudaLoops
-from graphdecode.graphs.step_graph import LoopControl
+from graphdecode.graphs.step_graph import LoopControl, StepLoop
 
 CAPACITY = 4
 LAUNCHES = [(3, [9, 2, 5], 8), (3, [1, 1, 1], 8), (3, [20, 3, 4], 5), (2, [0, 0], 8), (4, [8, 8, 8, 8], 1), (1, [5], 5)]
@@ -107,6 +107,45 @@ def test_each_call_that_the_driver_refuses_leads_to_the_next_best_loop_with_its_
         counting.expect_steps(live, num_steps)
         counting.check(live)
         assert int(counting.buffers.loop_count) == int(counting.buffers.launched_behind) == num_steps
+    graphs.close()
+
+
+@pytest.mark.parametrize(
+    ("taken", "kind"),
+    [
+        ({"while": 100.0, "unrolled": 50.0}, "while"),
+        ({"while": 101.0, "unrolled": 97.0}, "unrolled"),
+        ({"while": 101.0, "unrolled": 98.0}, "single"),
+    ],
+)
+def test_a_loop_that_is_not_faster_than_single_launches_is_not_kept(
+    device: Device, monkeypatch: pytest.MonkeyPatch, taken: dict[str, float], kind: str
+) -> None:
+    ran: list[tuple[str, int]] = []
+    counts: list[int] = []
+    counting = Counting(CAPACITY)
+
+    def timed(loop: StepLoop, steps: int, _device: torch.device) -> float:
+        loop.launch(steps)
+        counts.append(int(counting.buffers.loop_count))
+        ran.append((loop.kind, steps))
+        return taken.get(loop.kind, 100.0) / 1e6
+
+    monkeypatch.setattr(cuda_loop, "seconds_of_step", timed)
+    graphs = manager_of(counting, [CAPACITY])
+    graphs.capture(progress=False)
+    tried = ["while", *["unrolled"] * (kind != "while")]
+    assert ran == [(each, MAX_STEPS) for name in tried for each in (name, "single")]
+    assert set(counts) == {MAX_STEPS}, "all steps ran, though no row was live"
+    refused = {"while": "a WHILE node", "unrolled": "an unrolled graph"}
+    told = "{}: {:.1f} us a step, where single launches take 100.0"
+    reasons = [told.format(refused[name], taken[name]) for name in tried if name != kind]
+    assert kinds_and_reasons(graphs) == {(kind, "; ".join(reasons) or None)}
+    counting.enter([0.3] * 3, [9, 2, 5])
+    graphs.launch(3, MAX_STEPS)
+    ran_steps = counting.expect_steps(3, MAX_STEPS)
+    counting.check(3)
+    assert int(counting.buffers.loop_count) == (ran_steps if kind == "while" else MAX_STEPS)
     graphs.close()
 
 

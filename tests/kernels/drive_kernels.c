@@ -1,13 +1,18 @@
 /* Kernels and pool without Python, for the sanitizers: several threads run all kernels at the same time, in all types,
  * each with its own number of threads and its own memory, and compare every result with one computed alone. Lengths,
- * pages, ids and counts are partly such as cannot be. Built by tools/sanitize_kernels behind the unit, which is included
- * here as UNIT.
+ * pages, ids and counts are partly such as cannot be. tools/sanitize_kernels builds this file once for each element type,
+ * with its unit as UNIT: float32's is the program, which loads the libraries of the others from FOLDER, as Python does.
  */
+#ifndef DRIVES
+#define SHARED_ELSEWHERE
+#endif
 #include "native.h"
 #undef PARALLEL_WORK
 #define PARALLEL_WORK 16 /* so that these small jobs are shared, too */
 #include UNIT
 
+#ifdef DRIVES
+#include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -58,12 +63,37 @@ struct memory {
 
 #define KINDS 3
 static struct memory given[KINDS];
+static void *libraries[KINDS]; /* but float32's */
+
+static void *found_in(void *library, const char *name) {
+    void *found = dlsym(library, name);
+    if (!found) fprintf(stderr, "%s\n", dlerror()), abort();
+    return found;
+}
+
+static void load_libraries(void) {
+    const char *paths[KINDS] = {0, FOLDER "/bf16.so", FOLDER "/f16.so"};
+    for (int kind = BF16; kind < KINDS; kind++) {
+        libraries[kind] = dlopen(paths[kind], RTLD_NOW);
+        if (!libraries[kind]) fprintf(stderr, "%s\n", dlerror()), abort();
+        ((void (*)(void *))found_in(libraries[kind], "share_parallel"))(parallel);
+        ((void (*)(void *))found_in(libraries[kind], "share_choose_token"))(choose_token);
+    }
+}
+
+static void run(enum kind kind, const char *name, const void *args, int threads) {
+    ((void (*)(const void *, int))found_in(libraries[kind], name))(args, threads);
+}
 
 #define PLACE(field, at, ...) \
     a.field.data = at, memcpy(a.field.size, (int64_t[4]){__VA_ARGS__}, sizeof a.field.size)
 #define MAY_BE_WIDE(field) a.field.code = m->code
-#define RUN(kernel) \
-    (m->kind == F32 ? kernel##_f32 : m->kind == BF16 ? kernel##_bf16 : kernel##_f16)(&a, threads)
+#define RUN(kernel)                                                    \
+    do {                                                               \
+        if (m->kind == F32) kernel##_f32(&a, threads);                 \
+        else if (m->kind == BF16) run(BF16, #kernel "_bf16", &a, threads); \
+        else run(F16, #kernel "_f16", &a, threads);                    \
+    } while (0)
 
 static void run_norms(struct memory *m, int threads) {
     {
@@ -123,7 +153,7 @@ static void run_decode_attention(struct memory *m, int threads, int64_t window) 
     PLACE(out, m->attended, BATCH, HEADS, DIM), PLACE(q, m->q, BATCH, HEADS, DIM), PLACE(kv_lens, m->kv_lens, BATCH);
     PLACE(k_cache, m->cache[0], PAGES, PAGE, KV_HEADS, DIM), PLACE(v_cache, m->cache[1], PAGES, PAGE, KV_HEADS, DIM);
     PLACE(table, m->table, BATCH, ROW_PAGES);
-    if (window >= 0) a.soft_cap = 20.0, PLACE(sinks, m->sinks, HEADS);
+    if (window >= 0) a.logits_soft_cap = 20.0, PLACE(sinks, m->sinks, HEADS);
     RUN(decode_attention);
 }
 
@@ -133,7 +163,7 @@ static void run_extend_attention(struct memory *m, int threads, int64_t window) 
     PLACE(k_cache, m->cache[0], PAGES, PAGE, KV_HEADS, DIM), PLACE(v_cache, m->cache[1], PAGES, PAGE, KV_HEADS, DIM);
     PLACE(cu_seqlens_q, m->cu_q, EXTENDED + 1), PLACE(cu_seqlens_kv, m->cu_kv, EXTENDED + 1);
     PLACE(page_table, m->table, EXTENDED, ROW_PAGES);
-    if (window >= 0) a.soft_cap = 20.0, PLACE(sinks, m->sinks, HEADS);
+    if (window >= 0) a.logits_soft_cap = 20.0, PLACE(sinks, m->sinks, HEADS);
     RUN(extend_attention);
 }
 
@@ -302,6 +332,7 @@ static void *call(void *place) {
 
 int main(int count, char **arguments) {
     times = count > 1 ? atoi(arguments[1]) : 50;
+    load_libraries();
     for (int kind = F32; kind < KINDS; kind++) given[kind].kind = kind, fill(given + kind);
     pthread_t callers[CALLERS];
     for (intptr_t n = 0; n < CALLERS; n++) pthread_create(callers + n, 0, call, (void *)n);
@@ -320,3 +351,4 @@ int main(int count, char **arguments) {
     printf("%d callers, %d rounds each%s: as if alone\n", CALLERS, (int)times, count > 2 ? ", 20 forks" : "");
     return 0;
 }
+#endif

@@ -120,7 +120,8 @@ def _loops(device: str, name: str, shape: str, buckets: Sequence[int], context: 
         loop_ms = statistics.median(times[1:])
         single_ms = figures.known[f"step {name}, batch {bucket}, context {context}"]["step_ms"]
         figures.add(f"loop {name}, batch {bucket}", loop_ms=loop_ms, single_ms=single_ms, ratio=loop_ms / single_ms)
-    figures.add(f"loops {name}", kinds=[each.loop for each in runner.graphs.report().buckets])
+    chosen = {str(each.bucket): (each.loop, each.loop_reason) for each in runner.graphs.report().buckets}
+    figures.add(f"loops {name}", kinds=chosen)
     runner.close()
 
 

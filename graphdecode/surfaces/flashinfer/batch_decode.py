@@ -179,27 +179,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
             ValueError: an argument does not fit; nothing has changed then.
         """
         problem = DecodeProblem(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            *planned_dtypes(q_data_type, kv_data_type, data_type),
-            pos_encoding_mode,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            page_size,
-            q_len_per_req,
-        )
+            num_qo_heads, num_kv_heads, head_dim, *planned_dtypes(q_data_type, kv_data_type, data_type),
+            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, page_size, q_len_per_req,
+        )  # fmt: skip
         if q_len_per_req > 1 and not self.use_tensor_cores:
             raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as there")
-        rows = check_metadata(indptr, indices, last_page_len)
-        if self._max_rows is not None:
-            if rows > self._max_rows:
-                raise ValueError(f"the buffers hold {self._max_rows} rows, got {rows}")
-            if len(indices) > len(self._pages[1]):
-                raise ValueError(f"paged_kv_indices_buffer holds {len(self._pages[1])} pages, got {len(indices)}")
+        rows = self._checked_rows(indptr, indices, last_page_len)
         wave_items, fixed_split, max_items = self._divide(problem, rows, indices.shape[0] * page_size)
         if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
             check_page_lists(indptr.numpy(), last_page_len.numpy(), indices.shape[0], page_size)
@@ -207,17 +192,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         metadata = tuple(t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given)
         kv_lens, plan, counters = self._plan_tensors(rows, max_items, q_len_per_req * num_qo_heads)
         paged_attention_plan(
-            kv_lens,
-            plan,
-            metadata[0],
-            metadata[2],
-            num_indices=indices.shape[0],
-            page_size=page_size,
-            wave_items=wave_items,
-            fixed_split=fixed_split,
-            window_left=window_left,
-            q_len=q_len_per_req,
-        )
+            kv_lens, plan, metadata[0], metadata[2], num_indices=indices.shape[0], page_size=page_size,
+            wave_items=wave_items, fixed_split=fixed_split, window_left=window_left, q_len=q_len_per_req,
+        )  # fmt: skip
         self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
         if self._max_rows is None:
             self._pages = metadata
@@ -225,6 +202,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
             for buffer, tensor in zip(self._pages, metadata, strict=True):
                 buffer[: tensor.shape[0]].copy_(tensor)
         self._problem, self._rows, self._max_items = problem, rows, max_items
+
+    def _checked_rows(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> int:
+        """Return how many rows there are, whose pages fit the caller's buffers."""
+        rows = check_metadata(indptr, indices, last_page_len)
+        if self._max_rows is not None:
+            if rows > self._max_rows:
+                raise ValueError(f"the buffers hold {self._max_rows} rows, got {rows}")
+            if len(indices) > len(self._pages[1]):
+                raise ValueError(f"paged_kv_indices_buffer holds {len(self._pages[1])} pages, got {len(indices)}")
+        return rows
 
     def _divide(self, problem: DecodeProblem, rows: int, tokens: int) -> tuple[int, int, int]:
         """Return the work items of a wave, the fixed split and the most items, such that partials fit the workspace."""
