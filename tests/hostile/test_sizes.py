@@ -12,7 +12,7 @@ from graphdecode.engine import capacity, loading
 GIB = 2**30
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
