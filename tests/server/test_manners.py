@@ -171,7 +171,7 @@ def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much_and_priori
                 assert not any(task.done() for task in greedy)
                 await asyncio.sleep(0.01)
             urgent = asyncio.create_task(ask(http, "greedy", 20, priority=-1))
-            await asyncio.sleep(0.1)  # it comes first: were there no priorities, it would still wait for the other one
+            await asyncio.sleep(0.1)  # sent first; without priorities it would still wait for the other one
             others = await asyncio.gather(ask(http, "modest", 20), urgent)
             return await asyncio.gather(*greedy), *others
 
