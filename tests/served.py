@@ -63,14 +63,14 @@ class Served:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def client(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.address, timeout=60, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.address, timeout=180, **options)  # type: ignore[arg-type]
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.address}/metrics").text
         values = [line.rpartition(" ")[2] for line in text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
         return sum(map(float, values))
 
-    def until_idle(self, seconds: float = 20) -> None:
+    def until_idle(self, seconds: float = 60) -> None:
         """Wait until no request runs or waits, and no page is used."""
         end = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -92,7 +92,7 @@ _PAUSE_SECONDS = 0.005
 
 def probe(address: str, worst: "Synchronized[float]", own: "Synchronized[float]", stop: Any) -> None:
     """Ask for /health all the time, in a process of its own; tell how late it itself woke from the pauses between."""
-    with httpx.Client(base_url=address, timeout=60) as http:
+    with httpx.Client(base_url=address, timeout=180) as http:
         while not stop.is_set():
             began = time.monotonic()
             assert http.get("/health").status_code == 200
@@ -154,7 +154,7 @@ def serving(*options: str, model: str = "demo", environment: dict[str, str] | No
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -83,13 +83,13 @@ def isolated(folder: Path, *options: str) -> tuple[int, dict[str, str]]:
 
 
 def test_a_hang_a_crash_or_an_illegal_address_ends_one_test_alone(tmp_path: Path) -> None:
-    code, outcomes = isolated(tmp_path, "--test-limit", "3", "--processes", "1")
+    code, outcomes = isolated(tmp_path, "--test-limit", "6", "--processes", "1")
     assert outcomes == OUTCOMES
     assert code == 1
 
 
 def test_at_the_limit_the_tests_that_were_not_run_are_named(tmp_path: Path) -> None:
-    code, outcomes = isolated(tmp_path, "--limit", "6", "--processes", "1")
+    code, outcomes = isolated(tmp_path, "--limit", "12", "--processes", "1")
     assert code == 1
     assert outcomes["test_before"] == "passed"
     assert Counter(outcomes.values())["not run"] == len(OUTCOMES) - 1
@@ -98,18 +98,18 @@ def test_at_the_limit_the_tests_that_were_not_run_are_named(tmp_path: Path) -> N
 def test_each_part_ends_at_its_limit_with_all_that_it_started_and_what_it_said_is_kept(tmp_path: Path) -> None:
     says = [sys.executable, "-c", "print('seen')"]
     # its child would hold the log open, and go on beside what comes next
-    child = "import subprocess, time; print('begun', flush=True); subprocess.Popen(['sleep', '61']); time.sleep(60)"
+    child = "import subprocess, time; print('begun', flush=True); subprocess.Popen(['sleep', '610']); time.sleep(600)"
     began = time.monotonic()
     parts = [
-        Part("hangs", [sys.executable, "-c", child], 1.5, []),
-        Part("fails", [sys.executable, "-c", "raise SystemExit(3)"], 20, []),
-        Part("absent", ["no-such-program"], 20, []),
-        Part("fine", says, 20, []),
-        Part("rehearsed alone", [], 20, says),
+        Part("hangs", [sys.executable, "-c", child], 5.0, []),
+        Part("fails", [sys.executable, "-c", "raise SystemExit(3)"], 200, []),
+        Part("absent", ["no-such-program"], 200, []),
+        Part("fine", says, 200, []),
+        Part("rehearsed alone", [], 200, says),
     ]
     assert not run_call("A", lambda _scratch: parts, tmp_path, has_gpu=True)
-    assert time.monotonic() - began < 30
-    assert [part.state for part in parts] == ["over its 2 s", "failed (3)", "could not start", "ok", "not run"]
+    assert time.monotonic() - began < 150
+    assert [part.state for part in parts] == ["over its 5 s", "failed (3)", "could not start", "ok", "not run"]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["A.json", "A.tar.gz"]
     summary = json.loads((tmp_path / "A.json").read_text())
     assert [part["state"] for part in summary] == [part.state for part in parts]
@@ -122,10 +122,10 @@ def test_each_part_ends_at_its_limit_with_all_that_it_started_and_what_it_said_i
 
 def test_a_call_ends_in_its_time_and_names_what_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "LEAST_S", 1.0)
-    parts = [Part(name, [], 60, ["sleep", "60"]) for name in ("first", "second")]
+    parts = [Part(name, [], 600, ["sleep", "600"]) for name in ("first", "second")]
     began = time.monotonic()
     assert not run_call("B", lambda _scratch: parts, tmp_path, has_gpu=False, limit_s=2.0)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert [part.state for part in parts] == ["over its 2 s", "no time left"]
     assert [part["state"] for part in json.loads((tmp_path / "B.json").read_text())] == [part.state for part in parts]
 

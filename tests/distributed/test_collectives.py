@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_waits_again(backend: str)
     x = torch.ones(2, 2)
     began = time.monotonic()
     together(2, lambda rank: shared[rank].all_reduce(x.clone(), "x"), backend)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert shared[0].late() == shared[1].late() == "rank 2 of 3 did not come to a collective"
     shared[0].all_reduce(x, "x")
     assert torch.equal(x, torch.ones(2, 2))
@@ -119,7 +119,7 @@ def test_who_waits_for_a_rank_that_is_gone_is_let_go() -> None:
     threading.Timer(0.1, shared.give_up, [1]).start()
     began = time.monotonic()
     shared.all_reduce(torch.ones(2, 2), "x")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert shared.late() == "rank 1 of 2 did not come to a collective"
 
 

@@ -132,8 +132,8 @@ def test_a_rank_that_is_stopped_and_reads_nothing_holds_nobody_up() -> None:
         while mine.send(b"."):
             pass
     began = time.monotonic()
-    Watch({0: mine}, 60.0, lambda rank, fate: None).fail("because")
-    assert time.monotonic() - began < 5.0
+    Watch({0: mine}, 600.0, lambda rank, fate: None).fail("because")
+    assert time.monotonic() - began < 60.0
     mine.close()
     theirs.close()
 

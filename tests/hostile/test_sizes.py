@@ -18,7 +18,7 @@ from graphdecode.models import describe_model, resolve_model_path
 GIB = 2**30
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

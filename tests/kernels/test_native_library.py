@@ -301,7 +301,7 @@ def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monk
     with folder.locked(1), folder.scratch() as scratch, pytest.raises(NotCompiled, match="stopped after 1 s"):
         Compiler([slow], "", "").compile({scratch / "kernels.so": ""}, [])
     child = int((tmp_path / "child").read_text())
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while _is_running(child) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _is_running(child)

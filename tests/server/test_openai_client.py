@@ -217,7 +217,7 @@ def test_unknown_fields_are_ignored_and_named_once(served: Served, client: opena
             model="demo", prompt="12+30=", max_tokens=8, temperature=0, user="me", extra_body={"frobnicate": 1}
         )
         assert answer.choices[0].text.strip() == "42"
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not any("frobnicate" in line for line in served.lines):  # they come through a pipe
         assert time.monotonic() < end
         time.sleep(0.01)
