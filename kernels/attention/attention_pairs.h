@@ -119,45 +119,6 @@ static void read_scales(float *to, const uint16_t *scales, const struct paged *r
 
 #ifdef WITH_PAIRS
 
-/* 2^v to 4e-6 of it, which bf16 does not see; 0 below the smallest normal float, for smaller ones are slow; NaN of NaN. */
-static inline vec exp2_lanes(vec v) {
-    __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    vec rest = (vec)_mm512_reduce_ps((__m512)v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* v - floor(v) */
-    vec sum = splat(0.01355575f);
-    sum = sum * rest + 0.05203237f;
-    sum = sum * rest + 0.24137976f;
-    sum = sum * rest + 0.69303212f;
-    sum = sum * rest + 1.0f;
-    return (vec)_mm512_maskz_scalef_ps(is_normal, (__m512)sum, (__m512)v); /* sum * 2^floor(v) */
-}
-
-/* to[j][i] = r[i][j] of 16 x 16 words. */
-INLINE void write_turned(void *at, int64_t stride, __m512i *r) {
-    uint32_t *to = at;
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) { /* each holds a quarter of four columns */
-        __m512i low_even = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), low_odd = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-        __m512i even = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88), odd = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-        _mm512_storeu_si512(to + c * stride, _mm512_shuffle_i32x4(low_even, even, 0x88));
-        _mm512_storeu_si512(to + (4 + c) * stride, _mm512_shuffle_i32x4(low_odd, odd, 0x88));
-        _mm512_storeu_si512(to + (8 + c) * stride, _mm512_shuffle_i32x4(low_even, even, 0xdd));
-        _mm512_storeu_si512(to + (12 + c) * stride, _mm512_shuffle_i32x4(low_odd, odd, 0xdd));
-    }
-}
-
 /* Queries of one key head, and what is known of their results so far. */
 struct pair_queries {
     const uint16_t *q;      /* [count][dim] */
@@ -200,59 +161,49 @@ static struct pair_room pair_room_at(float **at, int64_t dim, int has_scales) {
         default: function(0, __VA_ARGS__);                                        \
     }
 
-/* PANEL values, from the `i`th on, of the `j`th entry of a block as bf16; zeros before `begin`, which nobody sees, and
+/* 2 * LANES values, from the `i`th on, of the `j`th entry of a block as bf16; zeros before `begin`, which nobody sees, and
  * from `count` on. `code` is a constant where this is used. */
-INLINE __m512i seen_panel(const int64_t code, const void *entries, const int64_t *places, int64_t j, int64_t begin,
-                          int64_t count, int64_t i) {
-    if (j < begin || j >= count) return _mm512_setzero_si512();
+INLINE uvec seen_values(const int64_t code, const void *entries, const int64_t *places, int64_t j, int64_t begin,
+                        int64_t count, int64_t i) {
+    if (j < begin || j >= count) return (uvec){0};
     if (code) return bf16_of_codes(code, (const uint8_t *)entries + places[j] + i);
-    return _mm512_loadu_si512((const uint16_t *)entries + places[j] + i);
+    return load_words((const uint16_t *)entries + places[j] + i);
 }
 
 /* Bring the keys of one head into panels, [feature / 2][key][2], up to the end of the last panel. */
 INLINE void gather_keys(const int64_t code, const struct pair_room *room, const void *keys, const int64_t *places,
                         int64_t begin, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES)
-        for (int64_t i = 0; i < dim; i += PANEL) {
-            __m512i words[LANES];
-            for (int64_t k = 0; k < LANES; k++) words[k] = seen_panel(code, keys, places, j + k, begin, count, i);
+        for (int64_t i = 0; i < dim; i += 2 * LANES) {
+            uvec words[LANES];
+            for (int64_t k = 0; k < LANES; k++) words[k] = seen_values(code, keys, places, j + k, begin, count, i);
             write_turned((uint32_t *)(room->keys + j / PANEL * PANEL * dim) + i / 2 * PANEL + j % PANEL, PANEL, words);
         }
-    if ((count - 1) / LANES % 2 == 0) /* the last panel's second half */
+    for (int64_t j = (count + LANES - 1) / LANES * LANES; j % PANEL; j += LANES) /* the rest of the last panel */
         for (int64_t i = 0; i < dim / 2; i++)
-            memset((uint32_t *)(room->keys + count / PANEL * PANEL * dim) + i * PANEL + LANES, 0, 4 * LANES);
+            memset((uint32_t *)(room->keys + j / PANEL * PANEL * dim) + i * PANEL + j % PANEL, 0, 4 * LANES);
 }
 
-/* The same of their values, [key / 2][feature][2]; of PANEL features stand first those that are in the lower halves of
- * 8 neighbours, so that two instructions make pairs: see `in_order`. */
+/* The same of their values, [key / 2][feature][2]; PANEL features stand as two instructions make pairs of them: see
+ * `in_order`. */
 INLINE void gather_values(const int64_t code, const struct pair_room *room, const void *values, const int64_t *places,
                           int64_t begin, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < (count + PANEL - 1) / PANEL * PANEL; j += 2)
-        for (int64_t i = 0; i < dim; i += PANEL) {
-            __m512i even = seen_panel(code, values, places, j, begin, count, i);
-            __m512i odd = seen_panel(code, values, places, j + 1, begin, count, i);
-            uint16_t *to = room->values + i * KEYS + j * PANEL;
-            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even, odd));
-            _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(even, odd));
+        for (int64_t i = 0; i < dim; i += 2 * LANES) {
+            uvec even = seen_values(code, values, places, j, begin, count, i);
+            uvec odd = seen_values(code, values, places, j + 1, begin, count, i);
+            uint16_t *to = room->values + i / PANEL * PANEL * KEYS + j * PANEL + i % PANEL * 2;
+            store_words(to, first_pairs(even, odd));
+            store_words(to + 2 * LANES, next_pairs(even, odd));
         }
-}
-
-/* Put PANEL sums of values in the order of their features. */
-static inline void in_order(float *sums) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + LANES);
-    _mm512_storeu_ps(sums, _mm512_permutex2var_ps(low, first, high));
-    _mm512_storeu_ps(sums + LANES, _mm512_permutex2var_ps(low, second, high));
 }
 
 /* Turn one query's logits, `panels` (a constant) times PANEL, into weights; return by what to multiply what was summed
  * before. It sees the keys from `begin` to `end`, of which there is at least one. */
 INLINE float weights_of_panels(const int panels, uint16_t *weights, const float *logits, const struct pair_room *room,
                                int64_t begin, int64_t end, struct logits of, float *largest, float *total) {
-    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vec v[KEYS / LANES], sum = splat(0.0f);
-    __m512 most = _mm512_set1_ps(-INFINITY);
+    const ivec lanes = lane_numbers();
+    vec v[KEYS / LANES], sum = splat(0.0f), most = splat(-INFINITY);
     for (int n = 0; n < panels * VECTORS; n++) {
         v[n] = load_f32(logits + n / VECTORS * TOGETHER_IN_PAIRS * PANEL + n % VECTORS * LANES);
         if (room->key_scales) v[n] *= load_f32(room->key_scales + n * LANES);
@@ -263,8 +214,8 @@ INLINE float weights_of_panels(const int panels, uint16_t *weights, const float 
             ivec key = lanes + n * LANES, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
             v[n] = (vec)((seen & (ivec)v[n]) | (~seen & (ivec)splat(-INFINITY)));
         }
-    for (int n = 0; n < panels * VECTORS; n++) most = _mm512_max_ps(most, (__m512)v[n]);
-    float top = _mm512_reduce_max_ps(most), shrink = 1.0f;
+    for (int n = 0; n < panels * VECTORS; n++) most = greater_of(most, v[n]);
+    float top = greatest_of(most), shrink = 1.0f;
     if (top > *largest) {
         shrink = exp2f(*largest - top);
         *largest = top;

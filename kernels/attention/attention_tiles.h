@@ -18,11 +18,10 @@ static void panel_of_queries(uint16_t *to, const uint16_t *q, int64_t from, int6
                              int64_t dim) {
     for (int64_t half = 0; half < PANEL; half += LANES)
         for (int64_t i = 0; i < dim; i += TILE_IN) {
-            __m512i words[LANES];
+            uvec words[LANES];
             for (int64_t k = 0; k < LANES; k++) {
                 int64_t r = from + half + k;
-                words[k] = half + k < count ? _mm512_loadu_si512(q + (r / group * heads + r % group) * dim + i)
-                                            : _mm512_setzero_si512();
+                words[k] = half + k < count ? load_words(q + (r / group * heads + r % group) * dim + i) : (uvec){0};
             }
             write_turned((uint32_t *)to + i / 2 * PANEL + half, PANEL, words);
         }
@@ -35,13 +34,13 @@ INLINE void gather_turned(const int64_t code, const struct pair_room *room, cons
     for (int64_t j = 0; j < count; j += PANEL) {
         for (int64_t k = j; k < j + PANEL; k++)
             for (int64_t i = 0; i < dim; i += PANEL)
-                _mm512_storeu_si512(room->keys + k * dim + i, seen_panel(code, keys, places, k, begin, count, i));
+                store_words(room->keys + k * dim + i, seen_values(code, keys, places, k, begin, count, i));
         for (int64_t i = 0; i < dim; i += PANEL) {
-            __m512i low[LANES], high[LANES];
+            uvec low[LANES], high[LANES];
             for (int64_t n = 0; n < LANES; n++) {
-                __m512i even = seen_panel(code, values, places, j + 2 * n, begin, count, i);
-                __m512i odd = seen_panel(code, values, places, j + 2 * n + 1, begin, count, i);
-                low[n] = _mm512_unpacklo_epi16(even, odd), high[n] = _mm512_unpackhi_epi16(even, odd);
+                uvec even = seen_values(code, values, places, j + 2 * n, begin, count, i);
+                uvec odd = seen_values(code, values, places, j + 2 * n + 1, begin, count, i);
+                low[n] = first_pairs(even, odd), high[n] = next_pairs(even, odd);
             }
             write_turned(room->values + i * KEYS + j, KEYS / 2, low);
             write_turned(room->values + (i + LANES) * KEYS + j, KEYS / 2, high);
@@ -194,9 +193,9 @@ static void write_turned_sums(uint16_t *out, const struct pair_queries *queries,
         vec whole = (vec)_mm512_maskz_div_ps(seen, _mm512_set1_ps(scale), (__m512)total);
         for (int64_t i = 0; i < dim; i += PANEL) {
             for (int64_t part = 0; part < PANEL; part += LANES) {
-                __m512i words[LANES];
+                uvec words[LANES];
                 for (int64_t k = 0; k < LANES; k++)
-                    words[k] = (__m512i)(load_f32(queries->sums + from * dim + (i + part + k) * PANEL + half) * whole);
+                    words[k] = (uvec)(load_f32(queries->sums + from * dim + (i + part + k) * PANEL + half) * whole);
                 write_turned(rows + part, PANEL, words);
             }
             for (int64_t r = from + half; r < least_of(from + half + LANES, queries->count); r++) {

@@ -101,7 +101,7 @@ INLINE void copy_entries(const int64_t code, uint16_t *to, const struct block *b
                          int64_t width) {
     for (int64_t j = from; j < from + TILE_ROWS; j++, to += width)
         for (int64_t i = 0; i < width; i += PANEL)
-            _mm512_storeu_si512(to + i, seen_panel(code, entries, block->places, j, block->unseen, block->count, i));
+            store_words(to + i, seen_values(code, entries, block->places, j, block->unseen, block->count, i));
 }
 
 /* Find TILE_ROWS entries of a block, `width` values of each: as they stand, if they are seen and in one page, else copied,
@@ -140,8 +140,8 @@ static void block_of_logits(const struct few_queries *few, const struct block *b
                 }
                 _tile_stored(KEY_SUMS, sums, 4 * LANES);
                 ask_for(next, TURN_WORK * few->share);
-                __m512i words[LANES];
-                for (int64_t k = 0; k < LANES; k++) words[k] = _mm512_loadu_si512(sums + k * LANES);
+                uvec words[LANES];
+                for (int64_t k = 0; k < LANES; k++) words[k] = load_words(sums + k * LANES);
                 write_turned(scores_of(few, head, tile * TILE_ROWS) + from, KEYS, words);
             }
         }

@@ -8,6 +8,7 @@
  * this process itself did not run does not count.
  */
 #include "native.h"
+#include "native_system.h"
 
 #include <time.h>
 
@@ -28,16 +29,6 @@ static inline board_view board_of(int64_t *words, int64_t size, int64_t rank, in
     _Atomic int64_t *board = (_Atomic int64_t *)words;
     int64_t meeting = atomic_load(&board[BOARD_LINE * (1 + rank) + BOARD_ARRIVED]);
     return (board_view){board, (char *)(words + BOARD_HEADER), rank, count, place, meeting};
-}
-
-/* 1 + the core that this rank is on; 0 where that cannot be known. */
-static inline int64_t own_core(void) {
-#ifdef __linux__
-    extern int sched_getcpu(void); /* which headers declare for some programs alone */
-    return 1 + sched_getcpu();
-#else
-    return 0;
-#endif
 }
 
 static inline char *place_at(const board_view *board, int64_t rank, int64_t meeting) {

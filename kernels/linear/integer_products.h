@@ -3,21 +3,17 @@
  * A span of a row is taken as whole multiples of a power of 2, its unit. One or two rows are checked: if many values of a
  * span are small beside an outlier, and would lose bits, the rows are multiplied as floats. A value that is not finite
  * makes its whole row NaN. The processor decides how multiples are kept and multiplied: as digits of a byte
- * (digit_products.h), or of 16 bits (short_products.h).
+ * (digit_products.h, digit_products_arm.h), or of 16 bits (short_products.h).
  */
 #pragma once
 
 #include "linear/quantized_tiles.h"
 
-#if LANES == 16 && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-#define WITH_DIGITS 1
-#else
-#define WITH_DIGITS 0
-#endif
-#if WITH_DIGITS || LANES == 16 && defined(__AVX512BW__) || LANES == 8 && defined(__AVX2__)
-#define WITH_INTEGERS 1
-#else
+#ifndef WITH_INTEGERS
 #define WITH_INTEGERS 0
+#endif
+#ifndef WITH_DIGITS
+#define WITH_DIGITS 0
 #endif
 
 #define CHECKED_ROWS 2 /* so few are multiplied as integers only if these keep them well */
@@ -55,14 +51,6 @@ struct integer_rows {
             else function(4, 0, __VA_ARGS__);                           \
     }
 
-static inline ivec rounded(vec values) {
-#if LANES == 16
-    return (ivec)_mm512_cvtps_epi32((__m512)values);
-#else
-    return (ivec)_mm256_cvtps_epi32((__m256)values);
-#endif
-}
-
 #if WITH_DIGITS
 #define CODE_BYTES 1 /* of a code that is unpacked */
 #else
@@ -76,7 +64,9 @@ struct integer_chunk {
     int64_t first, count, span; /* input features, and the first of its spans */
 };
 
-#if WITH_DIGITS
+#if WITH_DIGITS && LANES == 4
+#include "linear/digit_products_arm.h"
+#elif WITH_DIGITS
 #include "linear/digit_products.h"
 #else
 #include "linear/short_products.h"
@@ -102,24 +92,6 @@ static inline float power_of_two(int exponent) {
 static inline int exponent_above(uint32_t bits) {
     uint32_t least = (uint32_t)LEAST_EXPONENT << 23;
     return (int)(((bits > least ? bits : least) + (1 << 16)) >> 23) - 126;
-}
-
-static inline int32_t sum_of(ivec values) {
-    int32_t sum = 0;
-#if LANES == 16
-    return _mm512_reduce_add_epi32((__m512i)values);
-#endif
-    for (int lane = 0; lane < LANES; lane++) sum += values[lane];
-    return sum;
-}
-
-static inline uint32_t largest_of(uvec values) {
-    uint32_t largest = 0;
-#if LANES == 16
-    return _mm512_reduce_max_epu32((__m512i)values);
-#endif
-    for (int lane = 0; lane < LANES; lane++) largest = values[lane] > largest ? values[lane] : largest;
-    return largest;
 }
 
 /* Write a span of a row, given as `count` floats, and return whether multiples keep it well: what is fewer than

@@ -147,6 +147,12 @@ static void write_sums(const struct results *to, const float *sums, int64_t row,
 INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const void *x, int64_t stride, const char *panel,
                       int64_t in) {
     panel_sums sums[MOST_ROWS];
+#if defined(ELEMENT_BF16) && defined(WITH_SQUARES)
+    if (!is_int8 && count == SQUARE_ROWS) {
+        square_products(out, x, stride, (const uint16_t *)panel, (in + STEP - 1) / STEP * STEP);
+        return;
+    }
+#endif
     for (int r = 0; r < count; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
     for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP) {
@@ -165,11 +171,12 @@ INLINE void rows_of_panels(const int is_int8, const struct product *job, int64_t
     const native_linear_args *a = job->a;
     const struct results to = RESULTS(a);
     int64_t rows = a->x.size[0], in = a->x.size[1], step = is_int8 ? INT8_STEP : STEP;
+    const int64_t together = is_int8 ? ROWS_OF_PANEL : ROWS;
     int64_t panel_bytes = (in + step - 1) / step * step * PANEL * (is_int8 ? 1 : sizeof(element));
     for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t row = 0; row < rows; row += ROWS) {
+        for (int64_t row = 0; row < rows; row += together) {
             panel_sums sums[MOST_ROWS];
-            int64_t count = least_of(ROWS, rows - row);
+            int64_t count = least_of(together, rows - row);
             const char *x = (const char *)job->x + row * job->stride * (is_int8 ? sizeof(float) : sizeof(input));
             const char *at = (const char *)a->panels.data + panel * panel_bytes;
             FOR_COUNT(one_panel, count, is_int8, sums, x, job->stride, at, in)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from . import system
 from .instructions import instructions
 
 # Vectors and threads are GCC's and Clang's own; nothing of these is x86's.
@@ -48,8 +49,8 @@ class Compiler(NamedTuple):
             NotCompiled: there is none, or it cannot be run.
             MissingInstructions: this processor does not have the chosen instructions.
         """
-        if platform.system() != "Linux":
-            raise NotCompiled(f"compiled kernels are made on Linux alone, this is {platform.system()}")
+        if not system.IS_KNOWN:
+            raise NotCompiled(f"compiled kernels are made on Linux and macOS alone, this is {platform.system()}")
         named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
         if named is None:
             raise NotCompiled("no C compiler was found: install gcc or clang (`apt install gcc`), or name one in CC")
@@ -65,7 +66,7 @@ class Compiler(NamedTuple):
                 [*words, "--version"], capture_output=True, timeout=_VERSION_SECONDS, check=True, encoding="utf-8",
                 errors="replace", env=_environment(),
             )  # fmt: skip
-            return cls([*words, *flags], version.stdout, _processor())
+            return cls([*words, *flags], version.stdout, system.processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             told = f"the C compiler {words[0]!r} cannot be run ({why})"
@@ -78,7 +79,7 @@ class Compiler(NamedTuple):
             NotCompiled: the compiler refuses one, or takes too long.
             OSError: there is no room in that folder.
         """
-        end, cores = time.monotonic() + COMPILE_SECONDS, len(os.sched_getaffinity(0))
+        end, cores = time.monotonic() + COMPILE_SECONDS, system.num_cores()
         running: deque[subprocess.Popen[str]] = deque()
         try:
             for made, text in texts.items():
@@ -128,9 +129,3 @@ def _stop(process: subprocess.Popen[str]) -> None:
 def _environment() -> dict[str, str]:
     """Return what the compiler runs in: messages in English, and nothing that was preloaded into Python."""
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | {"LC_ALL": "C"}
-
-
-def _processor() -> str:
-    described = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    told = ("model name", "flags", "Features", "CPU part")
-    return platform.machine() + "\n".join(line for line in described if line.startswith(told))

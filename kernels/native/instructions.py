@@ -6,10 +6,10 @@ GRAPHDECODE_ISA. Nothing above a set is compiled for it.
 
 import functools
 import os
-import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
+
+from . import system
 
 VARIABLE = "GRAPHDECODE_ISA"
 
@@ -42,7 +42,14 @@ _X86: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "avx512_bf16": (("avx2", "avx512"), {"avx512_bf16": "-mavx512bf16"}),
     "amx": (("avx2", "avx512", "avx512_bf16"), {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}),
 }
-NAMES = (*_X86, "neon")
+# a set of 64-bit Arm: the extensions that it needs, as Linux names them, and the compiler's flags
+_ARM: Mapping[str, tuple[set[str], tuple[str, ...]]] = {
+    "portable": (set(), ("-march=armv8-a", "-DPORTABLE")),
+    "neon": ({"asimd"}, ("-march=armv8-a",)),
+    "neon_dotprod": ({"asimd", "asimddp"}, ("-march=armv8.2-a+dotprod",)),
+    "neon_bf16": ({"asimd", "asimddp", "bf16"}, ("-march=armv8.2-a+dotprod+bf16",)),
+}
+NAMES = tuple(dict.fromkeys((*_X86, *_ARM)))
 
 
 @functools.cache
@@ -71,12 +78,10 @@ def chosen(name: str | None, there: Mapping[str, Instructions]) -> Instructions:
 
 def available() -> Mapping[str, Instructions]:
     """Return the sets that this processor has, by their names, the highest last."""
-    machine = platform.machine()
-    if machine in ("x86_64", "AMD64"):
-        return sets_of_x86(_extensions())
-    if machine in ("aarch64", "arm64"):
-        plain = Instructions("portable", ("-march=armv8-a",))
-        return {"portable": plain, "neon": Instructions("neon", ("-march=native",), "bf16" in _extensions())}
+    if system.is_x86():
+        return sets_of_x86(system.extensions())
+    if system.is_arm():
+        return sets_of_arm(system.extensions())
     return {"portable": Instructions("portable", ())}
 
 
@@ -96,7 +101,7 @@ def sets_of_x86(extensions: set[str]) -> Mapping[str, Instructions]:
     return found
 
 
-def _extensions() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return set(next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "").split())
+def sets_of_arm(extensions: set[str]) -> Mapping[str, Instructions]:
+    """Return the sets of a 64-bit Arm with these extensions, as Linux names them."""
+    there = {name: flags for name, (needed, flags) in _ARM.items() if needed <= extensions}
+    return {name: Instructions(name, flags, has_bf16=name == "neon_bf16") for name, flags in there.items()}

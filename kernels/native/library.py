@@ -1,12 +1,15 @@
-"""Kernels in C for the CPU: compiled once on the user's machine, by the compiler that Triton needs too.
+"""Kernels in C for the CPU: carried by the package, or compiled once on the user's machine.
 
 The kernels of `*.c` read at the machine's bandwidth, and a recorded step runs a list of them in one call. They share
 their work among threads of their own (`native_threads.h`), as many as torch has. Their source text is the structs of
 their arguments, made from the operations' signatures, and the sources. Each element type has a library of its own, made
 when it is first asked for; that of float32 has what all share.
 
-Without a C compiler `library()` is None, `why_not()` says why, and torch's operators do the work, which is said once on
-standard error. GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said. GRAPHDECODE_ISA names the instructions.
+A package carries compiled kernels where `tools/make wheel --with-kernels` made it. They are named by their instructions
+and by what they were made of, so that those of other sources are never loaded. Else the compiler that Triton needs too
+makes them. Without a C compiler `library()` is None, `why_not()` says why, and torch's operators do the work, which is
+said once on standard error. GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said. GRAPHDECODE_ISA names the
+instructions.
 """
 
 import ctypes
@@ -18,7 +21,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,13 +32,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import COMPILE_SECONDS, Compiler, NotCompiled
-from .instructions import instructions
+from .compiler import COMPILE_SECONDS, PORTABLE_FLAGS, Compiler, NotCompiled
+from .instructions import Instructions, instructions
 from .private_folder import FOLDER_VARIABLE, PrivateFolder, cache_folder
+from .system import opened_library
 
 CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # types of 8 bits that C tells apart; the others are 0
 WIDE_CODE = 3  # of a `Wide` tensor in float32
 FOLDER = Path(__file__).parent  # of the headers; a source stands beside the operation of its name
+CARRIED = FOLDER / "carried"
 _PACKAGE = __package__.rpartition(".")[0]
 _END = (
     "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
@@ -140,22 +145,25 @@ def why_not() -> str | None:
 def describe() -> str:
     """Return which compiled kernels there are, or why there are none, in one paragraph."""
     loaded = _load()
-    if loaded.compiler is None:
+    if loaded.library is None:
         return f"compiled kernels: none, torch's operators do the work: {loaded.reason}"
-    version = loaded.compiler.version.partition("\n")[0]
-    return (
-        f"compiled kernels: {loaded.file}\ncompiler: {' '.join(loaded.compiler.command)} ({version})\n"
-        f"threads: {torch.get_num_threads()}"
-    )
+    by = "none, the package carries them"
+    if loaded.compiler is not None:
+        by = f"{' '.join(loaded.compiler.command)} ({loaded.compiler.version.partition(chr(10))[0]})"
+    return f"compiled kernels: {loaded.file}\ncompiler: {by}\nthreads: {torch.get_num_threads()}"
 
 
 def is_expected(element: torch.dtype | None) -> bool:
-    """Whether `library` would give something, as far as is known without compiling: there is a compiler."""
-    loaded = _LOADED.get(ELEMENTS[element or torch.float32])
+    """Whether `library` would give something, as far as is known without compiling.
+
+    It is carried by the package, or there is a compiler.
+    """
+    kind = ELEMENTS[element or torch.float32]
+    loaded = _LOADED.get(kind)
     if loaded is not None:
         return loaded.library is not None
     try:
-        return os.environ.get(SWITCH) != "0" and bool(Compiler.found())
+        return os.environ.get(SWITCH) != "0" and (_carried_file(kind).exists() or bool(Compiler.found()))
     except NotCompiled:
         return False
 
@@ -203,7 +211,7 @@ def _made_or_not(kinds: list[str]) -> dict[str, _Loaded]:
     reason = f"{SWITCH} is 0"
     if os.environ.get(SWITCH) != "0":
         try:
-            return _compiled(kinds)
+            return _carried(kinds) or _compiled(kinds)
         except (NotCompiled, OSError) as error:
             reason = str(error)
             _LOG.warning(
@@ -213,17 +221,58 @@ def _made_or_not(kinds: list[str]) -> dict[str, _Loaded]:
     return {kind: _Loaded(None, None, None, reason) for kind in ELEMENTS.values() if kind not in _LOADED}
 
 
+def carried_name(made_for: Instructions, kind: str) -> str:
+    """Return the file name of carried kernels: their instructions, and a digest of system, options and sources.
+
+    The sources have the structs of the arguments, which are the binary interface.
+    """
+    options = [option for option in made_for.flags if option != "-mtune=native"]  # which changes no instruction
+    text = source_text(kind)
+    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS], text)}-{kind}.so"
+
+
+def _digest(parts: Sequence[str], text: str) -> str:
+    """Return a digest of what a library is made by, and of all sources."""
+    key = hashlib.sha256("\n".join(parts).encode())
+    for file in sorted(FOLDER.parent.glob("*/*.[ch]")):
+        key.update(file.read_bytes())
+    return hashlib.sha256(key.digest() + text.encode()).hexdigest()[:24]
+
+
+def _carried_file(kind: str) -> Path:
+    return CARRIED / carried_name(instructions(), kind)
+
+
+def _carried(kinds: list[str]) -> dict[str, _Loaded]:
+    """Load libraries that the package carries; none if one is missing, or needs a newer system than this."""
+    if not CARRIED.is_dir():
+        return {}
+    files = {kind: _carried_file(kind) for kind in kinds}
+    if not all(file.exists() for file in files.values()):
+        return {}
+    try:
+        loaded = {kind: ctypes.CDLL(str(file)) for kind, file in files.items()}
+    except OSError as error:
+        _LOG.warning("graphdecode: the kernels that the package carries cannot be loaded here (%s)", error)
+        return {}
+    _share(loaded)
+    return {kind: _Loaded(loaded[kind], files[kind], None, None) for kind in kinds}
+
+
+def _share(loaded: Mapping[str, ctypes.CDLL]) -> None:
+    """Give libraries what the first of all has for them."""
+    first = loaded[_FIRST] if _FIRST in loaded else _LOADED[_FIRST].library
+    for kind, library in loaded.items():
+        for name in _SHARED if kind != _FIRST else ():
+            getattr(library, f"share_{name}")(ctypes.cast(getattr(first, name), ctypes.c_void_p))
+
+
 def _compiled(kinds: list[str]) -> dict[str, _Loaded]:
     """Load libraries, compiled side by side if no earlier process has done it."""
     compiler = Compiler.found()
     texts, options = {kind: source_text(kind) for kind in kinds}, include_flags()
-    key = hashlib.sha256("\n".join([*compiler.command, *options, compiler.processor, compiler.version]).encode())
-    for file in sorted(FOLDER.parent.glob("*/*.[ch]")):
-        key.update(file.read_bytes())
-    named = {
-        kind: f"{hashlib.sha256(key.digest() + text.encode()).hexdigest()[:24]}-{kind}.so"
-        for kind, text in texts.items()
-    }
+    parts = [*compiler.command, *options, compiler.processor, compiler.version]
+    named = {kind: f"{_digest(parts, text)}-{kind}.so" for kind, text in texts.items()}
     problems: list[str] = []
     temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
     for place in (lambda: cache_folder() / "native", lambda: temporary):
@@ -239,10 +288,7 @@ def _compiled(kinds: list[str]) -> dict[str, _Loaded]:
         if problems:
             _LOG.warning("graphdecode: compiled kernels are kept in %s (%s; %s names a better folder)", path,
                          "; ".join(problems), FOLDER_VARIABLE)  # fmt: skip
-        first = loaded[_FIRST] if _FIRST in loaded else _LOADED[_FIRST].library
-        for kind, library in loaded.items():
-            for name in _SHARED if kind != _FIRST else ():
-                getattr(library, f"share_{name}")(ctypes.cast(getattr(first, name), ctypes.c_void_p))
+        _share(loaded)
         return {kind: _Loaded(loaded[kind], Path(path) / named[kind], compiler, None) for kind in kinds}
     raise OSError(
         f"no folder for compiled kernels can be written ({'; '.join(problems)}); {FOLDER_VARIABLE} names another"
@@ -250,14 +296,10 @@ def _compiled(kinds: list[str]) -> dict[str, _Loaded]:
 
 
 def _opened(folder: PrivateFolder, name: str) -> ctypes.CDLL:
-    """Load a library by its descriptor: what was checked is what is loaded.
-
-    It stays open, for the loader takes what has the path of an earlier library for the same one.
-    """
     descriptor = folder.opened(name)
     if descriptor is None:
         raise OSError("what was written cannot be read back")
-    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    return opened_library(descriptor)
 
 
 def _make_missing(folder: PrivateFolder, texts: dict[str, str], compiler: Compiler, options: list[str]) -> None:

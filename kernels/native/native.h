@@ -1,9 +1,9 @@
 /* What the CPU kernels share: vectors of floats, bf16 and fp16, the exponential, and how arguments arrive.
  *
  * All kernels are compiled once for each element type, in a library of its own: ELEMENT_F32, ELEMENT_BF16 or ELEMENT_F16 is
- * defined, and NAME() gives a function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves
- * AVX-512, AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how
- * many rows there are, which other rows, or how many threads.
+ * defined, and NAME() gives a function its type's ending. Vectors are GCC's and Clang's own. What a family of processors
+ * does in fewer instructions stands in a header of its own: native_x86.h, native_arm.h. Sums run in an order that depends on
+ * the row alone: not on how many rows there are, which other rows, or how many threads.
  */
 #pragma once
 
@@ -13,15 +13,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX__)
-#include <immintrin.h>
-#endif
 #include "native_threads.h"
 
 /* as many as the processor's registers hold: the compiler takes wider vectors apart badly */
 #if defined(__AVX512F__)
 #define LANES 16
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 #define LANES 8
 #else
 #define LANES 4
@@ -113,6 +110,12 @@ static inline float *carved(float **at, int64_t count) {
 }
 
 static inline vec splat(float value) { return (vec){0} + value; }
+
+static inline ivec lane_numbers(void) {
+    ivec numbers;
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+    return numbers;
+}
 
 static inline float sum_lanes(vec v) {
 #if LANES == 4
@@ -207,19 +210,23 @@ static inline uvec load_words(const void *at) {
     return words;
 }
 
-/* Bytes in words of 32 bits; GCC 12 takes them one by one where it is not told how. */
+static inline void store_words(void *at, uvec words) { memcpy(at, &words, sizeof words); }
+
+/* A family's header defines some of these functions, each with a macro of its name; else they are the compiler's. */
+#if LANES > 4
+#include "native_x86.h"
+#elif defined(__ARM_NEON) && !defined(PORTABLE)
+#include "native_arm.h"
+#endif
+
+#ifndef load_bytes /* bytes in words of 32 bits */
 static inline uvec load_bytes(const void *at) {
-#if LANES == 16
-    return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128(at));
-#elif defined(__AVX2__)
-    return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(at));
-#else
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     bytes narrow;
     memcpy(&narrow, at, sizeof narrow);
     return __builtin_convertvector(narrow, uvec);
-#endif
 }
+#endif
 
 static inline vec load_i8(const void *at) { return __builtin_convertvector((ivec)(load_bytes(at) ^ 128) - 128, vec); }
 
@@ -229,26 +236,18 @@ static inline vec load_bf16(const uint16_t *at) {
     return (vec)(__builtin_convertvector(narrow, uvec) << 16);
 }
 
+#ifndef store_bf16
 static inline void store_bf16(uint16_t *at, vec v) {
-#if defined(__AVX512BF16__) && LANES == 16 /* in one instruction; what is below the smallest normal float becomes 0 */
-    __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
-    memcpy(at, &rounded, sizeof rounded);
-#else
     uvec bits = (uvec)v;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
     uvec chosen = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded);
     hvec narrow = __builtin_convertvector(chosen, hvec);
     memcpy(at, &narrow, sizeof narrow);
-#endif
 }
+#endif
 
-/* fp16 as the compiler knows it: to nearest, ties to even; what is too large becomes infinite, a NaN stays one. */
-#if defined(__F16C__) /* which Clang before 15 knows without knowing _Float16 */
-static inline float float_of_f16(uint16_t value) { return _cvtsh_ss(value); }
-
-static inline uint16_t f16_of_float(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-#else
+#ifndef float_of_f16 /* to nearest, ties to even; what is too large becomes infinite, a NaN stays one */
 static inline float float_of_f16(uint16_t value) {
     _Float16 half;
     memcpy(&half, &value, sizeof half);
@@ -263,27 +262,17 @@ static inline uint16_t f16_of_float(float value) {
 }
 #endif
 
+#ifndef load_f16
 static inline vec load_f16(const uint16_t *at) {
-#if LANES == 16
-    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
-#elif LANES == 8 && defined(__F16C__)
-    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
-#else
     vec wide;
     for (int lane = 0; lane < LANES; lane++) wide[lane] = float_of_f16(at[lane]);
     return wide;
-#endif
 }
 
 static inline void store_f16(uint16_t *at, vec v) {
-#if LANES == 16
-    _mm256_storeu_si256((__m256i *)at, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif LANES == 8 && defined(__F16C__)
-    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#else
     for (int lane = 0; lane < LANES; lane++) at[lane] = f16_of_float(v[lane]);
-#endif
 }
+#endif
 
 #if defined(ELEMENT_BF16)
 #define NAME(kernel) kernel##_bf16

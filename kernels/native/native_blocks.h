@@ -161,7 +161,7 @@ static void add_block(float *to, const float *x, const uint16_t *at, const struc
     memcpy(to, sums, sizeof sums);
 }
 
-#ifdef WITH_PAIRS
+#if defined(WITH_PAIRS) && LANES == 16
 /* The signed byte in the lowest bits of words, or in the next, as a float: the bits are those of a float whose mantissa
  * counts 128 more, of which what is too much is taken off. */
 INLINE vec signed_byte(uvec words, const int is_second) {
@@ -231,6 +231,22 @@ static void unpack_pairs(uint16_t *out, const uint16_t *at, const struct block_w
     if (weight->bits == 8 && weight->is_e4m3) unpack_e4m3_pairs(out, at, weight->pairs);
     else if (weight->bits == 8) unpack_byte_pairs(out, at);
     else FOR_BITS(unpack_code_pairs, out, at, weight)
+}
+#elif defined(WITH_PAIRS)
+/* The codes of a block as bf16, which holds what they mean, in pairs: [in / 2][PANEL][2]. */
+INLINE void unpack_code_pairs(const int bits, uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
+    for (int lane = 0; lane < HALF_PANEL; lane += LANES)
+#pragma GCC unroll 32
+        for (int k = 0; k < QUANTIZED_BLOCK; k++) { /* a pair of input features, and half of the panel */
+            if (lane == 0 && k * low_bits(bits) % 16 == 0) ask_ahead(at + k * low_bits(bits) / 16 * ROW_WORDS);
+            uvec even = (uvec)meant(bits, weight, codes_at(bits, at, k, lane, 0));
+            uvec odd = (uvec)meant(bits, weight, codes_at(bits, at, k, lane, 1));
+            store_words(out + k * PANEL + 2 * lane, even >> 16 | (odd & 0xffff0000));
+        }
+}
+
+static void unpack_pairs(uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
+    FOR_BITS(unpack_code_pairs, out, at, weight)
 }
 #endif
 

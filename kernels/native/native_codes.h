@@ -26,9 +26,7 @@ INLINE vec load_codes(int64_t code, const uint8_t *at) {
     return code == CODE_INT8 ? load_i8(at) : load_e4m3(at);
 }
 
-#ifdef __AVX512BW__
-#include <immintrin.h>
-
+#if LANES == 16 || defined(WITH_PAIRS)
 #ifdef __AVX512VBMI__
 /* The upper and lower bytes in bf16 of the sizes that 7 bits name. */
 static uint8_t int8_upper[128], int8_lower[128], e4m3_upper[128], e4m3_lower[128];
@@ -52,8 +50,8 @@ INLINE __m512i looked_up(const uint8_t *table, __m512i sizes) {
 }
 #endif
 
-/* 32 codes in bf16; `code` is a constant where this is used. */
-INLINE __m512i bf16_of_codes(const int64_t code, const uint8_t *at) {
+/* 2 * LANES codes in bf16; `code` is a constant where this is used. */
+INLINE uvec bf16_of_codes(const int64_t code, const uint8_t *at) {
 #ifdef __AVX512VBMI__
     const __m512i halves = _mm512_setr_epi64(0, 0, 1, 0, 2, 0, 3, 0); /* for each lane to have eight */
     __m512i codes = _mm512_permutexvar_epi64(halves, _mm512_castsi256_si512(_mm256_loadu_si256((const void *)at)));
@@ -61,9 +59,9 @@ INLINE __m512i bf16_of_codes(const int64_t code, const uint8_t *at) {
     __m512i upper = looked_up(code == CODE_INT8 ? int8_upper : e4m3_upper, sizes);
     __m512i lower = looked_up(code == CODE_INT8 ? int8_lower : e4m3_lower, sizes);
     upper = _mm512_ternarylogic_epi32(upper, codes, _mm512_set1_epi8((char)0x80), 0xf8); /* upper | (codes & sign) */
-    return _mm512_unpacklo_epi8(lower, upper);
+    return (uvec)_mm512_unpacklo_epi8(lower, upper);
 #else
-    __m512i words;
+    uvec words;
     store_bf16((uint16_t *)&words, load_codes(code, at));
     store_bf16((uint16_t *)&words + LANES, load_codes(code, at + LANES));
     return words;

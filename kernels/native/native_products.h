@@ -1,7 +1,7 @@
 /* Products of some rows of bf16 with a panel of PANEL columns, whose values stand in pairs: [in / 2][PANEL][2].
  *
- * The processor multiplies pairs itself (AVX-512's bf16), or whole tiles of them (AMX). Each sum has one order, whatever
- * the number of rows.
+ * The processor multiplies pairs itself (AVX-512's bf16, NEON's), or whole tiles of them (AMX). Each sum has one order,
+ * whatever the number of rows.
  */
 #pragma once
 
@@ -10,7 +10,13 @@
 
 #define PANEL 32
 #define VECTORS (PANEL / LANES)
-#define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
+#define ROWS_OF_PANEL (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
+#define SQUARE_ROWS 4
+#if defined(WITH_SQUARES) && defined(ELEMENT_BF16)
+#define ROWS SQUARE_ROWS
+#else
+#define ROWS ROWS_OF_PANEL
+#endif
 #define MOST_ROWS 8
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 #define TILED_BYTES 1048576 /* of rows that stay in the second cache while panels go by */
@@ -32,19 +38,54 @@ typedef vec panel_sums[VECTORS];
         default: function(MOST_ROWS, __VA_ARGS__); \
     }
 
-#ifdef __AVX512BF16__
-#define WITH_PAIRS
-
+#ifdef WITH_PAIRS
 INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int64_t stride, const uint16_t *at) {
-    __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 2 * LANES);
+    uvec weights[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) weights[v] = load_words(at + 2 * v * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) {
-        int32_t pair;
+        uint32_t pair;
         memcpy(&pair, x + r * stride, sizeof pair);
-        __m512bh pairs = (__m512bh)_mm512_set1_epi32(pair);
-        sums[r][0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)low, pairs);
-        sums[r][1] = (vec)_mm512_dpbf16_ps((__m512)sums[r][1], (__m512bh)high, pairs);
+        uvec pairs = (uvec){0} + pair;
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = dot_pairs(sums[r][v], weights[v], pairs);
     }
+}
+#endif
+
+#ifdef WITH_SQUARES
+#define SQUARE_VECTORS (VECTORS / 2) /* of columns whose sums, of SQUARE_ROWS rows, stay in registers */
+
+/* SQUARE_ROWS rows times one panel, of which a prompt's rows read half after half; `in` is even. */
+INLINE void square_products(panel_sums *out, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in) {
+    for (int first = 0; first < VECTORS; first += SQUARE_VECTORS) {
+        vec sums[SQUARE_ROWS / 2][2 * SQUARE_VECTORS] = {0};
+        for (int64_t i = 0; i + 4 <= in; i += 4) {
+            uvec rows[SQUARE_ROWS / 2];
+#pragma GCC unroll 2
+            for (int r = 0; r < SQUARE_ROWS / 2; r++) rows[r] = two_rows(x + 2 * r * stride + i, x + (2 * r + 1) * stride + i);
+#pragma GCC unroll 4
+            for (int v = 0; v < SQUARE_VECTORS; v++) {
+                const uint16_t *at = panel + i * PANEL + (first + v) * 2 * LANES;
+                uvec even = load_words(at), odd = load_words(at + 2 * PANEL);
+                uvec columns[2] = {first_words(even, odd), next_words(even, odd)};
+#pragma GCC unroll 2
+                for (int r = 0; r < SQUARE_ROWS / 2; r++) {
+                    sums[r][2 * v] = dot_squares(sums[r][2 * v], rows[r], columns[0]);
+                    sums[r][2 * v + 1] = dot_squares(sums[r][2 * v + 1], rows[r], columns[1]);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int r = 0; r < SQUARE_ROWS / 2; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < SQUARE_VECTORS; v++) {
+                out[2 * r][first + v] = first_halves(sums[r][2 * v], sums[r][2 * v + 1]);
+                out[2 * r + 1][first + v] = second_halves(sums[r][2 * v], sums[r][2 * v + 1]);
+            }
+    }
+    if (in % 4) bf16_step(SQUARE_ROWS, out, x + in - 2, stride, panel + (in - 2) * PANEL);
 }
 #endif
 
@@ -146,8 +187,14 @@ static void pair_products(float *sums, const uint16_t *x, int64_t stride, const 
     }
 #endif
     int64_t row = 0;
-    for (; row + 8 <= rows; row += 8) few_pair_products(8, sums + row * PANEL, x + row * stride, stride, panel, in);
-    for (; row + 4 <= rows; row += 4) few_pair_products(4, sums + row * PANEL, x + row * stride, stride, panel, in);
+#ifdef WITH_SQUARES
+    for (; row + SQUARE_ROWS <= rows; row += SQUARE_ROWS)
+        square_products((panel_sums *)(sums + row * PANEL), x + row * stride, stride, panel, in);
+#endif
+    for (; row + ROWS_OF_PANEL <= rows; row += ROWS_OF_PANEL)
+        few_pair_products(ROWS_OF_PANEL, sums + row * PANEL, x + row * stride, stride, panel, in);
+    for (; row + ROWS_OF_PANEL / 2 <= rows; row += ROWS_OF_PANEL / 2)
+        few_pair_products(ROWS_OF_PANEL / 2, sums + row * PANEL, x + row * stride, stride, panel, in);
     for (; row < rows; row++) few_pair_products(1, sums + row * PANEL, x + row * stride, stride, panel, in);
 }
 #endif

@@ -6,7 +6,7 @@
  */
 #pragma once
 
-#include <stdint.h>
+#include "native_system.h"
 
 #define TILE_ROWS 16
 #define TILE_IN 32 /* values of bf16 in a row of a tile */
@@ -18,19 +18,14 @@ struct tile_shapes {
     uint8_t rows[16];
 };
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 #define WITH_TILES
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define ASK_FOR_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
-#define TILE_STATE 18        /* XFEATURE_XTILEDATA */
 
 static int has_tiles; /* whether the system grants them */
 
 __attribute__((constructor)) static void ask_for_tiles(void) {
-    has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_STATE) == 0;
+    has_tiles = tiles_are_granted();
 }
 
 static inline struct tile_shapes tiles_begun(void) {

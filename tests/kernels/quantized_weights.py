@@ -8,7 +8,7 @@ from torch import Tensor
 from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_linear, quantized_panels
 from graphdecode.kernels.native.instructions import instructions
 
-ROWS_IN_ALL_DIGITS = 2 if "-mavx512vnni" in instructions().flags else 0
+ROWS_IN_ALL_DIGITS = 2 if any("vnni" in flag or "dotprod" in flag for flag in instructions().flags) else 0
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)} | dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
 
 

@@ -21,8 +21,10 @@ from graphdecode.kernels.native.instructions import (
     available,
     chosen,
     instructions,
+    sets_of_arm,
     sets_of_x86,
 )
+from graphdecode.kernels.native.system import extensions_on_macos
 
 ROOT = Path(__file__).parents[2]
 HASWELL = {"avx", "avx2", "fma", "f16c", "bmi1", "bmi2"}
@@ -64,6 +66,40 @@ def test_a_processor_has_the_sets_whose_extensions_it_has(processor: str) -> Non
     assert [name for name, each in found.items() if each.has_bf16] == [n for n in names if n in ("avx512_bf16", "amx")]
     for name in names:
         assert chosen(name, found) is found[name]
+
+
+ARM = {
+    "a virtual one that tells of nothing": (set(), ["portable"]),
+    "Cortex-A72": ({"asimd", "fp", "crc32"}, ["portable", "neon"]),
+    "Neoverse N1": ({"asimd", "asimddp", "asimdhp"}, ["portable", "neon", "neon_dotprod"]),
+    "Neoverse V1": ({"asimd", "asimddp", "bf16", "i8mm", "sve"}, ["portable", "neon", "neon_dotprod", "neon_bf16"]),
+}
+
+
+@pytest.mark.parametrize("processor", ARM)
+def test_a_64_bit_arm_has_the_sets_whose_extensions_it_has(processor: str) -> None:
+    extensions, names = ARM[processor]
+    found = sets_of_arm(extensions)
+    assert list(found) == names
+    assert [name for name, each in found.items() if each.has_bf16] == [name for name in names if name == "neon_bf16"]
+    assert not any("native" in flag for each in found.values() for flag in each.flags)
+
+
+def test_what_macos_tells_of_a_processor_has_the_names_of_linux() -> None:
+    intel = """machdep.cpu.features: FPU SSE4.2 AVX1.0 FMA F16C RDRAND
+machdep.cpu.leaf7_features: BMI1 AVX2 BMI2 AVX512F AVX512DQ AVX512CD AVX512BW AVX512VL
+machdep.cpu.brand_string: Intel(R) Xeon(R) W-3245 CPU
+hw.optional.avx2_0: 1
+"""
+    assert extensions_on_macos(intel) >= SKYLAKE
+    apple = """hw.optional.arm.FEAT_DotProd: 1
+hw.optional.arm.FEAT_BF16: 0
+hw.optional.arm.AdvSIMD: 1
+hw.optional.neon: 1
+machdep.cpu.brand_string: Apple M1
+"""
+    assert extensions_on_macos(apple) == {"asimd", "asimddp"}
+    assert extensions_on_macos(apple.replace("FEAT_BF16: 0", "FEAT_BF16: 1")) == {"asimd", "asimddp", "bf16"}
 
 
 @pytest.mark.parametrize("name", ["amx", "neon", "sse9"])

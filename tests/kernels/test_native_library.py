@@ -20,8 +20,9 @@ from compiled_kernels import compiled
 from graphdecode.kernels.linear.linear import to_panels
 from graphdecode.kernels.native import compiler as compiling
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native import system
 from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler, NotCompiled
-from graphdecode.kernels.native.instructions import VARIABLE, instructions
+from graphdecode.kernels.native.instructions import VARIABLE, instructions, sets_of_arm
 from graphdecode.kernels.native.library import ELEMENTS, include_flags, source_text
 from graphdecode.kernels.native.private_folder import PrivateFolder
 from graphdecode.kernels.native.registration import versions
@@ -39,6 +40,7 @@ runpy.run_path({str(TOOLS / "check")!r}, run_name="__main__")
 ANSWER = """
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native import system
 print(native.why_not())
 prompts, params = ["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16)
 for dtype in ("float32", "float16"):
@@ -120,9 +122,11 @@ def test_clang_compiles_the_kernels_too(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler for aarch64")
-def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(tmp_path):
+@pytest.mark.parametrize("name", ["portable", "neon_bf16"])
+def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(name, tmp_path):
+    flags = sets_of_arm({"asimd", "asimddp", "bf16"})[name].flags
     strict = ("-Wall", "-Werror", "-Wno-unused-function", "-Wno-maybe-uninitialized")  # of -O1 that sees too little
-    compiler = Compiler(["aarch64-linux-gnu-gcc", *strict, *PORTABLE_FLAGS, "-O1"], "", "")
+    compiler = Compiler(["aarch64-linux-gnu-gcc", *flags, *strict, *PORTABLE_FLAGS, "-O1"], "", "")
     compiler.compile({tmp_path / f"{kind}.so": source_text(kind) for kind in ELEMENTS.values()}, include_flags())
     for kind in ELEMENTS.values():
         header = (tmp_path / f"{kind}.so").read_bytes()[:20]
@@ -131,8 +135,9 @@ def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(tmp
 
 
 def test_elsewhere_there_are_none_and_the_reason_is_said(monkeypatch):
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    with pytest.raises(NotCompiled, match="Linux alone, this is Darwin"):
+    monkeypatch.setattr(system, "IS_KNOWN", False)
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    with pytest.raises(NotCompiled, match="Linux and macOS alone, this is Windows"):
         Compiler.found()
 
 
@@ -172,6 +177,7 @@ def test_an_element_type_is_compiled_when_it_is_asked_for(tmp_path):
     code = """
 import os, torch
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native import system
 for dtype in (torch.float32, torch.float16):
     assert native.library(dtype) is not None
     folder = native._load(dtype).file.parent
