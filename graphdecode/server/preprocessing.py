@@ -36,7 +36,8 @@ class Preprocessor:
         return InputProcessor(self.engine, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "input_processor"}
+        known = {name: value for name, value in self.__dict__.items() if name != "input_processor"}
+        return known | {"adapters": tuple(self.adapters)}
 
     @property
     def mask_words(self) -> int:

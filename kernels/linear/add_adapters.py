@@ -13,7 +13,7 @@ from torch import Tensor
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Float32, Int32, Wide, Written, operator
 
-_DOWN_BLOCK, _UP_BLOCK = 512, 256
+_DOWN_TILE, _UP_BLOCK = 8192, 256  # values of `down` that a program holds at once; outputs of a program
 
 
 class AdapterTokens(NamedTuple):
@@ -94,10 +94,10 @@ def add_adapters_triton(
     """Launch the two kernels; see `add_adapters`. They have run in Triton's interpreter and been compiled."""
     _, parts, rank, in_features = down.shape
     count, out_features = out.shape
-    options = early_start_options(out.device)
+    rank_block, options = triton.next_power_of_2(rank), early_start_options(out.device)
     _down_kernel[(count, parts)](
         inner, x, down, tokens, in_features, x.stride(0),
-        PARTS=parts, RANK=rank, RANK_BLOCK=triton.next_power_of_2(rank), BLOCK=_DOWN_BLOCK, num_warps=4, **options,
+        PARTS=parts, RANK=rank, RANK_BLOCK=rank_block, BLOCK=max(_DOWN_TILE // rank_block, 16), num_warps=4, **options,
     )  # fmt: skip
     _up_kernel[(count, triton.cdiv(out_features, _UP_BLOCK))](
         out, inner, up, ends, tokens, out_features, out.stride(0),

@@ -52,7 +52,7 @@ from graphdecode.kernels.attention import (
 )
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.kv_format import PageScales
-from graphdecode.kernels.linear import small_linear
+from graphdecode.kernels.linear import add_adapters, small_linear
 from graphdecode.kernels.linear.small_linear import (
     DOT_TILES,
     GEMV_ROWS,
@@ -438,6 +438,22 @@ def recurrent_cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
+def adapter_cases() -> dict[str, Callable[[], None]]:
+    """Adapters of queries, keys and values, and of a product of one part, in two ranks."""
+    cases: dict[str, Callable[[], None]] = {}
+    ints = partial(torch.empty, dtype=torch.int32)
+    tokens = add_adapters.AdapterTokens(ints(ROWS), ints(1), ints(ROWS), ints(4))
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
+        x, out = torch.empty(ROWS, HIDDEN, dtype=dtype), torch.empty(ROWS, FEED_FORWARD, dtype=dtype)
+        for parts, rank in ((3, 16), (1, 64)):
+            down = torch.empty(4, parts, rank, HIDDEN, dtype=dtype)
+            up = torch.empty(4, rank, FEED_FORWARD, dtype=dtype)
+            cases[f"adapters-{name}-{parts}x{rank}"] = partial(
+                add_adapters.add_adapters_triton, out, x, down, up, torch.empty(ROWS, parts, rank), ints(parts), tokens
+            )
+    return cases
+
+
 def measure(arch: int) -> dict[str, dict[str, int]]:
     """Compile every case for one architecture."""
     cases: dict[str, Callable[[], None]] = {}
@@ -462,6 +478,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     cases |= tiled_expert_cases(arch)
     cases |= expert_cases()
     cases |= recurrent_cases()
+    cases |= adapter_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)

@@ -74,7 +74,7 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(preprocessor, m
     checked = []
     check = SamplingParams.__post_init__
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (checked.append(1), check(self))[1])
-    (completion, _) = prepared(
+    (completion, *_) = prepared(
         preprocessor, prompt=["a"] * 100, n=3, seed=7, prompt_logprobs=1, allowed_token_ids=[48, 49]
     )
     assert len(checked) <= 3
@@ -135,7 +135,7 @@ def test_the_kind_of_an_error_decides_the_status(error: GraphdecodeError, status
 def test_names_of_fields_that_are_ignored_are_cut_and_escaped_for_the_log(preprocessor: Preprocessor) -> None:
     hostile = {"a\nERROR: b": 1, "\x1b[31m": 1, "\u202e": 1, "'\"": 1, "x" * 5000: 1}
     more = {f"name {number}": 1 for number in range(20)}
-    _, names = prepared(preprocessor, **hostile, **more)
+    _, names, _ = prepared(preprocessor, **hostile, **more)
     assert names[:5] == ("a\\nERROR: b", "\\x1b[31m", "\\u202e", "\\'\"", "x" * 40)
     assert len(names) == 10
     assert all(name.isascii() and name.isprintable() for name in names)
