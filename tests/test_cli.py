@@ -338,6 +338,13 @@ def test_help_says_whose_the_defaults_are() -> None:
     assert "Without that file it is the library's default" in shown
 
 
+@pytest.mark.parametrize(
+    ("command", "model"), [("chat", "smollm2"), ("serve", "smollm2"), ("batch", "smollm2"), ("generate", "demo")]
+)
+def test_what_talks_takes_a_model_that_can_where_none_is_named(command: str, model: str) -> None:
+    assert f"[default: {model}]" in run_command(command, "--help").stdout
+
+
 def test_help_of_a_setting_names_what_it_takes_and_what_stands_where_it_is_left_out() -> None:
     shown = " ".join(run_command("generate", "--help").stdout.replace("│", " ").split())
     assert "auto|fp8|fp8_e4m3|int8" in shown

@@ -84,7 +84,7 @@ app = typer.Typer(
 )
 app.command(epilog='Example: graphdecode generate --json --prompt "999+1="')(generate)
 app.command(epilog='Example: graphdecode chat --model smollm2 "Why is the sky blue?"')(chat)
-app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
+app.command(epilog="Example: graphdecode serve --model smollm2 --port 8000")(serve)
 app.command(epilog="Example: graphdecode batch --model demo requests.jsonl answers.jsonl")(batch)
 app.add_typer(models, name="models")
 app.command(epilog="Example: graphdecode quantize ./SmolLM2-135M ./SmolLM2-135M-int4 --to int4")(quantize)

@@ -61,7 +61,7 @@ def profile(
     result = profiler.profile(lengths, model=model)
     out.mkdir(parents=True, exist_ok=True)
     (out / "profile.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    for table in profile_tables(result):
+    for table in profile_tables(result, console.width):
         console.print(table)
     for line in summary(result):
         console.print(line, highlight=False, style="yellow" if line.startswith("too noisy") else None)

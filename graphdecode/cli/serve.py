@@ -112,7 +112,7 @@ def serve(
     overrides: dict[str, Any],
     serving: dict[str, Any],
     scale: dict[str, Any],
-    model: ModelOption = "demo",
+    model: ModelOption = "smollm2",
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
@@ -183,7 +183,7 @@ def batch(
     scale: dict[str, Any],
     requests: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests, one a line, as OpenAI's batches.")],
     answers: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Answers are added to it, one a line.")],
-    model: ModelOption = "demo",
+    model: ModelOption = "smollm2",
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
     ray: Annotated[bool, typer.Option("--ray", help="Answer with several engines, on Ray.")] = False,

@@ -7,6 +7,7 @@ import html
 import io
 import itertools
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -245,8 +246,11 @@ def summary(profile: dict) -> list[str]:
     return lines
 
 
-def profile_tables(profile: dict) -> list[Table]:
-    """Return the figures of every bucket and context for a terminal, each time next to its floor."""
+def profile_tables(profile: dict, width: int) -> list[Table]:
+    """Return the figures of every bucket and context for a terminal, each time next to its floor.
+
+    What is wider than the terminal is several tables, each with bucket and context.
+    """
     titles = {
         "host launch, step, and launch to token": time_columns,
         "eager step and floor": floor_columns,
@@ -255,13 +259,32 @@ def profile_tables(profile: dict) -> list[Table]:
     tables = []
     for title, columns in titles.items():
         heads, rows = columns(profile)
-        table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for head in heads:
-            table.add_column(head, justify="right", min_width=max(map(len, head.split())), no_wrap=head == "noise")
-        for row in rows:
-            table.add_row(*row)
-        tables.append(table)
+        widths = [max(map(len, (*head.split(), *cells))) for head, *cells in zip(heads, *rows, strict=True)]
+        for part in _parts(heads, widths, width):
+            table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+            for index in part:
+                table.add_column(textwrap.fill(heads[index], widths[index]), justify="right")
+            for row in rows:
+                table.add_row(*(row[index] for index in part))
+            tables.append(table)
     return tables
+
+
+def _parts(heads: list[str], widths: list[int], width: int) -> list[list[int]]:
+    """Assign columns to tables of at most `width`: the first two to each, percentiles with their median."""
+    groups: list[list[int]] = []
+    for index, head in enumerate(heads):
+        if head in ("p90", "p99", "max"):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    keys = groups[0] + groups[1]
+    parts = [keys]
+    for group in groups[2:]:
+        if parts[-1] != keys and 1 + sum(widths[index] + 2 for index in parts[-1] + group) > width:
+            parts.append(keys)
+        parts[-1] = parts[-1] + group
+    return parts
 
 
 def _html_report(profile: dict, pictures: dict[str, bytes]) -> str:

@@ -324,12 +324,12 @@ def _announced() -> Iterator[None]:
         seconds = _SILENT_SECONDS
         if done.wait(seconds):
             return
+        print(line, file=sys.stderr, flush=True)
         if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
             return
         while not done.wait(1):
             seconds += 1
-            print(f"\r{line}: {seconds} s", end="", file=sys.stderr, flush=True)
+            print(f"\r{seconds} s", end="", file=sys.stderr, flush=True)  # short, for a narrow terminal
         print(file=sys.stderr)
 
     thread = threading.Thread(target=tell, name="compiling", daemon=True)

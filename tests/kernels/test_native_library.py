@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import stat
@@ -98,6 +99,24 @@ def test_a_compilation_that_takes_long_is_announced(tmp_path):
         (why,), said = run(FILE.replace("native._load().file", "''"), GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=slow)
         assert why.strip() == "None"
         assert said.count("compiling kernels for") == times
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal of its own")
+def test_in_a_terminal_the_seconds_of_a_compilation_stand_on_a_short_line(tmp_path):
+    slow = script(tmp_path / "slow", 'case "$*" in *-shared*) sleep 5 ;; esac; ' + QUICKLY)
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "GRAPHDECODE_CACHE_DIR": str(tmp_path), "CC": slow}
+    terminal, its_end = os.openpty()
+    try:
+        subprocess.run([sys.executable, "-c", FILE], stderr=its_end, env=given, timeout=200, check=True)
+        shown = os.read(terminal, 65536).decode()
+    finally:
+        os.close(its_end)
+        os.close(terminal)
+    announced, *counted = shown.rstrip().replace("\r\n", "\n").split("\r")
+    assert announced.count("compiling kernels for") == 1
+    assert announced.endswith("or more\n")
+    assert counted
+    assert all(re.fullmatch(r"\d+ s", each) for each in counted)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is one of x86-64")

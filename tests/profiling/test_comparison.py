@@ -1,16 +1,19 @@
 """A comparison of two profiles tells a slow-down from a repeat."""
 
 import copy
+import io
 import itertools
 import json
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from graphdecode import BucketConfig, EngineConfig
@@ -261,10 +264,22 @@ def test_the_profile_says_what_it_was_taken_on(profile: dict) -> None:
 
 
 def test_the_tables_hold_every_figure(profile: dict) -> None:
-    times, floors, captures = profile_tables(profile)
+    times, floors, captures = profile_tables(profile, 160)
     assert [len(table.columns) for table in (times, floors, captures)] == [14, 12, 5]
     assert times.row_count == floors.row_count == 4
     assert captures.row_count == 2
+
+
+@pytest.mark.parametrize("width", [60, 80, 118])
+def test_no_figure_is_cut_in_a_narrow_terminal(profile: dict, width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    for table in profile_tables(profile, width):
+        console.print(table)
+    shown = console.file.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    for heads, rows in (time_columns(profile), floor_columns(profile)):
+        assert {word for text in (*heads, *chain(*rows)) for word in text.split()} <= set(shown.split())
 
 
 def test_long_times_keep_their_column(profile: dict) -> None:

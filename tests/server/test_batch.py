@@ -50,7 +50,8 @@ class Runs:
         self.output = folder / "answers.jsonl"
 
     def start(self, *options: str) -> ForkServerProcess:
-        arguments = ["graphdecode", "batch", str(self.input), str(self.output), "--device", "cpu", *options]
+        files = (str(self.input), str(self.output))
+        arguments = ["graphdecode", "batch", *files, "--model", "demo", "--device", "cpu", *options]
         self._patch.setattr(sys, "argv", arguments)  # which the process takes over
         process = self._context.Process(target=main)
         process.start()

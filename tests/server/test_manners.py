@@ -383,7 +383,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_ends_with_an_error(tm
 
 def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "graphdecode", "serve", "--port", "0", "--device", "cpu"],
+        [sys.executable, "-m", "graphdecode", "serve", "--model", "demo", "--port", "0", "--device", "cpu"],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -169,7 +169,7 @@ def test_a_template_of_ones_own_is_what_conversations_go_through(tmp_path: Path)
 def test_a_file_without_a_template_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% for")
     for name, said in (("none.jinja", "no such file"), ("broken.jinja", "the chat template refuses")):
-        result = run_command("serve", "--chat-template", str(tmp_path / name))
+        result = run_command("serve", "--model", "demo", "--chat-template", str(tmp_path / name))
         assert result.returncode == 2
         assert said in result.stderr
 

@@ -80,6 +80,25 @@ def test_what_runs_by_a_name_can_be_aborted_by_it() -> None:
     asyncio.run(main())
 
 
+def test_an_abort_reaches_all_outputs_of_a_request_and_those_that_wait() -> None:
+    endless = params(n=3, temperature=0.9, seed=1, max_tokens=100, ignore_eos=True)
+
+    async def last(llm: AsyncLLM, name: str) -> list[tuple[str | None, int]]:
+        *_, output = [output async for output in llm.generate("12+30=", endless, request_id=name)]
+        return [(each.finish_reason, len(each.token_ids)) for each in output.outputs]
+
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            tasks = [asyncio.create_task(last(llm, name)) for name in "abc"]  # nine outputs, and rows for four
+            await asyncio.sleep(0)
+            await llm.abort("c")
+            assert await tasks[2] == [("abort", 0)] * 3
+            assert await asyncio.gather(*tasks[:2]) == [[("length", 100)] * 3] * 2
+            assert llm.llm.cache.pool.used == 0
+
+    asyncio.run(main())
+
+
 def test_what_is_refused_is_refused_before_the_first_output() -> None:
     async def main() -> None:
         async with AsyncLLM("demo", config=CONFIG) as llm:

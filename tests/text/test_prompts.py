@@ -262,10 +262,11 @@ def test_special_tokens_are_shown_where_that_is_asked_for(small_llm: LLM) -> Non
 def test_without_a_tokenizer_token_ids_are_answered_with_token_ids(small_llm: LLM, tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     shutil.copytree(resolve_model_path("demo"), folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    ids = small_llm.tokenizer("12+30=").input_ids
+    ids = small_llm.get_tokenizer()("12+30=").input_ids
+    assert small_llm.get_tokenizer().decode(ids) == "12+30="
     expected = small_llm.generate([ids], replace(LONGER, logprobs=1))[0].outputs[0]
     with LLM(folder, max_batch_size=2, max_sequence_length=64, dtype="float32", skip_tokenizer_init=True) as bare:
-        assert bare.tokenizer is None
+        assert bare.tokenizer is bare.get_tokenizer() is None
         answer = bare.generate([ids], replace(LONGER, logprobs=1))[0].outputs[0]
         assert (answer.text, answer.token_ids, answer.finish_reason) == ("", expected.token_ids, "stop")
         assert [{t: e.logprob for t, e in place.items()} for place in answer.logprobs] == [
