@@ -53,7 +53,9 @@ class Compiler(NamedTuple):
             raise NotCompiled(f"compiled kernels are made on Linux and macOS alone, this is {platform.system()}")
         named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
         if named is None:
-            raise NotCompiled("no C compiler was found: install gcc or clang (`apt install gcc`), or name one in CC")
+            raise NotCompiled(
+                f"no C compiler was found: install gcc or clang (`{system.INSTALLS_COMPILER}`), or name one in CC"
+            )
         try:
             words = shlex.split(named)
         except ValueError as error:

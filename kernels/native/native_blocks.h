@@ -233,15 +233,34 @@ static void unpack_pairs(uint16_t *out, const uint16_t *at, const struct block_w
     else FOR_BITS(unpack_code_pairs, out, at, weight)
 }
 #elif defined(WITH_PAIRS)
+/* The entries of a table of 16 bits, which has as many as `bits` bits tell apart; it is looked up byte by byte. */
+INLINE uint8x16_t looked_up_pairs(const int bits, const uint8x16_t *table, uint16x8_t codes) {
+    const uint8x16_t at = (uint8x16_t)(codes * 0x0202 + 0x0100);
+    if (bits <= 4) return vqtbl2q_u8((uint8x16x2_t){{table[0], table[1]}}, at);
+    uint8x16_t found = vqtbl4q_u8((uint8x16x4_t){{table[0], table[1], table[2], table[3]}}, at);
+    return bits == 5 ? found : vqtbx4q_u8(found, (uint8x16x4_t){{table[4], table[5], table[6], table[7]}}, at - 64);
+}
+
 /* The codes of a block as bf16, which holds what they mean, in pairs: [in / 2][PANEL][2]. */
 INLINE void unpack_code_pairs(const int bits, uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
+    const int low = low_bits(bits), high = bits - low;
+    uint8x16_t table[8];
+    for (int i = 0; i < (bits <= 4 ? 2 : bits == 5 ? 4 : 8); i++) table[i] = vld1q_u8((const uint8_t *)weight->pairs + 16 * i);
     for (int lane = 0; lane < HALF_PANEL; lane += LANES)
 #pragma GCC unroll 32
         for (int k = 0; k < QUANTIZED_BLOCK; k++) { /* a pair of input features, and half of the panel */
-            if (lane == 0 && k * low_bits(bits) % 16 == 0) ask_ahead(at + k * low_bits(bits) / 16 * ROW_WORDS);
-            uvec even = (uvec)meant(bits, weight, codes_at(bits, at, k, lane, 0));
-            uvec odd = (uvec)meant(bits, weight, codes_at(bits, at, k, lane, 1));
-            store_words(out + k * PANEL + 2 * lane, even >> 16 | (odd & 0xffff0000));
+            const uint16_t *row = at + k * low / 16 * ROW_WORDS + 2 * lane;
+            const uint16_t *behind = at + (2 * low + k * high / 16) * ROW_WORDS + 2 * lane;
+            if (lane == 0 && k * low % 16 == 0) ask_ahead(row);
+            if (bits == 8) {
+                uvec even = (uvec)meant(bits, weight, codes_at(bits, at, k, lane, 0));
+                uvec odd = (uvec)meant(bits, weight, codes_at(bits, at, k, lane, 1));
+                store_words(out + k * PANEL + 2 * lane, even >> 16 | (odd & 0xffff0000));
+                continue;
+            }
+            uint16x8_t codes = vld1q_u16(row) >> (k * low % 16) & (uint16_t)((1 << low) - 1);
+            if (high > 0) codes |= (vld1q_u16(behind) >> (k * high % 16) & (uint16_t)((1 << high) - 1)) << low;
+            vst1q_u8((uint8_t *)(out + k * PANEL + 2 * lane), looked_up_pairs(bits, table, codes));
         }
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 IS_MACOS = sys.platform == "darwin"
 IS_KNOWN = IS_MACOS or sys.platform == "linux"
+INSTALLS_COMPILER = "xcode-select --install" if IS_MACOS else "apt install gcc"
 _SYSCTL = ("machdep.cpu", "hw.optional")
 # as Linux names them, what macOS calls otherwise
 _ARM_NAMES = {"FEAT_DotProd": "asimddp", "FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm", "AdvSIMD": "asimd", "neon": "asimd"}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {  # names of tests, and files: all of compiled kernels that take seconds there
     "rows": ("rms_norm or native", "tests/kernels/test_rms_norm.py", "tests/kernels/test_native.py"),
     "quantized weights": ("not shape2", "tests/kernels/test_quantized_linear.py"),
-    "experts": ("native or compiled", "tests/kernels/test_experts.py", "tests/kernels/test_quantized_experts.py"),
+    "experts": ("native or quantized", "tests/kernels/test_experts.py", "tests/kernels/test_quantized_experts.py"),
     "attention": (
         "native or compiled",
         *(f"tests/attention/test_{name}.py" for name in ("decode_attention", "extend_attention", "append_attention")),
