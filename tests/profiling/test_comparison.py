@@ -333,8 +333,10 @@ def axes_of(draw: Callable[[Any, dict], None], profile: dict) -> Any:
 
 def test_pictures_of_wide_ranges_show_the_small_buckets_too(profile: dict) -> None:
     pytest.importorskip("matplotlib")
-    narrow = axes_of(report.draw_latency, profile)
-    wide = axes_of(report.draw_latency, profile | {"rows": [*profile["rows"], profile["rows"][-1] | {"bucket": 64}]})
+    # whatever load stands beside: steps near their floors
+    rows = [row | {"step_ms": {"p50": 2 * row["floor_ms"]}} for row in profile["rows"]]
+    narrow = axes_of(report.draw_latency, profile | {"rows": rows})
+    wide = axes_of(report.draw_latency, profile | {"rows": [*rows, rows[-1] | {"bucket": 64}]})
     for axes, scale in ((narrow, "linear"), (wide, "log")):
         assert (axes.get_xscale(), axes.get_yscale()) == (scale, scale)
         assert "(rows)" in axes.get_xlabel()

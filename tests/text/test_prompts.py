@@ -281,17 +281,18 @@ def test_without_a_tokenizer_token_ids_are_answered_with_token_ids(small_llm: LL
         assert bare.cache.pool.used == 0
 
 
-def test_printed_figures_are_a_summary_of_one_line(small_llm: LLM) -> None:
+def test_printed_figures_are_a_summary_of_one_line() -> None:
     assert str(EngineStats()) == (
         "0 tokens in 0 finished answers; 0 prompt tokens prefilled in 0.00 s; 0 decode steps; buckets none; padding 0%"
     )
-    small_llm.generate(["12+30=", "rev abc="], SamplingParams(temperature=0.0), use_tqdm=False)
-    told = str(small_llm.stats)
+    with LLM("demo", max_batch_size=4, max_sequence_length=64, dtype="float32") as llm:
+        llm.generate(["12+30=", "rev abc="], SamplingParams(temperature=0.0), use_tqdm=False)
+    told = str(llm.stats)
     assert "\n" not in told
     assert len(told) < 250
     for part in ("7 tokens in 2 finished answers", "4 decode steps, ", " ms per token p50, ", "buckets 1 x1, 2 x3"):
         assert part in told
-    assert "deque" not in repr(small_llm.stats)
+    assert "deque" not in repr(llm.stats)
 
 
 def test_times_of_steps_are_told_in_milliseconds() -> None:
