@@ -56,7 +56,11 @@ def answered(wheel: Path, folder: Path, change: str = "", **environment: str) ->
         header.write(change)
     given = {"PYTHONPATH": str(folder), "PATH": str(folder), "GRAPHDECODE_CACHE_DIR": str(folder / "cache"), "CC": ""}
     ran = subprocess.run(
-        [sys.executable, "-c", ANSWERS], env=os.environ | given | environment, capture_output=True, text=True
+        [sys.executable, "-c", ANSWERS],
+        cwd=folder,
+        env=os.environ | given | environment,
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines(), ran.stderr
@@ -73,7 +77,7 @@ def test_without_a_compiler_the_carried_kernels_of_each_set_are_used(
         assert Path(file).parent == carried
         assert Path(file).name.startswith(f"{name or instructions().name}-")
         assert "compil" not in said
-    assert len(list(carried.iterdir())) == len(sets) * len(native.ELEMENTS)
+    assert len(list(carried.iterdir())) >= len(sets) * len(native.ELEMENTS)  # another processor may have a set's name
     assert not (tmp_path / "cache").exists()
 
 
@@ -90,6 +94,8 @@ def test_kernels_that_cannot_be_loaded_are_no_error(wheel: Path, tmp_path: Path)
     for file in (tmp_path / "graphdecode" / "kernels" / "native" / "carried").iterdir():
         file.write_bytes(b"of a newer system")
     given = {"PYTHONPATH": str(tmp_path), "PATH": str(tmp_path), "GRAPHDECODE_CACHE_DIR": str(tmp_path), "CC": ""}
-    ran = subprocess.run([sys.executable, "-c", ANSWERS], env=os.environ | given, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", ANSWERS], cwd=tmp_path, env=os.environ | given, capture_output=True, text=True
+    )
     assert ran.stdout.splitlines()[1:] == EXPECTED
     assert "the kernels that the package carries cannot be loaded here" in ran.stderr
