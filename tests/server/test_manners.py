@@ -158,27 +158,32 @@ def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> N
 
 
 def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much_and_priority_goes_first() -> None:
-    async def ask(http: httpx.AsyncClient, key: str, tokens: int, priority: int = 0, n: int = 1) -> float:
-        body = LONG | {"max_tokens": tokens, "priority": priority, "n": n}
+    async def ask(http: httpx.AsyncClient, key: str, prompt: str, tokens: int, priority: int = 0, n: int = 1) -> None:
+        body = LONG | {"prompt": prompt, "max_tokens": tokens, "priority": priority, "n": n}
         answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200
-        return time.monotonic()
 
-    async def main(server: Served) -> tuple[list[float], float, float]:
+    async def main(server: Served) -> None:
         async with httpx.AsyncClient(base_url=server.address, timeout=4 * HANG_SECONDS) as http:
-            greedy = [asyncio.create_task(ask(http, "greedy", 1000, n=5)) for _ in range(3)]
+            tasks = [asyncio.create_task(ask(http, "greedy", "much", 1000, n=5)) for _ in range(3)]
             while server.metric("vllm:num_requests_waiting") < 6:
-                assert not any(task.done() for task in greedy)
+                assert not any(task.done() for task in tasks)
                 await asyncio.sleep(0.01)
-            urgent = asyncio.create_task(ask(http, "greedy", 20, priority=-1))
+            tasks.append(asyncio.create_task(ask(http, "greedy", "urgent", 20, priority=-1)))
             await asyncio.sleep(0.1)  # sent first; without priorities it would still wait for the other one
-            others = await asyncio.gather(ask(http, "modest", 20), urgent)
-            return await asyncio.gather(*greedy), *others
+            tasks.append(asyncio.create_task(ask(http, "modest", "modest", 20)))
+            await asyncio.gather(*tasks)
 
-    with serving("--max-batch-size", "1", "--api-key", "greedy", "--api-key", "modest") as server:
-        greedy, modest, urgent = asyncio.run(main(server))
-    assert max(modest, urgent) < sorted(greedy)[1]  # they waited for what ran, and for nothing that only waited
-    assert urgent < modest
+    options = ("--max-batch-size", "1", "--api-key", "greedy", "--api-key", "modest", "--log-requests")
+    with serving(*options) as server:
+        asyncio.run(main(server))
+        end = time.monotonic() + HANG_SECONDS
+        while len(ended := re.findall(r" 0: '(\w+)' -> ", "".join(server.lines))) < 5:  # they come through a pipe
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    _, second, _ = (place for place, prompt in enumerate(ended) if prompt == "much")
+    assert ended.index("modest") < second  # it waited for what ran, and for nothing that only waited
+    assert ended.index("urgent") < ended.index("modest")
 
 
 def test_origins_are_let_in_by_name_alone(served: Served) -> None:
@@ -349,7 +354,7 @@ def until_draining(server: Served) -> None:
 
 def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096", "--log-requests") as server:
-        connection = begin(server, LONG)
+        connection = begin(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGTERM)
         until_draining(server)
         with server.client() as http:
