@@ -62,7 +62,7 @@ class Backend:
     ) -> None:
         if warmup_steps < 1:
             raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps}")
-        self._buffers, self.device = buffers[0], buffers[0].device
+        self._buffers = buffers[0]
         self.name = backend_for(name, self.device)
         self.owners = Owners(buffers[0], constants, buffers[1:])
         self._warmup_steps = warmup_steps
@@ -70,6 +70,11 @@ class Backend:
         self._blocks: list[Tensor] = []  # memory of recorded intermediates
         self._has_recorded = False
         self._cuda_loops: CudaLoops | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the buffers."""
+        return self._buffers.device
 
     def _graph(self, step: Step, batch: Batch) -> StepGraph:
         if self.name == "cuda":

@@ -131,8 +131,7 @@ def test_a_step_runs_on_the_device_of_its_slots_eagerly_and_when_it_is_captured(
         batch.x.add_(1)
 
     manager = GraphManager(devices.noting("step", step), buffers, [1, 2])
-    for holder in (buffers, manager._backend):
-        monkeypatch.setattr(holder, "device", OTHER)
+    monkeypatch.setattr(buffers, "device", OTHER)
     manager.capture(progress=False)
     manager.run_eager(1)
     assert {device for _, device in devices.seen} == {1}

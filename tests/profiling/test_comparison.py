@@ -333,13 +333,8 @@ def axes_of(draw: Callable[[Any, dict], None], profile: dict) -> Any:
 
 def test_pictures_of_wide_ranges_show_the_small_buckets_too(profile: dict) -> None:
     pytest.importorskip("matplotlib")
-<<<<<<< HEAD
-    # whatever load stands beside: steps near their floors
-    rows = [row | {"step_ms": {"p50": 2 * row["floor_ms"]}} for row in profile["rows"]]
-=======
     times = {"p50": 0.3, "p90": 0.4, "p99": 0.5, "max": 0.6}  # those of a busy machine may be of a wide range
     rows = [row | {"step_ms": times, "round_ms": [0.3], "floor_ms": 0.2} for row in profile["rows"]]
->>>>>>> newcomer-2
     narrow = axes_of(report.draw_latency, profile | {"rows": rows})
     wide = axes_of(report.draw_latency, profile | {"rows": [*rows, rows[-1] | {"bucket": 64}]})
     for axes, scale in ((narrow, "linear"), (wide, "log")):
