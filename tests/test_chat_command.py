@@ -1,5 +1,6 @@
 """`graphdecode chat`: a session in a terminal, one line, and a pipe; on the demo model, whose template is a file."""
 
+import io
 import json
 import os
 import re
@@ -11,13 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import ROOT, run_command
 from rich.cells import cell_len
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
-from graphdecode.cli.answer_terminal import WrappedText, repeats_at_the_end
+from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, repeats_at_the_end
 from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, print_figures
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
@@ -203,6 +205,38 @@ def screen(text: str, width: int) -> list[str]:
             column = len(lines[-1])
             assert column < width, "the last column is left free: what comes behind it is another line's"
     return ["".join(line).rstrip() for line in lines]
+
+
+def test_ctrl_c_before_the_first_token_says_that_nothing_came(llm, monkeypatch, capsys):
+    step = llm.engine.step
+
+    def interrupted() -> None:
+        monkeypatch.setattr(llm.engine, "step", step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    conversation = typed(llm, "12+30=\rrev abc=\r")
+    assert [message["content"] for message in conversation.messages] == ["rev abc=", "cba"]
+    assert "stopped before anything came; what was said is forgotten" in capsys.readouterr().err
+    assert llm.cache.pool.used == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_prompt_shows_how_much_of_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stats = Terminal(), SimpleNamespace(prefilled_tokens=5)
+    last = SimpleNamespace(prompt_token_ids=range(100), metrics=SimpleNamespace(num_cached_tokens=20))
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with prompt_progress(SimpleNamespace(llm=SimpleNamespace(stats=stats), last=last)):  # type: ignore[arg-type]
+        stats.prefilled_tokens += 40
+        end = time.monotonic() + 60
+        while "reading the prompt: 40 of 80 tokens" not in terminal.getvalue():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert terminal.getvalue().endswith("\r\x1b[K"), "the line is taken away for the answer"
 
 
 def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,6 +197,13 @@ def test_the_performance_table_is_the_committed_results() -> None:
     assert shown.strip() in README.read_text()
 
 
+def test_a_tool_that_is_run_outside_of_the_environment_says_how_to_enter_it() -> None:
+    command = [sys.executable, "-S", "tools/bench", "results"]  # -S: without installed packages
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*\.venv/bin/activate.*\n", ran.stderr)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_every_file_and_test_that_a_document_names_is_there(document: Path) -> None:
     text = document.read_text()

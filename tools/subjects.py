@@ -9,7 +9,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    sys.exit(
+        "error: graphdecode is not installed in this Python: tools/test makes .venv; . .venv/bin/activate enters it"
+    )
 
 # whose kernels are compiled, or interpreted, which is settled when graphdecode is imported
 COMPILED, INTERPRETED = ("bench kernels", "bench few-bits"), ("check sampler", "check few-bits")

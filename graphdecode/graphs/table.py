@@ -118,11 +118,14 @@ class GraphTable:
             raise FrozenError("the graphs are frozen: thaw() before capturing again")
         self.ladder = self._full_ladder
         self._drop(kinds)
+        total = None if self._captures_lazily else sum(shape.kind in kinds for shape in self.ladder.at_startup)
         try:
             with (
                 self._nothing_live(StepShape(1, 1, 1)),
                 # all bars of a process share a lock: make none without need
-                tqdm(desc="capturing", unit="graph", disable=None, leave=False) if progress else nullcontext() as bar,
+                tqdm(total=total, desc="capturing", unit="graph", disable=None, leave=False)
+                if progress
+                else nullcontext() as bar,
             ):
                 while (shape := self._next_to_capture(kinds)) is not None:
                     try:

@@ -40,6 +40,6 @@ def test_another_process_gets_its_tokens_over_a_pipe() -> None:
         assert texts == ["802", "cinaeco", "42"]
         assert {reasons[i] for i in (ids[0], ids[1], ids[3])} == {"stop"}
     finally:
-        process.join(30)
+        process.join(120)
         process.kill()
     assert process.exitcode == 0

@@ -6,7 +6,7 @@ from planted import changed_copy, run_copy
 
 # a toy: launches of two rows take the least likely tokens; for each file lines, and what stands there with it
 AXIS = {
-    "buckets.py": {'    part: str = "whole"\n': '    part: str = "whole"\n    mirrored: bool = False\n'},
+    "buckets.py": {'    part: str = "whole"': '    mirrored: bool = False\n    part: str = "whole"'},
     "engine/steps/decode.py": {
         "return [*rows, ": "return [*rows, *(shape._replace(mirrored=True) for shape in rows), ",
         '        if shape.part == "logits":\n': (
@@ -14,8 +14,8 @@ AXIS = {
         ),
     },
     "engine/loop.py": {
-        'part="logits" if in_halves else "whole")': (
-            'part="logits" if in_halves else "whole", mirrored=len(self._staged) == 2)'
+        "StepShape(len(self._staged), queries, ": (
+            "StepShape(len(self._staged), queries, mirrored=len(self._staged) == 2, "
         )
     },
 }

@@ -109,6 +109,7 @@ def test_a_bar_is_shown_while_capturing_if_wanted_and_on_a_terminal_alone(buffer
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "capturing" in shown.err
+    assert "0/3" in shown.err
 
 
 def test_a_capture_beside_another_thread_that_computes(buffers: StepBuffers) -> None:

@@ -78,7 +78,7 @@ def spoilt(tmp_path: Path, file: str, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -11,6 +11,8 @@ import httpx2 as httpx
 import pytest
 from served import Served, serving
 
+from graphdecode.models import resolve_model_path
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PICTURES = os.environ.get("GRAPHDECODE_PICTURES")  # a folder for what the browser shows, to be looked at
 KEY = "secret"
@@ -20,8 +22,13 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving("--api-key", KEY, "--max-batch-size", "4", "--max-sequence-length", "4096") as server:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The demo with room for seconds of answer."""
+    folder = shutil.copytree(resolve_model_path("demo"), tmp_path_factory.mktemp("roomy") / "demo")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
+    options = ("--api-key", KEY, "--max-batch-size", "4", "--max-sequence-length", "32768")
+    with serving(*options, model=str(folder)) as server:
         yield server
 
 
@@ -93,7 +100,7 @@ def test_conversations_are_kept_side_by_side_and_survive_a_reload(page: Any) -> 
 
 def test_stop_ends_an_answer_and_frees_its_row(served: Served, page: Any) -> None:
     page.evaluate("() => document.getElementById('settings').open = true")
-    page.fill("#max_tokens", "4000")
+    page.fill("#max_tokens", "32000")
     page.fill("#temperature", "3")
     page.fill("#key", KEY)
     for stop in (lambda: page.click("#stop"), lambda: page.keyboard.press("Escape")):

@@ -103,7 +103,7 @@ def test_closing_ends_what_other_threads_wait_for_with_an_error() -> None:
     begun.wait()
     llm.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert raised == ["this LLM was closed"] * 2
 
 
@@ -176,7 +176,7 @@ def test_without_a_bar_nobody_waits_for_the_lock_that_all_bars_share(llm: LLM) -
     with tqdm.get_lock():
         thread = threading.Thread(target=ask)
         thread.start()
-        in_time = answered.wait(10)
+        in_time = answered.wait(120)
     thread.join()
     assert in_time
 
@@ -191,6 +191,6 @@ def test_loading_and_capturing_wait_for_that_lock_as_little() -> None:
     with tqdm.get_lock():
         thread = threading.Thread(target=load)
         thread.start()
-        in_time = loaded.wait(30)
+        in_time = loaded.wait(120)
     thread.join()
     assert in_time
