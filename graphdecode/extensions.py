@@ -22,7 +22,7 @@ from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 BRING_YOUR_OWN = "of your own comes by --load-module FILE, LLM(load_modules=[FILE]) or a package's entry points"
 _LOG = logging.getLogger(__name__)
 _LOCK = threading.RLock()  # reentrant: imported modules may read registries
-_LOADED: dict[Path, ModuleType] = {}
+LOADED: dict[Path, ModuleType] = {}
 _Registry = dict[str, Any] | list[Any]
 _REGISTRIES: list[_Registry] = []
 
@@ -63,8 +63,8 @@ def load_modules(files: Sequence[str | Path]) -> None:
     for file in files:
         path = Path(file).expanduser().resolve()
         with _LOCK:
-            if path not in _LOADED:
-                _LOADED[path] = _imported(path)
+            if path not in LOADED:
+                LOADED[path] = _imported(path)
 
 
 def refuse_taken(what: str, name: str, taken: bool, replace: bool) -> None:
@@ -74,7 +74,7 @@ def refuse_taken(what: str, name: str, taken: bool, replace: bool) -> None:
 
 
 def _imported(path: Path) -> ModuleType:
-    name = f"graphdecode_module_{len(_LOADED)}_{path.stem}"
+    name = f"graphdecode_module_{len(LOADED)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
     if spec is None or spec.loader is None:
         raise ArgumentError(f"load_modules must name files of Python that exist, got {shown(str(path))}")

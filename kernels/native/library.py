@@ -96,7 +96,7 @@ _LOADING = threading.Lock()  # two threads must not compile at the same time
 _LOG = logging.getLogger("graphdecode")
 
 
-class _Loaded(NamedTuple):
+class LoadedLibrary(NamedTuple):
     """The library of an element type and where it came from, or why there is none."""
 
     library: ctypes.CDLL | None
@@ -105,7 +105,7 @@ class _Loaded(NamedTuple):
     reason: str | None
 
 
-_LOADED: dict[str, _Loaded] = {}  # filled once for each element type
+LOADED: dict[str, LoadedLibrary] = {}  # filled once for each element type
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def is_expected(element: torch.dtype | None) -> bool:
     It is carried by the package, or there is a compiler.
     """
     kind = ELEMENTS[element or torch.float32]
-    loaded = _LOADED.get(kind)
+    loaded = LOADED.get(kind)
     if loaded is not None:
         return loaded.library is not None
     try:
@@ -197,16 +197,16 @@ def _function(name: str, element: torch.dtype | None = None) -> Any:
     return function
 
 
-def _load(element: torch.dtype | None = None) -> _Loaded:
+def _load(element: torch.dtype | None = None) -> LoadedLibrary:
     kind = ELEMENTS[element or torch.float32]
-    if kind not in _LOADED:
+    if kind not in LOADED:
         with _LOADING:
-            if kind not in _LOADED:
-                _LOADED.update(_made_or_not([each for each in dict.fromkeys((_FIRST, kind)) if each not in _LOADED]))
-    return _LOADED[kind]
+            if kind not in LOADED:
+                LOADED.update(_made_or_not([each for each in dict.fromkeys((_FIRST, kind)) if each not in LOADED]))
+    return LOADED[kind]
 
 
-def _made_or_not(kinds: list[str]) -> dict[str, _Loaded]:
+def _made_or_not(kinds: list[str]) -> dict[str, LoadedLibrary]:
     """Return the libraries of some element types, or why there are none, for any that is not loaded yet."""
     reason = f"{SWITCH} is 0"
     if os.environ.get(SWITCH) != "0":
@@ -218,7 +218,7 @@ def _made_or_not(kinds: list[str]) -> dict[str, _Loaded]:
                 "graphdecode: steps will take many times as long, for there are no compiled kernels: %s "
                 "(%s=0 does without them and says nothing)", " ".join(reason.split()), SWITCH,
             )  # fmt: skip
-    return {kind: _Loaded(None, None, None, reason) for kind in ELEMENTS.values() if kind not in _LOADED}
+    return {kind: LoadedLibrary(None, None, None, reason) for kind in ELEMENTS.values() if kind not in LOADED}
 
 
 def carried_name(made_for: Instructions, kind: str) -> str:
@@ -243,7 +243,7 @@ def _carried_file(kind: str) -> Path:
     return CARRIED / carried_name(instructions(), kind)
 
 
-def _carried(kinds: list[str]) -> dict[str, _Loaded]:
+def _carried(kinds: list[str]) -> dict[str, LoadedLibrary]:
     """Load libraries that the package carries; none if one is missing, or needs a newer system than this."""
     if not CARRIED.is_dir():
         return {}
@@ -256,18 +256,18 @@ def _carried(kinds: list[str]) -> dict[str, _Loaded]:
         _LOG.warning("graphdecode: the kernels that the package carries cannot be loaded here (%s)", error)
         return {}
     _share(loaded)
-    return {kind: _Loaded(loaded[kind], files[kind], None, None) for kind in kinds}
+    return {kind: LoadedLibrary(loaded[kind], files[kind], None, None) for kind in kinds}
 
 
 def _share(loaded: Mapping[str, ctypes.CDLL]) -> None:
     """Give libraries what the first of all has for them."""
-    first = loaded[_FIRST] if _FIRST in loaded else _LOADED[_FIRST].library
+    first = loaded[_FIRST] if _FIRST in loaded else LOADED[_FIRST].library
     for kind, library in loaded.items():
         for name in _SHARED if kind != _FIRST else ():
             getattr(library, f"share_{name}")(ctypes.cast(getattr(first, name), ctypes.c_void_p))
 
 
-def _compiled(kinds: list[str]) -> dict[str, _Loaded]:
+def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
     """Load libraries, compiled side by side if no earlier process has done it."""
     compiler = Compiler.found()
     texts, options = {kind: source_text(kind) for kind in kinds}, include_flags()
@@ -289,7 +289,7 @@ def _compiled(kinds: list[str]) -> dict[str, _Loaded]:
             _LOG.warning("graphdecode: compiled kernels are kept in %s (%s; %s names a better folder)", path,
                          "; ".join(problems), FOLDER_VARIABLE)  # fmt: skip
         _share(loaded)
-        return {kind: _Loaded(loaded[kind], Path(path) / named[kind], compiler, None) for kind in kinds}
+        return {kind: LoadedLibrary(loaded[kind], Path(path) / named[kind], compiler, None) for kind in kinds}
     raise OSError(
         f"no folder for compiled kernels can be written ({'; '.join(problems)}); {FOLDER_VARIABLE} names another"
     )

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from graphdecode import LLM, ArgumentError, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine import RequestError
+from graphdecode.engine.adapters import EngineAdapters
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.pace import ChunkBudget
@@ -497,7 +498,7 @@ def scheduler() -> Scheduler:
         dtype=torch.float32,
         device="cpu",
     )
-    return Scheduler(cache, max_batch_size=3)
+    return Scheduler(cache, EngineAdapters(None), max_batch_size=3)
 
 
 def admitted(scheduler: Scheduler, *lengths: int) -> list[bool]:

@@ -90,8 +90,8 @@ def pytest_configure() -> None:
     name = os.environ[sets.VARIABLE]
     sets.available = lambda: every  # type: ignore[assignment]
     emulator = Emulator(every[name].flags, Path(os.environ["EMULATED_FOLDER"]) / name)
-    loaded = library._Loaded(EmulatedLibrary(emulator), Path(name), None, None)  # type: ignore[arg-type]
-    library._LOADED.update(dict.fromkeys(library.ELEMENTS.values(), loaded))
+    loaded = library.LoadedLibrary(EmulatedLibrary(emulator), Path(name), None, None)  # type: ignore[arg-type]
+    library.LOADED.update(dict.fromkeys(library.ELEMENTS.values(), loaded))
     registration.NativeCall = EmulatedCall  # type: ignore[misc]
 
     def begin(self: Any, calls: Sequence[Any]) -> None:
