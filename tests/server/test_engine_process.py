@@ -16,6 +16,7 @@ import pytest
 from graphdecode import SamplingParams
 from graphdecode.config import EngineConfig
 from graphdecode.engine import Event, Request, RequestMetrics
+from graphdecode.engine.adapters import AdapterStats
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.request import RequestRules
@@ -49,6 +50,7 @@ class Idle:
     capture_waiting = staticmethod(lambda: False)
     has_work, num_running, num_waiting, num_preemptions = False, 0, 0, 0
     cache = SimpleNamespace(pool=SimpleNamespace(used=0, total=1))
+    adapters = SimpleNamespace(stats=AdapterStats())
 
     def __init__(self) -> None:
         zero = dict.fromkeys(
@@ -94,7 +96,7 @@ class Slow:
             raise raising[grammar]
         return grammar.upper()
 
-    def held(self, compiled: str) -> str:
+    def new_constraint(self, compiled: str) -> str:
         if compiled == "HELD BADLY":
             raise RuntimeError("a library's")
         return f"held {compiled}"
