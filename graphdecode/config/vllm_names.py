@@ -57,6 +57,7 @@ _ONE_DEVICE = Unsupported("devices share a model by tensor_parallel_size: each h
 _NO_DEVICE = _ONE_DEVICE._replace(neutral=(None, False))
 _REPLICAS = Unsupported("`graphdecode serve --replicas N` runs several engines; LLM is one", (None, 1, False))
 _LORA = Unsupported("adapters have the model's dtype, and those without a slot stay in host memory", (None, False))
+_NO_PROMPT_ADAPTER = Unsupported("prompt adapters are not read; lora_request takes LoRA's", (None, False))
 _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
 _GENERATES = Unsupported("a model generates", (None, "auto", "generate"))
@@ -150,7 +151,8 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "structured_outputs_config": Unsupported(
         "StructuredOutputsParams says all of it", (None, {}, *({"backend": name} for name in _BACKENDS))
     ),
-    **_each("max_cpu_loras fully_sharded_loras enable_prompt_adapter", _LORA),
+    **_each("max_cpu_loras fully_sharded_loras", _LORA),
+    "enable_prompt_adapter": _NO_PROMPT_ADAPTER,
     "lora_modules": Unsupported("LLM.load_lora_adapter(name, path) loads one, as lora_request does", (None,)),
     "lora_dtype": _LORA._replace(neutral=(None, "auto")),
     **_each("pooler_config override_pooler_config", _NO_POOLING),
@@ -166,7 +168,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
 # of LLM.generate, chat and stream
 CALL_KEYWORDS: dict[str, Unsupported] = {
     "prompt_token_ids": Unsupported('give token ids as prompts: [[1, 2, 3], ...] or {"prompt_token_ids": [1, 2, 3]}'),
-    "prompt_adapter_request": _LORA,
+    "prompt_adapter_request": _NO_PROMPT_ADAPTER,
     "guided_options_request": Unsupported("SamplingParams(structured_outputs=...) says the form of an answer"),
     "mm_processor_kwargs": _NO_MEDIA,
     "tokenization_kwargs": Unsupported("SamplingParams(truncate_prompt_tokens=...) cuts prompts", (None, {})),
