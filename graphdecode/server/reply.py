@@ -167,9 +167,9 @@ class Reply(Response, ABC):
                 async for _ in news:
                     if not began:
                         began = True
-                        service.queue.began(
-                            min(request.start_tag for parent in self.parents for request, _ in parent.children)
-                        )
+                        requests = [request for parent in self.parents for request, _ in parent.children]
+                        if not any(request.priority for request in requests):  # which overtake, and are overtaken
+                            service.queue.began(min(request.start_tag for request in requests))
                     count_tokens()
                     yield
 
