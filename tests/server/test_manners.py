@@ -375,7 +375,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_ends_with_an_error(tm
     (tmp_path / "short.toml").write_text("[server]\ndrain_timeout_s = 0.1\n")
     options = ("--max-batch-size", "1", "--max-sequence-length", "4096", "--config", str(tmp_path / "short.toml"))
     with serving(*options) as server:
-        connection = begin(server, LONG | {"n": 20})
+        connection = begin(server, LONG | {"n": 120})
         server.process.send_signal(signal.SIGTERM)
         received = b""
         while piece := connection.recv(1 << 16):
