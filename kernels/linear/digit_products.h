@@ -85,14 +85,6 @@ INLINE void unpack_bytes(const int bits, const int is_linear, __m512i *codes, co
     }
 }
 
-INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *above) {
-    const int low = low_bits(bits), high = bits - low;
-#pragma GCC unroll 8
-    for (int line = 0; line < low; line++) ask_ahead(at + line * ROW_WORDS);
-#pragma GCC unroll 2
-    for (int line = 0; line < high; line++) ask_ahead(above + line * ROW_WORDS);
-}
-
 INLINE __m512i splat_four(const char *digits) {
     int32_t four;
     memcpy(&four, digits, sizeof four);

@@ -70,14 +70,6 @@ INLINE int8x16_t code_bytes(const int bits, const int is_linear, const uint16_t 
     return is_linear ? (int8x16_t)codes - table : vqtbl1q_s8(table, codes);
 }
 
-INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *above) {
-    const int low = low_bits(bits), high = bits - low;
-#pragma GCC unroll 8
-    for (int line = 0; line < low; line++) ask_ahead(at + line * ROW_WORDS);
-#pragma GCC unroll 2
-    for (int line = 0; line < high; line++) ask_ahead(above + line * ROW_WORDS);
-}
-
 /* Add to the sums of a row the products of a part's 4 features in place `step`, a constant where this is used. */
 INLINE int32x4_t dot_step(int32x4_t sums, int8x16_t codes, int8x16_t digits, const int step) {
     switch (step) {

@@ -64,6 +64,16 @@ struct integer_chunk {
     int64_t first, count, span; /* input features, and the first of its spans */
 };
 
+#if WITH_DIGITS
+INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *above) {
+    const int low = low_bits(bits), high = bits - low;
+#pragma GCC unroll 8
+    for (int line = 0; line < low; line++) ask_ahead(at + line * ROW_WORDS);
+#pragma GCC unroll 2
+    for (int line = 0; line < high; line++) ask_ahead(above + line * ROW_WORDS);
+}
+#endif
+
 #if WITH_DIGITS && LANES == 4
 #include "linear/digit_products_arm.h"
 #elif WITH_DIGITS
