@@ -93,7 +93,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_keys(self)
-        for name in ("api_keys", "allowed_hosts", "cors_origins"):
+        for name in ("api_keys", "allowed_hosts", "cors_origins", "lora_modules"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 

@@ -12,14 +12,13 @@ from graphdecode.engine.request import RequestError
 from graphdecode.errors import ArgumentError
 from graphdecode.models.adapters import Adapter, AdapterSlots
 
-NO_ADAPTER = -1  # the slot of a row without one
-
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
     """An adapter that requests can name; whoever runs with it keeps it, also when the name is gone or another's."""
 
     name: str
+    folder: str  # that it was read from
     number: int  # never given twice: what is cached with one adapter is not another's
     weights: Adapter
 
@@ -49,7 +48,7 @@ class EngineAdapters:
         self._slots = slots
         self._by_name: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._holders: dict[int, LoadedAdapter] = {}  # by slot, the least recently used first
         self._pins: Counter[int] = Counter()  # rows that use a slot
         self.stats = AdapterStats(0 if slots is None else len(slots.ranks))
@@ -70,21 +69,25 @@ class EngineAdapters:
             raise ArgumentError(f"adapter {name!r}: there is no room for adapters; LLM(..., max_adapters=N) makes some")
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"an adapter's name must be a text that is not empty, got {name!r}")
-        self._refuse_taken(name)
-        weights = self._slots.read(folder)
         with self._lock:
-            self._refuse_taken(name)
-            self._by_name[name] = LoadedAdapter(name, next(self._numbers), weights)
+            if name in self._by_name:
+                raise ArgumentError(f"there is an adapter {name!r} already; unload it first")
+            self._by_name[name] = LoadedAdapter(name, str(folder), next(self._numbers), self._slots.read(folder))
 
-    def _refuse_taken(self, name: str) -> None:
-        if name in self._by_name:
-            raise ArgumentError(f"there is an adapter {name!r} already; unload it first")
+    def load_once(self, name: str, folder: str | Path) -> None:
+        """Load an adapter unless it is there; see `load`. An ArgumentError says that it came from another folder."""
+        with self._lock:
+            known = self._by_name.get(name)
+            if known is None:
+                self.load(name, folder)
+            elif known.folder != str(folder):
+                raise ArgumentError(f"the adapter {name!r} was loaded from {known.folder}, not from {folder}")
 
     def unload(self, name: str) -> None:
         """Forget an adapter's name; requests that have it go on."""
         with self._lock:
             if self._by_name.pop(name, None) is None:
-                raise ArgumentError(f"there is no adapter {name!r}; there are {', '.join(self._by_name) or 'none'}")
+                raise ArgumentError(self._missing(name))
 
     def named(self, name: str | None) -> LoadedAdapter | None:
         """Return what a request asks for.
@@ -96,9 +99,11 @@ class EngineAdapters:
             return None
         found = self._by_name.get(name)
         if found is None:
-            raise RequestError(f"there is no adapter {name!r}; there are {', '.join(self._by_name) or 'none'}")
-        self.stats.requests[name] += 1
+            raise RequestError(self._missing(name))
         return found
+
+    def _missing(self, name: str) -> str:
+        return f"there is no adapter {name!r}; there are {', '.join(self._by_name) or 'none'}"
 
     def acquire(self, adapter: LoadedAdapter) -> int | None:
         """Return the slot of an adapter, which stays its own until it is released; None where all are in use."""
@@ -108,10 +113,11 @@ class EngineAdapters:
             slot = self._free_slot()
             if slot is None:
                 return None
+            self._holders.pop(slot, None)  # before its contents change
             self._slots.write(slot, adapter.weights)
             self.stats.writes += 1
-        self._holders.pop(slot, None)  # and so it is the most recently used
-        self._holders[slot] = adapter
+        self._holders.pop(slot, None)
+        self._holders[slot] = adapter  # the most recently used
         self._pins[slot] += 1
         return slot
 

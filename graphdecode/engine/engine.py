@@ -145,6 +145,8 @@ class Engine:
             adapter=adapter,
         )
         self._sequences[request_id] = sequence
+        if adapter is not None:
+            self.adapters.stats.requests[adapter.name] += 1
         # one that was aborted before it started is not scheduled
         self._inbox.append(lambda: None if sequence.finished else self.scheduler.add(sequence))
         self._try_inbox()

@@ -17,6 +17,7 @@ from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import adopt_model, decode_attention_of, or_trash
 from graphdecode.engine.steps.step import StepSetting, prompt_shapes
+from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.logprobs import token_logprobs
 from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, LogprobOutputs
 from graphdecode.models import Chunks
@@ -38,7 +39,7 @@ class PromptChunk:
     scored: Sequence[int] = ()  # if log-probabilities are wanted: the successor of each token of the chunk
     num_logprobs: int = 0  # number of top tokens for each
     state_row: int | None = None  # of the sequence's recurrent states and rolling pages; None: the trash row
-    adapter: int = -1  # slot of the sequence's adapter; -1: none
+    adapter: int = NO_ADAPTER  # slot of the sequence's adapter
 
     @property
     def end(self) -> int:
@@ -73,7 +74,7 @@ class Prompts:
             Slot("page_table", (rows, pages), int32, pad=self._trash_page, staged=_CHUNKS),
         ]
         if self._model.adapters is not None:
-            slots.append(Slot("adapters", (rows,), torch.int32, pad=-1, staged=_CHUNKS))
+            slots.append(Slot("adapters", (rows,), torch.int32, pad=NO_ADAPTER, staged=_CHUNKS))
         if setting.rolling is not None:
             slots.append(Slot("rolling_table", (rows, pages), int32, pad=setting.rolling.trash_page, staged=_CHUNKS))
         device = self._model.device

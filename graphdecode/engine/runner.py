@@ -17,6 +17,7 @@ from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import BucketReport, GraphReport, GraphTable
+from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import Model
@@ -37,7 +38,7 @@ class LaunchPlan(NamedTuple):
         cls, chunks: Sequence[PromptChunk], rows: int = 0, *, catches_up: bool = False, has_adapters: bool = False
     ) -> LaunchPlan:
         """Return the plan of a pass of chunks, with `rows` in a mixed step, some of which may have adapters."""
-        has_adapters = has_adapters or any(chunk.adapter >= 0 for chunk in chunks)
+        has_adapters = has_adapters or any(chunk.adapter != NO_ADAPTER for chunk in chunks)
         shape = StepShape(rows, 1, sum(len(chunk.token_ids) for chunk in chunks), has_adapters=has_adapters)
         return cls(shape, 1, chunks, catches_up)
 

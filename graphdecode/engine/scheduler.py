@@ -12,12 +12,13 @@ from operator import attrgetter
 
 from graphdecode.cache import CacheFullError, PagedKVCache
 from graphdecode.config.sampling_params import SamplingParams
-from graphdecode.engine.adapters import NO_ADAPTER, EngineAdapters, LoadedAdapter
+from graphdecode.engine.adapters import EngineAdapters, LoadedAdapter
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import TokenLogprobs
 from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
+from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_FINITE
 
 _SERVICE_ORDER = attrgetter("service_order")

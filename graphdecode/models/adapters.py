@@ -55,11 +55,6 @@ class Adapter:
     rank: int
     matrices: dict[str, tuple[Tensor, Tensor]]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(matrix.nbytes for pair in self.matrices.values() for matrix in pair)
-
 
 @dataclass(frozen=True)
 class AdapterSlots:
@@ -97,11 +92,6 @@ class AdapterSlots:
         held = {id(product) for product in products}
         for place in [place for place, product in self.products.items() if id(product) not in held]:
             del self.products[place], self.parts[place]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(each.down.nbytes + each.up.nbytes for each in self.products.values())
 
     def write(self, slot: int, adapter: Adapter | None) -> None:
         """Put an adapter into a slot, in place; None empties it. Products that it does not change get zeros."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from graphdecode.errors import shown
 from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
 from graphdecode.linear.weight_form import Shard, Stored
+from graphdecode.models.adapters import ADAPTER_FILE
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
 from graphdecode.models.family import config_of, family_of
 from graphdecode.models.quantized.method import Method, PackedTensor
@@ -23,7 +24,6 @@ from graphdecode.models.source import installed_as, refuse_pointer, require_file
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
-_ADAPTER = "adapter_config.json"
 _BARE = "model."  # prefix of tensors' names that checkpoints of a decoder without its head leave out
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # used by transformers if do_sample is true
 _ALWAYS = ("repetition_penalty",)
@@ -146,10 +146,10 @@ class Checkpoint:
 
     def _no_config(self) -> str:
         held = sorted(path.name for path in self.folder.iterdir())
-        if _ADAPTER in held:
-            base = read_json(self.folder / _ADAPTER).get("base_model_name_or_path")
+        if ADAPTER_FILE in held:
+            base = read_json(self.folder / ADAPTER_FILE).get("base_model_name_or_path")
             model = f"of {shown(base, plain=True)} " if isinstance(base, str) and base else ""
-            what = f"is an adapter (LoRA) {model}and no whole model: {_ADAPTER} says what to merge it into"
+            what = f"is an adapter (LoRA) {model}and no whole model: {ADAPTER_FILE} says what to merge it into"
             return f"{self.folder} {what}, as peft's merge_and_unload does, and the merged folder is run"
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not held:

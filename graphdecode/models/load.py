@@ -340,6 +340,8 @@ def load_model(
         trust_remote_code: whether transformers may run the Python code of a checkpoint.
         progress: show a bar on standard error.
         shared: collectives of the ranks, to load the shard of one of them.
+        max_adapters: slots of adapters in each product; 0: none.
+        max_adapter_rank: the largest rank of an adapter.
 
     Raises:
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.

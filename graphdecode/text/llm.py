@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -148,8 +147,6 @@ class LLM:
         self.engine_config = _as_it_holds(settings, self.capacity)
         self.config = self.engine_config.buckets
         self.router = SteppingRouter(engine)
-        self._adapter_paths: dict[str, str] = {}
-        self._loading_adapters = threading.Lock()
         self.input_processor = InputProcessor(engine, self.tokenizer)
         if self.tokenizer is not None:
             engine.constrain = self.input_processor.grammars.constraint
@@ -342,25 +339,16 @@ class LLM:
             ArgumentError: the name is taken, or there is no room for adapters (`max_adapters`).
         """
         self.engine.adapters.load(name, path)
-        self._adapter_paths[name] = str(path)
 
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have it go on. An ArgumentError says that there is none of that name."""
         self.engine.adapters.unload(name)
-        self._adapter_paths.pop(name, None)
 
     def adapters_of(self, lora_request: LoRARequests, count: int) -> list[str | None]:
         """Return the names of the adapters of so many prompts; those that are new are loaded."""
         requests = as_lora_requests(lora_request, count)
         for request in dict.fromkeys(each for each in requests if each is not None):
-            with self._loading_adapters:
-                known = self._adapter_paths.get(request.lora_name)
-                if known is None:
-                    self.load_lora_adapter(request.lora_name, request.lora_path)
-                elif known != str(request.lora_path):
-                    raise ArgumentError(
-                        f"the adapter {request.lora_name!r} was loaded from {known}, not from {request.lora_path}"
-                    )
+            self.engine.adapters.load_once(request.lora_name, request.lora_path)
         return [None if each is None else each.lora_name for each in requests]
 
     def step(self) -> None:

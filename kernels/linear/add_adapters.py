@@ -13,6 +13,7 @@ from torch import Tensor
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Float32, Int32, Wide, Written, operator
 
+NO_ADAPTER = -1  # the slot of a row without one
 _DOWN_TILE, _UP_BLOCK = 8192, 256  # values of `down` that a program holds at once; outputs of a program
 
 

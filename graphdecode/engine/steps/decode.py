@@ -18,6 +18,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.steps.step import RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import Loop
+from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.model.advance import AdvanceState, skip_steps
 from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, NO_AUTOMATON, Guides
 from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance
@@ -181,7 +182,7 @@ class DecodeStep(Step):
             Slot("loop_count", (1,), int32),
         ]
         if self._model.adapters is not None:
-            slots.append(Slot("adapters", ("batch",), int32, pad=-1, staged=_ROWS))
+            slots.append(Slot("adapters", ("batch",), int32, pad=NO_ADAPTER, staged=_ROWS))
         if rolling is not None:
             slots.append(Slot("rolling_table", ("batch", pages), int32, pad=rolling.trash_page, staged=_ROLLING))
         if self._automata is not None:

@@ -20,6 +20,7 @@ from graphdecode.engine.constraint import Guide
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.graphs import Loop
+from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     FLAG_PENALTIES,
@@ -179,7 +180,7 @@ class RowInputs:
     may_draft: bool = True  # False if the host writes a token mask before each step
     guide: Guide | None = None  # the automaton of the structured output, if the device can follow it
     state_row: int | None = None  # of its recurrent states and rolling pages; None: the trash row
-    adapter: int = -1  # slot of its adapter; -1: none
+    adapter: int = NO_ADAPTER  # slot of its adapter
 
 
 class StepLogprobs(NamedTuple):
