@@ -352,22 +352,12 @@ def load_model(
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     quantize = _unless_stored_so(quantize, source)
     expands = quantize == _EXPANDED
-    # on a CPU one form of the weight serves all buckets: the smallest and the largest are measured
-    sizes = batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
 
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
         chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
-        if device.type == "cpu":
-            native.library(chosen)  # starts all compilations at the same time
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
-        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
-        has_experts = isinstance(config, ModelConfig) and config.experts is not None
-        if quantize in FORMS_OF and (quantize_group_size is not None or has_experts or not has_form(options)):
-            options = replace(options, quantize=FORMS_OF[quantize])
-        check_options(options, (*FORMS_OF, _EXPANDED))
-        if batch_invariant:
-            _check_invariance(config, device)
-        return options
+        given = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
+        return _checked_options(given, config, quantize_group_size)
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if max_adapters and (by_transformers is not None or shared is not None):
@@ -401,6 +391,22 @@ def load_model(
     adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
     weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared, adapters)
     return _with_memory_returned(_build(config, weights, scales, progress), device)
+
+
+def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:
+    """Return options with the form that `quantize` means for a model; an ArgumentError says that it has none."""
+    device, sizes, quantize = options.device, options.batch_sizes, options.quantize
+    if device.type == "cpu":
+        native.library(options.dtype)  # starts all compilations at the same time
+        # one form of the weight serves all buckets: the smallest and the largest are measured
+        options = replace(options, batch_sizes=tuple(sorted({min(sizes), max(sizes)})))
+    has_experts = isinstance(config, ModelConfig) and config.experts is not None
+    if quantize in FORMS_OF and (group_size is not None or has_experts or not has_form(options)):
+        options = replace(options, quantize=FORMS_OF[quantize])
+    check_options(options, (*FORMS_OF, _EXPANDED))
+    if options.batch_invariant:
+        _check_invariance(config, device)
+    return options
 
 
 def _rounded(
