@@ -215,7 +215,7 @@ def _append_attention_kernel(
     place = (newest % PAGE_SIZE).to(tl.int64)
     new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, FORM, ROPE)
     score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * logits.options.sm_scale
-    score = altered(score, logits.options, FORM)
+    score = altered(score, logits, FORM)
     none = tl.zeros([BLOCK_M], tl.float32)
     taken = none + tl.where(is_last, 1.0, 0.0)
     acc, total, top, _ = attend_span(

@@ -113,7 +113,8 @@ class RopeForm(NamedTuple):
 class Logits(NamedTuple):
     """What becomes of products of queries and keys, as kernels are given it."""
 
-    options: AttentionOptions  # their scale holds log2(e)
+    options: AttentionOptions  # their scale and cap hold log2(e)
+    cap_step: float = 0.0  # multiplies logits that are capped, see `altered`
     rope_step: float = 0.0  # of the exponent of angles from channel to channel, see `rotate`
     rope_scale: float = 1.0  # divides the angles
 
@@ -148,8 +149,9 @@ def logits_of(
     head_dim: int, options: AttentionOptions, k_scale: float = 1.0, rope_scale: float = 1.0, rope_theta: float = 1e4
 ) -> Logits:
     """Return the record of some options; the last two matter with rope alone."""
-    scale = options.scale_of(head_dim) * k_scale * LOG2_E
-    return Logits(options._replace(sm_scale=scale), -2.0 / head_dim * math.log2(rope_theta), rope_scale)
+    scale, cap = options.scale_of(head_dim) * k_scale * LOG2_E, options.logits_soft_cap
+    options = options._replace(sm_scale=scale, logits_soft_cap=cap * LOG2_E)
+    return Logits(options, 2.0 / cap if cap > 0.0 else 0.0, -2.0 / head_dim * math.log2(rope_theta), rope_scale)
 
 
 def can_compile(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> bool:

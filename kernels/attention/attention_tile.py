@@ -128,14 +128,13 @@ def pages_of(pages, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def altered(scores, options, FORM: tl.constexpr):
+def altered(scores, logits, FORM: tl.constexpr):
     """Return what a layer's options make of scaled logits, which hold log2(e).
 
     Capped ones are cap * log2(e) * tanh(s / (cap * log2(e))), with tanh(x) = 1 - 2 / (e^2x + 1).
     """
     if FORM.HAS_CAP:
-        reach = options.logits_soft_cap * 1.4426950408889634
-        scores = reach * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / reach)) + 1.0))
+        scores = logits.options.logits_soft_cap * (1.0 - 2.0 / (tl.exp2(scores * logits.cap_step) + 1.0))
     return scores
 
 
@@ -273,7 +272,7 @@ def attend_span(
             k_unit = tl.load(head.k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             v_unit = tl.load(head.v_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             scores = scores * k_unit[None, :]
-        scores = altered(scores, logits.options, FORM)
+        scores = altered(scores, logits, FORM)
         if FORM.MODE == "ALIBI":
             scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
         if IS_RAGGED:
