@@ -26,7 +26,18 @@ from .attention_records import (
     launch_options,
     logits_of,
 )
-from .attention_tile import altered, attend_span, decode_tile, dequantize, head_pages, pages_of, quantize, to_compute
+from .attention_tile import (
+    PROGRAM_REGISTERS,
+    altered,
+    attend_span,
+    decode_tile,
+    dequantize,
+    head_pages,
+    pages_of,
+    quantize,
+    registers,
+    to_compute,
+)
 from .decode_attention import decode_attention
 from .work_item import Heads, Results, SplitPlan, clear_row, deliver, item_of, merge_sizes, span_of
 
@@ -253,13 +264,14 @@ def append_attention_triton(
     tile = decode_tile(heads.group, head_dim, head_dim, out.dtype, k_cache.dtype)
     tile |= merge_sizes(heads.group, tile)
     values_of_line = _LINE // k_cache.itemsize
-    lines = {"LINES": max(tile["BLOCK_D"] // values_of_line, 1), "VALUES_OF_LINE": values_of_line}
+    form = RopeForm.of(rope, k_cache, LINES=max(tile["BLOCK_D"] // values_of_line, 1), VALUES_OF_LINE=values_of_line)
+    limit = registers(PROGRAM_REGISTERS) if form.NORMS_ALL and head_dim == 128 else {}  # or Triton 3.6 spills
     _append_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(heads.group, tile["BLOCK_M"]))](
         Results(out, None, *work[2:]), qkv, qkv.stride(0),
         Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
         rope, work.kv_lens, work.plan, rows, heads, logits_of(head_dim, options, k_scale),
-        FORM=form_of(out, k_cache, v_cache, tile, options), ROPE=RopeForm.of(rope, k_cache, **lines),
-        **launch_options(tile), **early_start_options(out.device),
+        FORM=form_of(out, k_cache, v_cache, tile, options), ROPE=form,
+        **launch_options(tile), **limit, **early_start_options(out.device),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ PLAN_HEADER = 4  # int32: the number of items of a plan, and what aligns them to
 PLAN_TILE = 64  # tokens: rows are split between whole ones, whatever the tile of the kernel
 _TILE_BYTES = 32 * 1024  # keys and values of one 16-bit tile; two or three tiles are in flight
 _OTHER_BYTES = 8 * 1024  # of shared memory: queries, page numbers, what reductions exchange
-_PROGRAM_REGISTERS = 168  # of a thread, at most; the tests' budgets
+PROGRAM_REGISTERS = 168  # of a thread, at most, for three programs of four warps; the tests' budgets
 _MOST_REGISTERS = 255  # of a thread
 _PROCESSOR_REGISTERS = 65536  # of every NVIDIA GPU from 2012 on
 _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -369,12 +369,12 @@ def decode_tile(queries: int, head_dim: int, value_dim: int, q: torch.dtype, cac
     return tile_sizes(min(queries, 64), head_dim, value_dim, q, cache)
 
 
-def all_registers() -> dict[str, int]:
-    """Return what lets a kernel take all registers of a thread, where shared memory lets few programs run side by side.
+def registers(most: int = _MOST_REGISTERS) -> dict[str, int]:
+    """Return what lets a kernel take so many registers of a thread, where shared memory has room for few programs.
 
     The compiler saves registers for more of them otherwise, and spills.
     """
-    return {"maxnreg": _MOST_REGISTERS} if torch.version.hip is None else {}
+    return {"maxnreg": most} if torch.version.hip is None else {}
 
 
 def programs_per_processor(device: torch.device, tile: dict[str, int], kv_itemsize: int) -> int:
@@ -388,5 +388,5 @@ def programs_per_processor(device: torch.device, tile: dict[str, int], kv_itemsi
     held = torch.cuda.get_device_properties(device)
     in_flight = max(tile["num_stages"] - 1, 1) * tile["BLOCK_N"] * (tile["BLOCK_D"] + tile["BLOCK_V"]) * kv_itemsize
     by_memory = held.shared_memory_per_multiprocessor // (in_flight + _OTHER_BYTES)
-    by_registers = _PROCESSOR_REGISTERS // (_PROGRAM_REGISTERS * 32 * tile["num_warps"])
+    by_registers = _PROCESSOR_REGISTERS // (PROGRAM_REGISTERS * 32 * tile["num_warps"])
     return max(min(by_memory, by_registers), 1)

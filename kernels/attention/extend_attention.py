@@ -14,7 +14,7 @@ from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
 from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of
-from .attention_tile import LOG2_E, all_registers, attend_span, head_pages, pages_of, tile_sizes, to_compute, with_sinks
+from .attention_tile import LOG2_E, attend_span, head_pages, pages_of, registers, tile_sizes, to_compute, with_sinks
 from .attention_torch import attend_row, first_seen, row_entries
 
 _LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
@@ -156,7 +156,7 @@ def extend_attention_triton(
         Rows(q, out, lse, cu_seqlens_q, cu_seqlens_kv, *no_row, *q.stride(), *no_row, *out.stride(), *no_row, *of_lse),
         count, group, kv_heads, Pages.of(k_cache, v_cache, scales, table, v_unit=v_scale), logits_of(head_dim, options),
         FORM=form, PACKED=packed, BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
-        **launch_options(tile), **(all_registers() if head_dim == 128 else {}),  # one program fits at a time
+        **launch_options(tile), **(registers() if head_dim == 128 else {}),  # one program fits at a time
     )  # fmt: skip
 
 

@@ -131,8 +131,9 @@ def token_logprobs_triton(
     sizes = (vocab, logits.stride(0))
     _block_sums_kernel[(rows, blocks)](block_max, block_sum, logits, *asked, *sizes, form, CONSTANTS, num_warps=8)
     _row_logprobs_kernel[(rows,)](
-        outputs, block_max, block_sum, logits, sampled, *asked, num_logprobs, *sizes, form, CONSTANTS, num_warps=8
-    )
+        outputs, block_max, block_sum, logits, sampled, *asked, num_logprobs, *sizes, form, CONSTANTS, num_warps=8,
+        **({"maxnreg": 96} if torch.version.hip is None else {}),  # or Triton 3.6 spills
+    )  # fmt: skip
 
 
 @operator(
