@@ -3,8 +3,8 @@
  *
  * One or two rows have three digits, 23 bits and a sign: a value of bf16 that is at least 2^-15 of the span's largest is
  * exact, and none is off by more than 2^-23 of that. Their sums are those of quantized_tiles.h but for the last bits. More
- * rows, of fp16, have two digits, 15 bits and a sign: what is at least 2^-5 of the span's largest is exact, and nothing is
- * off by more than 2^-15 of that; fp16 has rounded it by 2^-12.
+ * rows have two digits, 15 bits and a sign: what is at least 2^-5 (fp16) or 2^-8 (bf16) of the span's largest is exact, and
+ * nothing is off by more than 2^-15 of that, which fp16 has rounded by 2^-12 and bf16 by 2^-9.
  */
 #pragma once
 

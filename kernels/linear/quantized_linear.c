@@ -1,9 +1,9 @@
 /* Linear layers over quantized weights in blocks; see quantized_linear.py for the layouts.
  *
  * Some blocks of a panel are unpacked together, into memory that stays in the first cache, and multiplied with all rows
- * before the next. For bf16 they are unpacked to integers, which it holds exactly, and a span's sums are scaled in float;
- * for floats they are dequantized. Where bits may depend on the number of rows, rows of fp16 are multiplied as integers,
- * and so are one or two rows of bf16 (integer_products.h). Writing is that of linear.c, which comes before this file in
+ * before the next. Rows of 16 bits are multiplied as integers where bits may depend on the number of rows
+ * (integer_products.h). Else, and for tiles, codes for bf16 are unpacked to integers, which it holds exactly, and a span's
+ * sums are scaled in float; for floats they are dequantized. Writing is that of linear.c, which comes before this file in
  * the unit.
  */
 #include "linear/integer_products.h"
@@ -28,17 +28,13 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
         FOR_COUNT(float_rows, least_of(FLOAT_ROWS, rows - row), sums, x, stride, weights, features)
 }
 
-/* WELL_KEPT: what has all bits of an element, a multiple of a span's unit from so many on. INTEGER_ROWS: so many are
- * multiplied as integers at most. */
+/* What has all bits of an element, a multiple of a span's unit from so many on; a float has more bits. */
 #if defined(ELEMENT_F16)
 #define WELL_KEPT (1 << 10)
-#define INTEGER_ROWS (WITH_INTEGERS ? INT64_MAX : 0)
 #elif defined(ELEMENT_BF16)
 #define WELL_KEPT (1 << 7)
-#define INTEGER_ROWS (WITH_DIGITS ? CHECKED_ROWS : 0)
-#else /* a float has more bits */
+#else
 #define WELL_KEPT 0
-#define INTEGER_ROWS 0
 #endif
 
 struct quantized_job {
@@ -157,7 +153,11 @@ static void quantized_rows(const void *given, int64_t begin, int64_t end) {
 }
 
 static inline int takes_integers(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
-    return rows <= INTEGER_ROWS && !batch_invariant && has_byte_codes(weight);
+    int is_tiled = 0;
+#if defined(ELEMENT_BF16) && defined(WITH_TILES) /* which multiply many rows faster */
+    is_tiled = has_tiles && rows > CHECKED_ROWS;
+#endif
+    return WITH_INTEGERS && WELL_KEPT && !is_tiled && !batch_invariant && has_byte_codes(weight);
 }
 
 #if WITH_INTEGERS

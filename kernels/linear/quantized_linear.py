@@ -11,10 +11,10 @@ of 32 words has the codes of two input features and 16 output features in the lo
 input feature in the even words, of the next one in the odd; then the same of the panel's other half in the next bits,
 then two further input features. Numbers: `[panels, groups, 32]`.
 
-Weights are not rounded: with bf16 a group's products are summed up as integers times activations, in float32, and
-scaled; with float32 whole weights are multiplied. Rows of fp16 are multiplied as integers, with 15 bits and a sign of
-an activation beside the largest of its group (AVX2 and up), and one or two rows of 16 bits with 22 (AVX-512's VNNI and
-VBMI). A row's result depends neither on other rows nor on the number of threads, but for this choice by their number.
+Weights are not rounded. Rows of bf16 and fp16 are multiplied as integers (AVX2 and up; with AMX, bf16 alone by tiles),
+with 15 bits and a sign of an activation beside the largest of its group, and one or two rows with 23 (AVX-512's VNNI
+and VBMI). Else a group's integers times activations of bf16 are summed up in float32 and scaled, and with float32
+whole weights are multiplied. A row's result depends neither on other rows nor on the number of threads, but for this choice by their number.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-/* Products of rows of fp16 with quantized blocks as integers of 16 bits.
+/* Products of rows of 16 bits with quantized blocks as integers of 16 bits.
  *
- * A multiple has 15 bits and a sign: a value that is at least 2^-5 of the span's largest is exact, and none is off by more
- * than 2^-15 of that; fp16 has rounded it by 2^-12. Codes are unpacked to 16 bits, in pairs, in memory that stays in the
+ * A multiple has 15 bits and a sign: a value that is at least 2^-5 (fp16) or 2^-8 (bf16) of the span's largest is exact,
+ * and none is off by more than 2^-15 of that, which fp16 has rounded by 2^-12 and bf16 by 2^-9. Codes are unpacked to 16 bits, in pairs, in memory that stays in the
  * first cache while rows go by. Two products of 16 bits are added up by one instruction, two or four times as many at once
  * as floats.
  */

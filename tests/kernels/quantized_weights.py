@@ -66,14 +66,14 @@ def product(
 def share_of_allowed(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
     """Return the largest difference from float64, as a share of what sums in float32 and one rounding may cost.
 
-    Rows of fp16 may be taken as integers of 16 bits, which are off by a random 2^-16 of a span's largest at most; a row
+    Rows of 16 bits may be taken as integers of 16 bits, which are off by a random 2^-16 of a span's largest at most; a row
     or two in 22 bits, where the processor multiplies bytes.
     """
     expected = x.double() @ weight.T + (0 if bias is None else bias.double())
     sizes = x.double().abs() @ weight.abs().T  # of what is summed up: sums in float32 err by so much of it
     rounding = 0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
     allowed = 2e-6 * sizes + rounding * expected.abs() + 1e-6
-    if x.dtype == torch.float16 and len(x) > ROWS_IN_ALL_DIGITS:
+    if x.dtype.itemsize == 2 and len(x) > ROWS_IN_ALL_DIGITS:
         allowed += 2**-14 * x.double().abs().amax(1, keepdim=True) * weight.norm(dim=1)
     return float(((out.double() - expected).abs() / allowed).nan_to_num(nan=torch.inf).max())
 
