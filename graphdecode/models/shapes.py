@@ -12,8 +12,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families.llama import Llama
-from graphdecode.models.families.qwen3 import Qwen3
-from graphdecode.models.families.qwen3_moe import Qwen3Moe
+from graphdecode.models.families.qwen import Qwen3, Qwen3Moe
 from graphdecode.models.family import Family, config_of, family_of
 from graphdecode.models.weight_map import parts
 

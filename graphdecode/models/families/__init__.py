@@ -1,27 +1,18 @@
-"""The model families, one file each; a line here lets its models be loaded."""
+"""The model families, a file for each line of models; a line here lets its models be loaded."""
 
-from graphdecode.models.families.bamba import Bamba
 from graphdecode.models.families.falcon_h1 import FalconH1
-from graphdecode.models.families.gemma2 import Gemma2
-from graphdecode.models.families.gemma3 import Gemma3
+from graphdecode.models.families.gemma import Gemma2, Gemma3
 from graphdecode.models.families.gpt_oss import GptOss
-from graphdecode.models.families.granite import Granite
-from graphdecode.models.families.granite_hybrid import GraniteHybrid
+from graphdecode.models.families.granite import Granite, GraniteHybrid
 from graphdecode.models.families.lfm2 import Lfm2
 from graphdecode.models.families.llama import Llama
-from graphdecode.models.families.mamba2 import Mamba2Family
-from graphdecode.models.families.mistral import Mistral
-from graphdecode.models.families.mixtral import Mixtral
+from graphdecode.models.families.mamba2 import Bamba, Mamba2Family
+from graphdecode.models.families.mistral import Mistral, Mixtral
 from graphdecode.models.families.nemotron_h import NemotronH
-from graphdecode.models.families.olmo2 import Olmo2
-from graphdecode.models.families.olmo3 import Olmo3
-from graphdecode.models.families.olmo_hybrid import OlmoHybrid
+from graphdecode.models.families.olmo import Olmo2, Olmo3, OlmoHybrid
 from graphdecode.models.families.phi3 import Phi3
-from graphdecode.models.families.qwen2 import Qwen2
-from graphdecode.models.families.qwen2_moe import Qwen2Moe
-from graphdecode.models.families.qwen3 import Qwen3
+from graphdecode.models.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe
 from graphdecode.models.families.qwen3_5 import Qwen3Next, Qwen35
-from graphdecode.models.families.qwen3_moe import Qwen3Moe
 from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
 

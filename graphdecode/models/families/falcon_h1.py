@@ -11,9 +11,9 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.linear.wrapped import Scaled
 from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, Norm, ResidualStream
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, number
-from graphdecode.models.families.bamba import Bamba
 from graphdecode.models.families.hybrid import Mamba2Sizes, mamba2_mixer, mamba2_sizes
 from graphdecode.models.families.llama import Llama
+from graphdecode.models.families.mamba2 import Bamba
 from graphdecode.models.fields import is_positive
 from graphdecode.models.recurrent_blocks import Mamba2
 from graphdecode.models.weights import Weights

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from graphdecode.linear.experts import Gate
 from graphdecode.models.blocks import Attention, Experts
-from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, layer_windows
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, all_but_every, layer_windows
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -42,7 +42,7 @@ class GptOss(Sparse):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: every other one has one."""
-        return layer_windows(settings, [layer % 2 == 0 for layer in range(layers)])
+        return layer_windows(settings, all_but_every(2, layers))
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
         clamp = [settings[name] for name in ("swiglu_alpha", "swiglu_limit")]

@@ -1,9 +1,19 @@
-"""Granite 3 (IBM, 2024): a Llama with multipliers on embedding, attention, residual stream and logits."""
+"""Granite 3 (IBM, 2024): a Llama with multipliers on embedding, attention, residual stream and logits.
 
-from typing import Any
+Granite 4 (2025) has Mamba2 in place of most attention, and perhaps experts beside the MLP.
+"""
 
-from graphdecode.models.config import number
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from graphdecode.errors import shown
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, number, whole
+from graphdecode.models.families.hybrid import Mamba2Hybrid, mamba2_sizes, recurrent_layers
 from graphdecode.models.families.llama import Llama
+from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
+
+_MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in files of either age
 
 
 class Granite(Llama):
@@ -18,3 +28,63 @@ class Granite(Llama):
             "residual_scale": number(settings, "residual_multiplier", 1.0),
             "logits_scale": 1.0 / number(settings, "logits_scaling", 1.0),
         }
+
+
+class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
+    """Granite 4."""
+
+    architecture = "GraniteMoeHybridForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = Granite.defaults | {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    }
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        settings = self.defaults | settings
+        if whole(settings, "num_local_experts", 0) == 0:  # each layer has the shared MLP alone
+            settings["intermediate_size"] = count(settings, "shared_intermediate_size")
+        return super().config(settings)
+
+    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
+        if whole(settings, "num_local_experts", 0) == 0:
+            return None
+        shared = count(settings, "shared_intermediate_size")
+        return replace(experts_everywhere(settings, fields), shared_intermediate_size=shared)
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        kind = settings.get("position_embedding_type") or "nope"
+        if kind not in ("rope", "nope"):
+            raise UnsupportedModelError(f"position_embedding_type must be rope, nope or null, got {shown(kind)}")
+        ropes = {} if kind == "rope" else {"layer_ropes": (None,) * fields["num_hidden_layers"]}
+        layers = fields["num_hidden_layers"]
+        kinds = settings.get("layer_types") or settings.get("layers_block_type") or ["mamba"] * layers
+        sizes = mamba2_sizes(settings)
+        recurrent = recurrent_layers(kinds, layers, sizes.state, _MAMBA, _ATTENTION)
+        return super().options(settings, fields) | ropes | {"recurrent": recurrent, "mixer": sizes}
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        shared = _shared_weights(config, config.intermediate_size, at, name)
+        return super().layer_weights(config, at, name) | shared
+
+    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
+        """Return the places of one layer's router, experts and shared MLP; stacks are all that there are."""
+        experts, hidden, moe = experts_of(config), config.hidden_size, f"{name}block_sparse_moe."
+        width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
+        return {
+            **_shared_weights(config, experts.shared_intermediate_size, at, name),
+            **product(f"{at}router", {f"{moe}router.layer": experts.count}, hidden, split=None),
+            f"{at}experts.gate_up": (Part(f"{moe}input_linear.weight", (experts.count, 2 * width, hidden), 1, halves),),
+            f"{at}experts.down": (Part(f"{moe}output_linear.weight", (experts.count, hidden, width), 2),),
+        }
+
+
+def _shared_weights(config: ModelConfig, width: int, at: str, name: str) -> WeightMap:
+    hidden, half, mlp = config.hidden_size, Run(width), f"{name}shared_mlp."
+    gate_up = product(f"{at}gate_up", {f"{mlp}input_linear": (half, half)}, hidden, split=0)
+    return gate_up | product(f"{at}down", {f"{mlp}output_linear": hidden}, width, split=1)

@@ -17,11 +17,13 @@ from graphdecode.models.recurrent_blocks import Mamba2
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
-_OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # places of a layer that a recurrent one does not have
+OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # places of a layer
 
 
 class Hybrid(Llama):
     """A Llama of which some layers have another mixer; `ModelConfig.recurrent` says which."""
+
+    not_recurrent: ClassVar[tuple[str, ...]] = OF_ATTENTION  # places that a recurrent layer without keys does not have
 
     @abstractmethod
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
@@ -38,7 +40,8 @@ class Hybrid(Llama):
             if state is None:
                 continue
             if not state.beside_keys:
-                places = {place: part for place, part in places.items() if not _is_attention(place, at)}
+                absent = tuple(f"{at}{place}{end}" for place in self.not_recurrent for end in ("", ".bias"))
+                places = {place: part for place, part in places.items() if place not in absent}
             places |= self.mixer_weights(config, at, name)
         return places
 
@@ -59,10 +62,6 @@ class Mamba2Hybrid(Hybrid):
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
         return mamba2_mixer(config, weights, at)
-
-
-def _is_attention(place: str, at: str) -> bool:
-    return place.startswith(at) and place.removeprefix(at).partition(".")[0] in _OF_ATTENTION
 
 
 def recurrent_layers(

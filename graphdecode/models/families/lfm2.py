@@ -8,7 +8,6 @@ from graphdecode.cache import Recurrent
 from graphdecode.models.blocks import Mixer
 from graphdecode.models.config import ModelConfig, count, flag, number
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers, renamed
-from graphdecode.models.families.qwen3 import head_norms
 from graphdecode.models.recurrent_blocks import ShortConv
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
@@ -25,6 +24,7 @@ class Lfm2(Hybrid):
     """LFM2, dense."""
 
     architecture = "Lfm2ForCausalLM"
+    has_head_norms = True
     final_norm = "model.embedding_norm"
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
@@ -64,8 +64,7 @@ class Lfm2(Hybrid):
             "mlp.up_proj": "feed_forward.w3",
             "mlp.down_proj": "feed_forward.w2",
         }
-        places = super().layer_weights(config, at, name) | head_norms(config, at, name)
-        return renamed(places, name, names)
+        return renamed(super().layer_weights(config, at, name), name, names)
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         hidden, conv, (width, bias) = config.hidden_size, f"{name}conv.", config.mixer

@@ -1,5 +1,6 @@
 """Llama (Touvron et al., 2023): norms before attention and the gated MLP; biases where a config.json asks for them."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Layer, Mixer
@@ -7,6 +8,9 @@ from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
+
+Biases = dict[str, str | bool]
+ATTENTION_BIASES: Biases = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 
 
 class Llama(Family):
@@ -16,6 +20,13 @@ class Llama(Family):
     # what transformers takes where a config.json says nothing; what a family does not name is Llama's
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "hidden_act": "silu"}
     has_partial_rotary: ClassVar[bool] = False  # whether some of a head's channels may stay as they are
+    # biases of products -> the field of a config.json that says whether there are, or whether there always are
+    biases: ClassVar[Biases] = ATTENTION_BIASES | {"mlp_bias": "mlp_bias"}
+    norms: ClassVar[dict[str, str]] = {  # places of a layer's norms -> their modules
+        "before_attention": "input_layernorm",
+        "before_mlp": "post_attention_layernorm",
+    }
+    has_head_norms: ClassVar[bool] = False  # whether queries and keys are normed, each head by itself
     final_norm: ClassVar[str] = "model.norm"  # module of the last norm
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
@@ -36,7 +47,10 @@ class Llama(Family):
             settings: of a config.json, with the family's defaults.
             fields: that are known by now.
         """
-        return attention_biases(settings) | {"mlp_bias": flag(settings, "mlp_bias", False)}
+        return {
+            name: stated if isinstance(stated, bool) else flag(settings, stated, False)
+            for name, stated in self.biases.items()
+        }
 
     def weights(self, config: ModelConfig) -> WeightMap:
         places = edges(config, final_norm=self.final_norm)
@@ -52,13 +66,14 @@ class Llama(Family):
         qkv: dict[str, int | tuple[Run, ...]] = {f"{attention}q_proj": q}
         qkv |= {f"{attention}k_proj": kv, f"{attention}v_proj": kv}
         gate_up = {f"{mlp}gate_proj": ff, f"{mlp}up_proj": ff}
+        head_norms = ("q_norm", "k_norm") if self.has_head_norms else ()
         return {
-            f"{at}before_attention": (Part(f"{name}input_layernorm.weight", (hidden,)),),
+            **norms_at(self.norms, config, at, name),
             **product(f"{at}qkv", qkv, hidden, split=0, bias=config.qkv_bias),
             **product(f"{at}o", {f"{attention}o_proj": hidden}, q, split=1, bias=config.o_bias),
-            f"{at}before_mlp": (Part(f"{name}post_attention_layernorm.weight", (hidden,)),),
             **product(f"{at}gate_up", gate_up, hidden, split=0, bias=config.mlp_bias),
             **product(f"{at}down", {f"{mlp}down_proj": hidden}, ff, split=1, bias=config.mlp_bias),
+            **{f"{at}{norm}": (Part(f"{attention}{norm}.weight", (config.head_dim,)),) for norm in head_norms},
         }
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
@@ -93,10 +108,10 @@ class Llama(Family):
         return GatedMlp(weights.linear(f"{at}gate_up"), weights.linear(f"{at}down"), config.activation)
 
 
-def attention_biases(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return whether attention's products have biases, as `attention_bias` says."""
-    attention = flag(settings, "attention_bias", False)
-    return {"qkv_bias": attention, "o_bias": attention}
+def norms_at(modules: Mapping[str, str], config: ModelConfig, at: str, name: str) -> WeightMap:
+    """Return the places of norms over the residual stream, given their modules in a layer."""
+    shape = (config.hidden_size,)
+    return {f"{at}{place}": (Part(f"{name}{module}.weight", shape),) for place, module in modules.items()}
 
 
 def head_run(config: ModelConfig) -> Run:

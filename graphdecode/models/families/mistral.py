@@ -1,15 +1,17 @@
-"""Mistral (Jiang et al., 2023): a Llama without biases whose layers all see a window."""
+"""Mistral (Jiang et al., 2023): a Llama without biases whose layers all see a window; and Mixtral, with experts."""
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import layer_windows
-from graphdecode.models.families.llama import Llama
+from graphdecode.models.config import ExpertsConfig, layer_windows
+from graphdecode.models.families.llama import Biases, Llama
+from graphdecode.models.families.sparse import Sparse, experts_everywhere
 
 
 class Mistral(Llama):
     """Mistral, and all that share its shape."""
 
     architecture = "MistralForCausalLM"
+    biases: ClassVar[Biases] = {}
     defaults: ClassVar[dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -20,6 +22,21 @@ class Mistral(Llama):
         """Return the window of all layers, whatever `layer_types` says."""
         return layer_windows({"sliding_window": settings["sliding_window"]}, [True] * layers)
 
-    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return that no product has a bias, whatever the fields of a config.json say."""
-        return {}
+
+class Mixtral(Sparse, Mistral):
+    """Mixtral, and all that share its shape; it has experts in every layer."""
+
+    architecture = "MixtralForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = Mistral.defaults | {
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+    }
+    mlp = "block_sparse_moe."
+    gate_up = ("w1", "w3")
+    down = "w2"
+
+    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
+        return experts_everywhere(settings, fields)

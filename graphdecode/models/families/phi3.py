@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ModelConfig, layer_windows
-from graphdecode.models.families.llama import Llama, head_run
+from graphdecode.models.families.llama import Biases, Llama, head_run
 from graphdecode.models.weight_map import Run, WeightMap, product
 
 
@@ -11,6 +11,7 @@ class Phi3(Llama):
     """Small models of Phi-3 and Phi-4; all layers have the window, if there is one."""
 
     architecture = "Phi3ForCausalLM"
+    biases: ClassVar[Biases] = {}
     has_partial_rotary = True
     defaults: ClassVar[dict[str, Any]] = {
         "max_position_embeddings": 4096,
@@ -28,10 +29,6 @@ class Phi3(Llama):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         return layer_windows(settings, [True] * layers)
-
-    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return that no product has a bias, whatever the fields of a config.json say."""
-        return {}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         hidden, ff = config.hidden_size, config.intermediate_size

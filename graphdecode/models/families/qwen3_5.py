@@ -10,7 +10,6 @@ from graphdecode.models.blocks import Attention, Mixer, Norm
 from graphdecode.models.config import ModelConfig, choice, count
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
 from graphdecode.models.families.llama import head_run
-from graphdecode.models.families.qwen3 import head_norms
 from graphdecode.models.families.sparse import Sparse
 from graphdecode.models.recurrent_blocks import DeltaNet, GatedAttention
 from graphdecode.models.weight_map import Part, WeightMap, product
@@ -54,6 +53,7 @@ class Qwen35(Hybrid):
 
     architecture = "Qwen3_5ForCausalLM"
     norm_offset = 1.0
+    has_head_norms = True
     has_partial_rotary = True
     defaults: ClassVar[dict[str, Any]] = {
         "head_dim": 256,
@@ -83,11 +83,8 @@ class Qwen35(Hybrid):
         q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
         rows: dict[str, Any] = {"q_proj": 2 * q, "k_proj": kv, "v_proj": kv}
         names = {f"{name}self_attn.{own}": size for own, size in rows.items()}
-        return (
-            super().layer_weights(config, at, name)
-            | product(f"{at}qkv", names, config.hidden_size, split=0, bias=config.qkv_bias)
-            | head_norms(config, at, name)
-        )
+        qkv = product(f"{at}qkv", names, config.hidden_size, split=0, bias=config.qkv_bias)
+        return super().layer_weights(config, at, name) | qkv
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> GatedAttention:
         plain = super().attention(config, weights, index)

@@ -1,24 +1,73 @@
-"""OLMo Hybrid (Team OLMo, 2025): OLMo 2 with gated delta nets in three of four layers, which norm before each block."""
+"""OLMo 2 (Team OLMo, 2024): norms behind each block and none before; queries are normed over all heads, and keys.
+
+OLMo 3 (2025) has windows in three of four layers, which keep plain rotary angles. In OLMo Hybrid (2025) these are gated
+delta nets instead, which norm before each block.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from graphdecode.linear.weight_form import Stored
-from graphdecode.models.blocks import Mixer
-from graphdecode.models.config import ModelConfig, all_but_every, choice, count, flag
-from graphdecode.models.families.hybrid import Hybrid, recurrent_layers, renamed
-from graphdecode.models.families.olmo2 import Olmo2
+from graphdecode.models.blocks import Attention, Mixer
+from graphdecode.models.config import ModelConfig, all_but_every, choice, count, flag, layer_ropes, layer_windows
+from graphdecode.models.families.hybrid import OF_ATTENTION, Hybrid, recurrent_layers, renamed
+from graphdecode.models.families.llama import ATTENTION_BIASES, Llama, head_run, norms_at
 from graphdecode.models.families.qwen3_5 import DeltaSizes, delta_net
+from graphdecode.models.rope import ropes_by_layer_type
+from graphdecode.models.split_blocks import jointly_normed
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
-_NORM_EPS = 1e-5  # of the heads' outputs, whatever a config.json says
+_THETA = 500000.0
+_NORM_EPS = 1e-5  # of the outputs of delta nets' heads, whatever a config.json says
+
+
+class Olmo2(Llama):
+    """OLMo 2."""
+
+    architecture = "Olmo2ForCausalLM"
+    biases = ATTENTION_BIASES
+    norms: ClassVar[dict[str, str]] = {
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        q, kv = config.num_attention_heads * config.head_dim, head_run(config)
+        return super().layer_weights(config, at, name) | {
+            f"{at}q_norm": (Part(f"{name}self_attn.q_norm.weight", (q,), 0),),
+            f"{at}k_norm": (Part(f"{name}self_attn.k_norm.weight", (kv.size,), 0, (kv,)),),
+        }
+
+    def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
+        """Return a layer's attention; ranks that share its heads norm them together."""
+        attention, shared = super().attention(config, weights, index), weights.shared
+        return attention if shared is None else jointly_normed(attention, shared, f"layers.{index}.q_norm")
+
+
+class Olmo3(Olmo2):
+    """OLMo 3."""
+
+    architecture = "Olmo3ForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = Olmo2.defaults | {"sliding_window": 4096}
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        return super().config(settings | ropes_by_layer_type(settings, _THETA, _THETA))
+
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        return layer_windows(settings, all_but_every(4, layers))
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        pattern = all_but_every(4, fields["num_hidden_layers"])
+        return super().options(settings, fields) | layer_ropes(settings, fields, pattern)
 
 
 class OlmoHybrid(Olmo2, Hybrid):
     """OLMo Hybrid."""
 
     architecture = "OlmoHybridForCausalLM"
+    not_recurrent = (*OF_ATTENTION, "after_attention", "after_mlp")
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
         "linear_allow_neg_eigval": True,
@@ -51,20 +100,8 @@ class OlmoHybrid(Olmo2, Hybrid):
             "layer_ropes": () if has_rope else (None,) * layers,
         }
 
-    def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has; layers with delta nets have their norms before the blocks."""
-        places = super().weights(config)
-        for index in range(config.num_hidden_layers):
-            if config.keeps_state(index):
-                at, name = f"layers.{index}.", f"model.layers.{index}."
-                del places[f"{at}after_attention"], places[f"{at}after_mlp"]
-                norms = {"before_attention": "attention_layer_norm", "before_mlp": "feedforward_layer_norm"}
-                for place, own in norms.items():
-                    places[f"{at}{place}"] = (Part(f"{name}{own}.weight", (config.hidden_size,)),)
-        return places
-
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the same for a source, which transformers may have written.
+        """Return the weight map for a source, which transformers may have written.
 
         It renames a norm of attention layers, too, and cuts the weight of a convolution into parts of one size.
         """
@@ -90,7 +127,9 @@ class OlmoHybrid(Olmo2, Hybrid):
         channels = {"q": sizes.key_size, "k": sizes.key_size, "v": sizes.value_size}
         qkvz = {f"{own}{part}_proj": size for part, size in (channels | {"g": sizes.value_size}).items()}
         ab = {f"{own}{part}_proj": sizes.heads for part in ("a", "b")}
+        norms = {"before_attention": "attention_layer_norm", "before_mlp": "feedforward_layer_norm"}
         return {
+            **norms_at(norms, config, at, name),
             f"{at}conv": tuple(
                 Part(f"{own}{part}_conv1d.weight", (size, 1, sizes.width)) for part, size in channels.items()
             ),
