@@ -234,7 +234,7 @@ def test_an_answer_may_end_in_several_ways(eos: object, expected: tuple[int, ...
         ({"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
         (
             {"architectures": ["GptOssForCausalLM"], "swiglu_limit": "7"},
-            "swiglu_alpha and swiglu_limit must be numbers",
+            "swiglu_limit must be a number > 0",
         ),
         ({"architectures": ["Gemma2ForCausalLM"], "hidden_act": "silu", "hidden_activation": "relu"}, "'relu' is not"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -11,7 +11,7 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.linear.wrapped import Scaled
 from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, Norm, ResidualStream
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, number
-from graphdecode.models.families.hybrid import Mamba2Sizes, mamba2_mixer, mamba2_sizes
+from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Sizes, mamba2_mixer, mamba2_sizes
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mamba2 import Bamba
 from graphdecode.models.fields import is_positive
@@ -68,16 +68,11 @@ class FalconH1(Bamba):
 
     architecture = "FalconH1ForCausalLM"
     has_partial_rotary = False
-    defaults: ClassVar[dict[str, Any]] = {
+    defaults: ClassVar[dict[str, Any]] = MAMBA2_DEFAULTS | {
         "max_position_embeddings": 8192,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "mamba_d_ssm": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
     }
 
     def config(self, settings: dict[str, Any]) -> FalconH1Config:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from graphdecode.linear.experts import Gate
 from graphdecode.models.blocks import Attention, Experts
-from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, all_but_every, layer_windows
+from graphdecode.models.config import ExpertsConfig, ModelConfig, all_but_every, layer_windows, number
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -45,10 +45,8 @@ class GptOss(Sparse):
         return layer_windows(settings, all_but_every(2, layers))
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
-        clamp = [settings[name] for name in ("swiglu_alpha", "swiglu_limit")]
-        if not all(isinstance(value, (int, float)) and value > 0 for value in clamp):
-            raise UnsupportedModelError(f"swiglu_alpha and swiglu_limit must be numbers > 0, got {clamp!r}")
-        return replace(experts_everywhere(settings, fields), alpha=float(clamp[0]), limit=float(clamp[1]))
+        alpha, limit = number(settings, "swiglu_alpha"), number(settings, "swiglu_limit")
+        return replace(experts_everywhere(settings, fields), alpha=alpha, limit=limit)
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sinks = Part(f"{name}self_attn.sinks", (config.num_attention_heads,), 0)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from graphdecode.errors import shown
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, number, whole
-from graphdecode.models.families.hybrid import Mamba2Hybrid, mamba2_sizes, recurrent_layers
+from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Hybrid, mamba2_sizes, recurrent_layers
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
@@ -34,16 +34,15 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
     """Granite 4."""
 
     architecture = "GraniteMoeHybridForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = Granite.defaults | {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-    }
+    defaults: ClassVar[dict[str, Any]] = (
+        Granite.defaults
+        | MAMBA2_DEFAULTS
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+        }
+    )
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         settings = self.defaults | settings

@@ -17,6 +17,13 @@ from graphdecode.models.recurrent_blocks import Mamba2
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
+MAMBA2_DEFAULTS = {  # where a config.json names its sizes as Bamba does
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # places of a layer
 
 

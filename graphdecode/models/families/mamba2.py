@@ -4,34 +4,38 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from graphdecode.cache import LayerState
-from graphdecode.models.blocks import Layer, Mixer, Norm, ResidualStream
-from graphdecode.models.config import ModelConfig, common_fields
+from graphdecode.models.blocks import FeedForward, Layer, Mixer, Norm, ResidualStream
+from graphdecode.models.config import ModelConfig
 from graphdecode.models.families.hybrid import (
+    MAMBA2_DEFAULTS,
     Mamba2Hybrid,
-    mamba2_mixer,
     mamba2_sizes,
     mamba2_weights,
     recurrent_layers,
     renamed,
 )
-from graphdecode.models.family import Family, edges
-from graphdecode.models.weight_map import Part, WeightMap
+from graphdecode.models.families.llama import norms_at
+from graphdecode.models.family import edges
+from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
 
 
 @dataclass(frozen=True)
-class MixerLayer(Layer):
-    """One block behind a norm: `x + mixer(norm(x))`."""
+class OneBlockLayer(Layer):
+    """One block behind a norm: `x + block(norm(x))`."""
 
     input_norm: Norm
-    mixer: Mixer
+    block: Mixer | FeedForward
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
         stream.norm(self.input_norm)
-        self.mixer.run(stream, cache)
+        if isinstance(self.block, Mixer):
+            self.block.run(stream, cache)
+        else:
+            self.block.run(stream)
 
 
-class Mamba2Family(Family):
+class Mamba2Family(Mamba2Hybrid):
     """Mamba2."""
 
     architecture = "Mamba2ForCausalLM"
@@ -63,22 +67,31 @@ class Mamba2Family(Family):
         settings |= {"mamba_d_head": settings.get("head_dim", 64), "head_dim": 16}  # of attention, which no layer has
         settings |= {"mamba_conv_bias": settings.get("use_conv_bias", True)}
         settings |= {"mamba_proj_bias": settings.get("use_bias", False)}
-        fields, sizes = common_fields(settings), mamba2_sizes(settings)
-        layers = fields["num_hidden_layers"]
-        fields |= {"recurrent": (sizes.state,) * layers, "mixer": sizes, "windows": (-1,) * layers}
-        return ModelConfig(architecture=self.architecture, **fields)
+        return super().config(settings)
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        sizes = mamba2_sizes(settings)
+        return {"recurrent": (sizes.state,) * fields["num_hidden_layers"], "mixer": sizes}
 
     def weights(self, config: ModelConfig) -> WeightMap:
         places = edges(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"backbone.layers.{index}."
-            places[f"{at}input_norm"] = (Part(f"{name}norm.weight", (config.hidden_size,)),)
-            places |= mamba2_weights(config, at, f"{name}mixer.")
+            places |= norms_at({"input_norm": "norm"}, config, at, name)
+            places |= self.block_weights(config, index, at, f"{name}mixer.")
         return places
 
+    def block_weights(self, config: ModelConfig, index: int, at: str, name: str) -> WeightMap:
+        """Return the places of a layer's block, whose tensors' names begin with `name`."""
+        return mamba2_weights(config, at, name)
+
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        at = f"layers.{index}."
-        return MixerLayer(weights.norm(f"{at}input_norm", config.rms_norm_eps), mamba2_mixer(config, weights, at))
+        norm = weights.norm(f"layers.{index}.input_norm", config.rms_norm_eps)
+        return OneBlockLayer(norm, self.block(config, weights, index))
+
+    def block(self, config: ModelConfig, weights: Weights, index: int) -> Mixer | FeedForward:
+        """Return a layer's block."""
+        return self.mixer(config, weights, index)
 
 
 class Bamba(Mamba2Hybrid):
@@ -87,16 +100,11 @@ class Bamba(Mamba2Hybrid):
     architecture = "BambaForCausalLM"
     final_norm = "model.final_layernorm"
     has_partial_rotary = True
-    defaults: ClassVar[dict[str, Any]] = {
+    defaults: ClassVar[dict[str, Any]] = MAMBA2_DEFAULTS | {
         "hidden_act": "silu",
         "max_position_embeddings": 262144,
         "num_key_value_heads": 8,
         "partial_rotary_factor": 0.5,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
     }
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

@@ -4,21 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from graphdecode.cache import LayerState, Recurrent
+from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored, WeightForm
-from graphdecode.models.blocks import FeedForward, Layer, Norm, ResidualStream
+from graphdecode.models.blocks import FeedForward, Mixer, ResidualStream
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag, number
-from graphdecode.models.families.hybrid import Mamba2Hybrid, mamba2_sizes, mamba2_weights, renamed
-from graphdecode.models.families.llama import head_run
-from graphdecode.models.families.mamba2 import MixerLayer
-from graphdecode.models.family import edges
-from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.families.hybrid import mamba2_sizes, renamed
+from graphdecode.models.families.llama import Llama, head_run
+from graphdecode.models.families.mamba2 import Mamba2Family
+from graphdecode.models.weight_map import WeightMap, product
 from graphdecode.models.weights import Weights
 
-_KINDS = {"linear_attention": "mamba", "mamba": "mamba", "M": "mamba"}
-_KINDS |= {"full_attention": "attention", "attention": "attention", "*": "attention"}
-_KINDS |= {"mlp": "mlp", "-": "mlp"}
+_KINDS = {
+    **dict.fromkeys(("linear_attention", "mamba", "M"), "mamba"),
+    **dict.fromkeys(("full_attention", "attention", "*"), "attention"),
+    **dict.fromkeys(("mlp", "-"), "mlp"),
+}
 _OLDER_NAMES = {  # of fields; these go before the others
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -42,19 +43,7 @@ class SquaredReluMlp(FeedForward):
         stream.set_output(self.down, activated)
 
 
-@dataclass(frozen=True)
-class MlpLayer(Layer):
-    """`x + mlp(norm(x))`."""
-
-    input_norm: Norm
-    mlp: FeedForward
-
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        stream.norm(self.input_norm)
-        self.mlp.run(stream)
-
-
-class NemotronH(Mamba2Hybrid):
+class NemotronH(Mamba2Family):
     """Nemotron-H, without experts."""
 
     architecture = "NemotronHForCausalLM"
@@ -85,7 +74,7 @@ class NemotronH(Mamba2Hybrid):
             "rms_norm_eps": settings["layer_norm_epsilon"],
             "hidden_act": settings["mamba_hidden_act"],
         }
-        return super().config(settings)
+        return Llama.config(self, settings)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         names = {
@@ -117,31 +106,25 @@ class NemotronH(Mamba2Hybrid):
         places = self.weights(config)
         return renamed(places, "", {"backbone": "model"}) if "model.embeddings.weight" in tensors else places
 
-    def weights(self, config: ModelConfig) -> WeightMap:
-        hidden, ff = config.hidden_size, config.intermediate_size
+    def block_weights(self, config: ModelConfig, index: int, at: str, name: str) -> WeightMap:
+        """Return the places of a layer's Mamba2, MLP or attention."""
+        hidden, ff, state = config.hidden_size, config.intermediate_size, config.recurrent[index]
+        if state is not None and state.shapes:
+            return super().block_weights(config, index, at, name)
+        if state is not None:
+            up = product(f"{at}up", {f"{name}up_proj": ff}, hidden, split=0, bias=config.mlp_bias)
+            return up | product(f"{at}down", {f"{name}down_proj": hidden}, ff, split=1, bias=config.mlp_bias)
         q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
-        places = edges(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
-        for index, state in enumerate(config.recurrent):
-            at, name = f"layers.{index}.", f"backbone.layers.{index}."
-            own = f"{name}mixer."
-            places[f"{at}input_norm"] = (Part(f"{name}norm.weight", (hidden,)),)
-            if state is None:
-                qkv: dict[str, Any] = {f"{own}q_proj": q, f"{own}k_proj": kv, f"{own}v_proj": kv}
-                places |= product(f"{at}qkv", qkv, hidden, split=0)
-                places |= product(f"{at}o", {f"{own}o_proj": hidden}, q, split=1)
-            elif state.shapes:
-                places |= mamba2_weights(config, at, own)
-            else:
-                places |= product(f"{at}up", {f"{own}up_proj": ff}, hidden, split=0, bias=config.mlp_bias)
-                places |= product(f"{at}down", {f"{own}down_proj": hidden}, ff, split=1, bias=config.mlp_bias)
-        return places
+        qkv: dict[str, Any] = {f"{name}q_proj": q, f"{name}k_proj": kv, f"{name}v_proj": kv}
+        o = product(f"{at}o", {f"{name}o_proj": hidden}, q, split=1)
+        return product(f"{at}qkv", qkv, hidden, split=0) | o
 
-    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+    def block(self, config: ModelConfig, weights: Weights, index: int) -> Mixer | FeedForward:
+        """Return a layer's Mamba2, MLP or attention."""
         at, state = f"layers.{index}.", config.recurrent[index]
-        norm = weights.norm(f"{at}input_norm", config.rms_norm_eps)
         if state is not None and not state.shapes:
-            return MlpLayer(norm, SquaredReluMlp(weights.linear(f"{at}up"), weights.linear(f"{at}down")))
-        return MixerLayer(norm, self.mixer(config, weights, index))
+            return SquaredReluMlp(weights.linear(f"{at}up"), weights.linear(f"{at}down"))
+        return self.mixer(config, weights, index)
 
 
 def _kinds(settings: dict[str, Any]) -> list[str]:

@@ -25,8 +25,6 @@ class Sparse(Llama):
     down: ClassVar[str] = "down_proj"  # its second product
     router: ClassVar[str] = "gate"  # what the router is called there
     has_biases: ClassVar[bool] = False  # whether the router and the experts have some
-    # the same as `mlp` where a checkpoint has one tensor for all experts of a layer, as transformers 5 holds them
-    stacked_mlp: ClassVar[str] = "mlp."
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         experts = self.experts(settings, fields)
@@ -92,7 +90,7 @@ class Sparse(Llama):
         """Return the places of one layer's router and experts."""
         experts, hidden = experts_of(config), config.hidden_size
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
-        mlp = f"{name}{self.stacked_mlp if is_stacked else self.mlp}"
+        mlp = f"{name}{'mlp.' if is_stacked else self.mlp}"  # transformers 5 has one tensor for all experts
         router = {f"{mlp}{self.router}": experts.count}
         places: WeightMap = {}
         if shared:
