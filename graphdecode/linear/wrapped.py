@@ -1,4 +1,4 @@
-"""Products that transform the output of another form."""
+"""Products that transform the output of another form, and those whose weight several ranks share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from graphdecode.distributed import Collectives
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
@@ -63,3 +64,37 @@ class Scaled(Wrapped):
     @property
     def tensors(self) -> list[Tensor]:
         return [*self.form.tensors, self.scale, *([] if self.shift is None else [self.shift])]
+
+
+@dataclass(frozen=True)
+class Summed(Wrapped):
+    """Each rank has some columns of the weight, and the same columns of `x`; the products are summed (all-reduce).
+
+    Attributes:
+        collectives: of the ranks.
+        place: in the model.
+    """
+
+    path = "summed"
+    collectives: Collectives
+    place: str
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        self.form.apply(out, x)
+        self.collectives.all_reduce(out, self.place)
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        return [*self.form.workspace, *self.collectives.workspace]
+
+
+@dataclass(frozen=True)
+class Gathered(Summed):
+    """Each rank has some rows of the weight; all get all outputs (all-gather)."""
+
+    path = "gathered"
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        part = out.new_empty((out.shape[0], self.form.out_features))
+        self.form.apply(part, x)
+        self.collectives.all_gather(out, part, self.place)

@@ -165,7 +165,11 @@ class ResidualStream:
             embedded = [stem.run(part) for part in parts]
             self._residual = embedded[0] if len(parts) == 1 else torch.cat(embedded)
         self._all_live: Tensor | None = None
-        self._adapters = self._adapter_spans()
+        self._adapters = [
+            AdapterSpan(span, part.rows, part.live, part.adapters)
+            for span, part in self._spans()
+            if part.adapters is not None
+        ]
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
         self._norm: Norm | None = None  # of the residual, not computed yet
         self._product: tuple[WeightForm, Tensor] | None = None  # the output of a block, not computed yet
@@ -184,21 +188,16 @@ class ResidualStream:
 
     def state_parts(self) -> Iterator[tuple[slice, StateTokens]]:
         """Yield the span of each part's tokens, and the rows of their recurrent states."""
+        for span, part in self._spans():
+            assert part.state_rows is not None  # the engine gives them to a model that has states
+            yield span, StateTokens(part.rows, part.positions, part.live, part.state_rows)
+
+    def _spans(self) -> Iterator[tuple[slice, Tokens]]:
         begin = 0
         for part in self._parts:
-            assert part.state_rows is not None  # the engine gives them to a model that has states
             end = begin + part.ids.shape[0]
-            yield slice(begin, end), StateTokens(part.rows, part.positions, part.live, part.state_rows)
+            yield slice(begin, end), part
             begin = end
-
-    def _adapter_spans(self) -> list[AdapterSpan]:
-        spans, begin = [], 0
-        for part in self._parts:
-            end = begin + part.ids.shape[0]
-            if part.adapters is not None:
-                spans.append(AdapterSpan(slice(begin, end), part.rows, part.live, part.adapters))
-            begin = end
-        return spans
 
     @property
     def live(self) -> Tensor:

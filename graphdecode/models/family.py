@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
-from graphdecode.linear.across_ranks import Gathered
 from graphdecode.linear.weight_form import RowTable, Stored
+from graphdecode.linear.wrapped import Gathered
 from graphdecode.models.blocks import Head, Layer, Stem, Tokens
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.split_blocks import SplitStem

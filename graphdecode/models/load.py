@@ -366,16 +366,13 @@ def load_model(
     if by_transformers is not None:
         if shared is not None:
             split_config(by_transformers.config, shared.count)
-        quantize = None if expands else quantize
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
-        if options.quantize != quantize:
-            raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
-        by_transformers.check_files(source)
-        return _with_memory_returned(by_transformers.load(options, progress=progress), device)
+        return _load_adopted(by_transformers, source, options, None if expands else quantize, progress)
     config = source.config()
+    family = family_of(config.architecture)
     if expands or quantize is None:
         quantize = "gguf" if not expands and _has_blocks(source, device, native.library) else None
-    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
+    weight_map = family.weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
     weights_from: TensorSource = _Expanded(source) if expands else source
@@ -383,14 +380,23 @@ def load_model(
     if rounded is not None:
         weights_from, weight_map = rounded, rounded.weight_map
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    norm_offset = family_of(config.architecture).norm_offset
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
     if shared is not None:
         weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
         config, weight_map = split_config(config, shared.count), shard.weight_map
     adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
-    weights = Weights(weights_from, weight_map, options, positions, norm_offset, shared, adapters)
+    weights = Weights(weights_from, weight_map, options, positions, family.norm_offset, shared, adapters)
     return _with_memory_returned(_build(config, weights, scales, progress), device)
+
+
+def _load_adopted(
+    folder: AdoptedFolder, source: Source, options: FormOptions, quantize: str | None, progress: bool
+) -> Model:
+    """Load a model that transformers runs; an ArgumentError says that it has no form `quantize`."""
+    if options.quantize != quantize:
+        raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
+    folder.check_files(source)
+    return _with_memory_returned(folder.load(options, progress=progress), options.device)
 
 
 def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from graphdecode.distributed import Collectives
-from graphdecode.linear.across_ranks import Summed
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.forms import load_experts, load_linear, quantized_form, tied_linear
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
+from graphdecode.linear.wrapped import Summed
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Norm
 from graphdecode.models.config import ExpertsConfig

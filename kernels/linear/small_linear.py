@@ -601,6 +601,11 @@ def _small_linear(
         return
     product = torch.empty((x.shape[0], weight.shape[0]), dtype=out.dtype, device=out.device)
     plain_product(product, given, weight, bias)
+    write_epilogue(out, product, epilogue, scale)
+
+
+def write_epilogue(out: Tensor, product: Tensor, epilogue: str, scale: float) -> None:
+    """Add a product to `out`, or write its gate times its other half, with torch operators."""
     if epilogue == "add":
         out.copy_(out.float().add_(product, alpha=scale))
     else:

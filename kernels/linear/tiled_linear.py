@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..model.act_mul import gated
 from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import AnyElement, Float32, Written, operator
 from ..norm.rms_norm import normed
@@ -36,6 +35,7 @@ from .small_linear import (
     lines_ahead,
     partial_sums,
     parts_at_once,
+    write_epilogue,
 )
 from .weight_tiles import WeightTiles, columns_of, dequantized
 
@@ -140,22 +140,9 @@ def _with_group(acc, product, total, scales, seconds, PLACE: tl.constexpr, SCALE
 
 @triton.jit
 def tiled_sums(
-    x_rows,
-    gain,
-    there,
-    weight,
-    row,
-    weight_rows,
-    begin,
-    end,
-    depth,
-    WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    RANGE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    x_rows, gain, there, weight, row, weight_rows, begin, end, depth, WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RANGE: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     """Return products [BLOCK_N, BLOCK_M] of the weight's rows with those of x over some columns, and x's squares there.
 
     `x_rows` are the places of the first columns of x; without a gain squares are zeros.
@@ -419,12 +406,8 @@ def _tiled_linear(
         product += bias.float()
     if epilogue == "store":
         out.copy_(product)
-    elif epilogue == "add":
-        out.copy_(out.float().add_(product, alpha=scale))
     else:
-        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        gated(wide, product, epilogue)
-        out.copy_(wide)
+        write_epilogue(out, product, epilogue, scale)
 
 
 def tiled_linear(

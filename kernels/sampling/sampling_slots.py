@@ -3,7 +3,8 @@
 The host fills a row's slots when it joins the batch, and kernels read them at every step.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,28 +39,25 @@ ACCEPTS = 1  # the answer may end here
 COMPLETES = 2  # nothing can follow
 
 
-class SamplingConstants(NamedTuple):
-    """The numbers above, by their names in kernels, of Triton and in C."""
-
-    ACCEPTS: int = ACCEPTS
-    BAD_WORD_LENGTH: int = BAD_WORD_LENGTH
-    COMPLETES: int = COMPLETES
-    COUNT_MASK: int = PROMPT_BIT - 1
-    DEAD_TOKEN: int = DEAD_TOKEN
-    FLAG_BAD_WORDS: int = FLAG_BAD_WORDS
-    FLAG_BIAS: int = FLAG_BIAS
-    FLAG_LOGPROBS: int = FLAG_LOGPROBS
-    FLAG_PENALTIES: int = FLAG_PENALTIES
-    FLAG_SAMPLE: int = FLAG_SAMPLE
-    FLAG_STOP_MASK: int = FLAG_STOP_MASK
-    FLAG_TOKEN_MASK: int = FLAG_TOKEN_MASK
-    MASK_BITS: int = MASK_BITS
-    TOO_COLD: int = TOO_COLD
-    WITHOUT_FINITE: int = WITHOUT_FINITE
-    WITHOUT_NUMBERS: int = WITHOUT_NUMBERS
-
-
-CONSTANTS = SamplingConstants()
+_NAMED = {  # the numbers above, by their names in kernels, of Triton and in C
+    "ACCEPTS": ACCEPTS,
+    "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
+    "COMPLETES": COMPLETES,
+    "COUNT_MASK": PROMPT_BIT - 1,
+    "DEAD_TOKEN": DEAD_TOKEN,
+    "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
+    "FLAG_BIAS": FLAG_BIAS,
+    "FLAG_LOGPROBS": FLAG_LOGPROBS,
+    "FLAG_PENALTIES": FLAG_PENALTIES,
+    "FLAG_SAMPLE": FLAG_SAMPLE,
+    "FLAG_STOP_MASK": FLAG_STOP_MASK,
+    "FLAG_TOKEN_MASK": FLAG_TOKEN_MASK,
+    "MASK_BITS": MASK_BITS,
+    "TOO_COLD": TOO_COLD,
+    "WITHOUT_FINITE": WITHOUT_FINITE,
+    "WITHOUT_NUMBERS": WITHOUT_NUMBERS,
+}
+CONSTANTS: Any = namedtuple("SamplingConstants", _NAMED)(**_NAMED)
 
 
 class SamplingCapacity(NamedTuple):

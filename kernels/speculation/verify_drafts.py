@@ -13,7 +13,8 @@ row's last position. Where the limits adapt, one that proved too low doubles, an
 way down to what was accepted, but not below two.
 """
 
-from typing import NamedTuple, Self
+from collections import namedtuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,18 +28,15 @@ DRAFT_COLUMNS = 4  # of one step's entry in the ring of drafts:
 VERIFIED, ACCEPTED, FOUND, MATCHED = range(DRAFT_COLUMNS)
 
 
-class DraftConstants(NamedTuple):
-    """The numbers above, by their names in kernels, of Triton and in C."""
-
-    ACCEPTED: int = ACCEPTED
-    DRAFT_COLUMNS: int = DRAFT_COLUMNS
-    FOUND: int = FOUND
-    HELD: int = HELD
-    MATCHED: int = MATCHED
-    VERIFIED: int = VERIFIED
-
-
-CONSTANTS = DraftConstants()
+_NAMED = {  # the numbers above, by their names in kernels, of Triton and in C
+    "ACCEPTED": ACCEPTED,
+    "DRAFT_COLUMNS": DRAFT_COLUMNS,
+    "FOUND": FOUND,
+    "HELD": HELD,
+    "MATCHED": MATCHED,
+    "VERIFIED": VERIFIED,
+}
+CONSTANTS: Any = namedtuple("DraftConstants", _NAMED)(**_NAMED)
 
 
 class DraftSizes(NamedTuple):

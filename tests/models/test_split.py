@@ -25,12 +25,12 @@ from graphdecode.distributed import Collectives, Leader, RankError, SharedCollec
 from graphdecode.distributed.started import new_board
 from graphdecode.engine.loading import load_engine, start_ranks_of
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.across_ranks import Summed
 from graphdecode.linear.experts import ExpertPanels
 from graphdecode.linear.forms import load_linear
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, WeightForm
+from graphdecode.linear.wrapped import Summed
 from graphdecode.models import Model, load_model
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import BlocksStem, family_of
