@@ -7,8 +7,7 @@ oneDNN's packing is for CPUs without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,11 +73,6 @@ class Plain(WeightForm):
     @property
     def workspace(self) -> list[Tensor]:
         return [] if self.counters is None else [self.counters]
-
-    def with_choices(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
-        """See `WeightForm.with_choices`."""
-        changed = {rows: change(choice) for rows, choice in self.choices.items()}
-        return replace(self, choices={rows: choice for rows, choice in changed.items() if choice is not None})
 
 
 @dataclass(frozen=True)

@@ -269,10 +269,6 @@ class WeightForm(StoredForm):
     def choice(self, rows: int) -> LinearChoice:
         return self.choices.get(rows) or LinearChoice(self.path)
 
-    def with_choices(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
-        """Return the weight with changed choices, for measurements; a `change` to None is the plain product."""
-        return self
-
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield a tensor, or the tensors in nested tuples."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -37,9 +36,6 @@ class Wrapped(WeightForm):
 
     def choice(self, rows: int) -> LinearChoice:
         return self.form.choice(rows)
-
-    def with_choices(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
-        return replace(self, form=self.form.with_choices(change))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,28 +33,6 @@ AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOpt
 _OPEN_GATE = 100.0  # its sigmoid is 1 in float32
 
 
-class StepOperators(NamedTuple):
-    """The operators of a layer besides products and attention; each has the signature of the fused operator.
-
-    With `fuses_products` a product may include the norm before it and an epilogue in its launch; with `fuses_append`
-    attention appends the new keys and values itself.
-    """
-
-    rms_norm: Callable[..., None] = rms_norm
-    add_rms_norm: Callable[..., None] = add_rms_norm
-    rope_append: Callable[..., None] = rope_append
-    act_mul: Callable[..., None] = act_mul
-    fuses_products: bool = True
-    fuses_append: bool = True
-    embedding_norm: Callable[..., None] | None = embedding_norm  # None: two launches
-
-    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, rope: QKNormRope) -> None:
-        """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
-        key, value, pages = cache.scales
-        where = (tokens.rows, tokens.positions, tokens.live, page_table_of(tokens, cache))
-        self.rope_append(q, cache.keys, cache.values, qkv, *where, rope, k_scale=key, v_scale=value, scales=pages)
-
-
 class Tokens(NamedTuple):
     """The tokens of a pass, with their rows and positions."""
 
@@ -72,6 +50,13 @@ def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
     """Return the page table of a layer's cache, given `Tokens`, `Chunks` or a step's batch."""
     table: Tensor = tokens.rolling_table if cache.is_rolling else tokens.page_table
     return table
+
+
+def append_tokens(q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, rope: QKNormRope) -> None:
+    """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
+    key, value, pages = cache.scales
+    where = (tokens.rows, tokens.positions, tokens.live, page_table_of(tokens, cache))
+    rope_append(q, cache.keys, cache.values, qkv, *where, rope, k_scale=key, v_scale=value, scales=pages)
 
 
 class Block:
@@ -102,15 +87,6 @@ class Block:
         children = [value for value in vars(self).values() if isinstance(value, (Block, WeightForm))]
         return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in children)
 
-    def variant(self, change: Callable[[WeightForm], WeightForm]) -> Self:
-        """Return the block with changed weight forms."""
-        changed: dict[str, Any] = {
-            name: value.variant(change) if isinstance(value, Block) else change(value)
-            for name, value in vars(self).items()
-            if isinstance(value, (Block, WeightForm))
-        }
-        return replace(self, **changed)  # type: ignore[type-var]
-
 
 def each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors in order, without duplicates."""
@@ -140,7 +116,6 @@ class ResidualStream:
         parts: the tokens of the pass; those of a second part (mixed steps) follow those of the first in all tensors.
         stem: embeds them; if there is one part, in one launch with the first norm.
         attend: attention over a layer's cache; None with two parts, where `append_and_attend` does it.
-        operators: of the layers.
         append_and_attend: append and attention, in one launch if possible.
     """
 
@@ -149,13 +124,11 @@ class ResidualStream:
         parts: Sequence[Tokens],
         stem: Stem,
         attend: Attend | None,
-        operators: StepOperators,
         append_and_attend: AppendAndAttend | None = None,
     ) -> None:
         self._parts = parts
         self.attend = attend
-        self.append_and_attend = append_and_attend if operators.fuses_append else None
-        self.operators = operators
+        self.append_and_attend = append_and_attend
         # not None: the residual is not computed yet; a stem with an embedding of its own computes it at once
         is_plain = type(stem).run is Stem.run and type(stem).embed is Stem.embed
         self._stem: Stem | None = stem if is_plain and len(parts) == 1 else None
@@ -221,13 +194,12 @@ class ResidualStream:
         """[t, hidden], the input of a block, in the model's dtype; valid until the block sets its output."""
         if self._norm is not None:
             norm, self._norm = self._norm, None
-            embedded, stem = self.operators.embedding_norm, self._stem
-            if stem is None or embedded is None:
-                self.operators.rms_norm(self._hidden, self.residual, norm.weight, norm.eps)
+            stem, self._stem = self._stem, None
+            if stem is None:
+                rms_norm(self._hidden, self.residual, norm.weight, norm.eps)
             else:
-                self._stem = None
                 rows = (self._residual, self.tokens.ids, stem.embedding, self.tokens.live)
-                embedded(self._hidden, *rows, norm.weight, stem.scale, norm.eps)
+                embedding_norm(self._hidden, *rows, norm.weight, stem.scale, norm.eps)
         return self._hidden
 
     @property
@@ -251,9 +223,8 @@ class ResidualStream:
         self._add_product()
         if not self._is_whole:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            after = self._post_norm
-            post = (None, 0.0) if after is None else (after.weight, after.eps)
-            self.operators.add_rms_norm(self._hidden, self.residual, self.output, weight, eps, *post, self._scale)
+            after, after_eps = (None, 0.0) if self._post_norm is None else (self._post_norm.weight, self._post_norm.eps)
+            add_rms_norm(self._hidden, self.residual, self.output, weight, eps, after, after_eps, self._scale)
         elif norm is None:
             self._hidden.copy_(self.residual)
         else:
@@ -274,13 +245,11 @@ class ResidualStream:
 
     def project_gated(self, linear: WeightForm, activation: str) -> Tensor:
         """Return `activation(gate) * up` of the product for `hidden`, [t, out_features / 2]."""
-        fused, norm, gate_up = self._fused(linear), self._norm, None
+        fused, norm, activated = self._fused(linear), self._norm, self.buffer(linear.out_features // 2)
         if fused is None:
             gate_up = self.buffer_for(linear)
             self.project(linear, gate_up)
-        activated = self.buffer(linear.out_features // 2)
-        if fused is None:
-            self.operators.act_mul(activated, gate_up, activation)
+            act_mul(activated, gate_up, activation)
         elif norm is None:
             fused.gated(activated, self.hidden, None, 0.0, activation)
         else:
@@ -320,7 +289,7 @@ class ResidualStream:
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
         if self._adapters and isinstance(linear, Adapted):
             return None
-        return linear.fused(self._residual.shape[0]) if self.operators.fuses_products else None
+        return linear.fused(self._residual.shape[0])
 
     def buffer_for(self, linear: WeightForm, use: str = "") -> Tensor:
         """Return a `buffer` for a product, float32 if that costs nothing."""
@@ -368,7 +337,7 @@ class Attention(Mixer):
             stream.append_and_attend(attended, qkv, cache, rope, self.options)
         else:
             q = torch.empty_like(attended)
-            stream.operators.append(q, cache, qkv, stream.tokens, rope)
+            append_tokens(q, cache, qkv, stream.tokens, rope)
             assert stream.attend is not None  # there is one part
             stream.attend(attended, q, cache, self.options)
         self.finish(stream, attended.view(qkv.shape[0], -1))

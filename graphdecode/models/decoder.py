@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from graphdecode.models.blocks import (
     Layer,
     ResidualStream,
     Stem,
-    StepOperators,
     Tokens,
+    append_tokens,
     each_once,
     page_table_of,
 )
@@ -67,7 +67,7 @@ def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> At
 
 
 class Decoder(Model):
-    """A decoder-only model of blocks; `operators` other than the fused ones are for measurements."""
+    """A decoder-only model of blocks."""
 
     config: ModelConfig
     takes_rolling_pages = True
@@ -78,7 +78,6 @@ class Decoder(Model):
         stem: Stem,
         layers: list[Layer],
         head: Head,
-        operators: StepOperators | None = None,
         cache_scales: list[tuple[float, float]] | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
@@ -86,21 +85,10 @@ class Decoder(Model):
         self.stem = stem
         self.layers = layers
         self.head = head
-        self._operators = operators or StepOperators()
         self.adapters = adapters
         self.cache_scales = cache_scales or [(1.0, 1.0)] * len(layers)
         self.dtype = stem.embedding.dtype
         self.device = stem.embedding.device
-
-    def variant(
-        self, linear: Callable[[WeightForm], WeightForm] | None = None, operators: StepOperators | None = None
-    ) -> Decoder:
-        """Return a decoder over the same weights with changed weight forms or other operators, for measurements."""
-        layers, head = self.layers, self.head
-        if linear is not None:
-            layers, head = [layer.variant(linear) for layer in layers], head.variant(linear)
-        given = (operators or self._operators, self.cache_scales, self.adapters)
-        return Decoder(self.config, self.stem, layers, head, *given)
 
     @property
     def blocks(self) -> list[Block]:
@@ -145,7 +133,7 @@ class Decoder(Model):
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, rope: QKNormRope, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
-            self._operators.append(q, cache, qkv[:count], of_chunks, rope)
+            append_tokens(q, cache, qkv[:count], of_chunks, rope)
             extend_over(cache, out[:count], q, *chunks[4:6], page_table_of(chunks, cache), options)
             # last: a row whose prompt ends here attends to the keys of its chunk
             pages = (cache.keys, cache.values, page_table_of(batch, cache))
@@ -174,7 +162,7 @@ class Decoder(Model):
         append: AppendAndAttend | None = None,
     ) -> ResidualStream:
         """Return the stream after the last layer."""
-        stream = ResidualStream(parts, self.stem, attend, self._operators, append)
+        stream = ResidualStream(parts, self.stem, attend, append)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.run(stream, cache)
         return stream

@@ -21,7 +21,8 @@ from graphdecode.engine.steps.step import mixed_shapes, prompt_shapes
 from graphdecode.graphs import GraphTable
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.models import Decoder, Model, load_model
-from graphdecode.models.blocks import StepOperators
+from graphdecode.models import decoder as decoder_module
+from graphdecode.models.blocks import ResidualStream
 
 ROWS = 12
 BESIDE = ("prompts", "mixed")
@@ -290,13 +291,20 @@ def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(model, m
 
 
 @pytest.mark.parametrize("capture_when", ["startup", "idle", "first-use"])
-def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_by_themselves(model, capture_when):
+def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_by_themselves(
+    model, capture_when, monkeypatch
+):
     assert isinstance(model, Decoder)
-    unfused = model.variant(operators=StepOperators()._replace(fuses_append=False))
     arrivals = arriving(6, seed=8)
+    expected = served(engine_of(model, mixes=False), arrivals)
+
+    def appending_apart(parts, stem, attend, _):
+        return ResidualStream(parts, stem, attend)
+
+    monkeypatch.setattr(decoder_module, "ResidualStream", appending_apart)
     with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* cannot run in a mixed step"):
-        engine = engine_of(unfused, config=CONFIG.with_limits(capture_when=capture_when))
-    assert served(engine, arrivals) == served(engine_of(model, mixes=False), arrivals)
+        engine = engine_of(model, config=CONFIG.with_limits(capture_when=capture_when))
+    assert served(engine, arrivals) == expected
     assert engine.stats.mixed_steps == 0
 
 

@@ -13,6 +13,7 @@ from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import ChoiceCache, LinearChoice, LinearTuner, cache_folder
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions
+from harness import with_choices
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -181,10 +182,10 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
         (96, 80), None, weight, torch.zeros(64, dtype=torch.int32), choices={1: small, 4: LinearChoice("plain")}
     )
     late = CONFIG._replace(pdl=False)
-    changed = held.with_choices(lambda choice: choice.config and dataclasses.replace(choice, config=late))
+    changed = with_choices(held, lambda choice: choice.config and dataclasses.replace(choice, config=late))
     taken = []
     monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))
-    for form in (held, changed, held.with_choices(lambda choice: None)):
+    for form in (held, changed, with_choices(held, lambda choice: None)):
         form.apply(torch.zeros(1, 96), torch.zeros(1, 80))
         form.apply(torch.zeros(4, 96), torch.zeros(4, 80))
     assert taken == [CONFIG, late]

@@ -14,10 +14,11 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, cast
+from unittest import mock
 
 import torch
 import typer
@@ -32,17 +33,19 @@ from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.model.act_mul import gated
+from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.norm.rms_norm import normed
 from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.weight_form import WeightForm
 from graphdecode.memory import free_bytes
-from graphdecode.models import Decoder, load_model, resolve_device
-from graphdecode.models.blocks import StepOperators
+from graphdecode.models import Decoder, blocks, decoder, load_model, resolve_device
+from graphdecode.models.blocks import AppendAndAttend, Attend, ResidualStream, Stem, Tokens
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
-from harness import Device, Dtype, OutFolder, Rounds, Sizes, in_turn, numbers, record, show, write
+from harness import Device, Dtype, OutFolder, Rounds, Sizes, decoder_with, in_turn, numbers, record, show, write
 
 SCHEMA_VERSION = 1
 FULL, EAGER = "full", "eager"
@@ -156,22 +159,51 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-# the fused operators taken apart into torch's own, to measure what fusing them is worth
-UNFUSED = StepOperators(
-    versions("rms_norm").torch,
-    versions("add_rms_norm").torch,
-    _rope_append,
-    gated,
-    fuses_products=False,
-    fuses_append=False,
-    embedding_norm=None,
-)
+def _embedding_norm(
+    out: Tensor, residual: Tensor, ids: Tensor, table: Tensor, live: Tensor, weight: Tensor, scale: float, eps: float
+) -> None:
+    embedding(residual, ids, table, live, scale)
+    versions("rms_norm").torch(out, residual, weight, eps)
+
+
+class Apart(ResidualStream):
+    """A stream whose products fuse nothing, and which appends before it attends."""
+
+    appends_too = False  # whether attention appends the new keys and values itself
+
+    def __init__(self, parts: Sequence[Tokens], stem: Stem, attend: Attend | None, append: AppendAndAttend | None):
+        super().__init__(parts, stem, attend, append if self.appends_too else None)
+
+    def _fused(self, linear: WeightForm) -> None:
+        """Return None: no product fuses anything."""
+
+
+class ProductsApart(Apart):
+    """A stream whose products fuse nothing."""
+
+    appends_too = True
+
+
+@contextmanager
+def streaming(stream: type[ResidualStream]) -> Iterator[None]:
+    """Have what is captured inside run through another stream."""
+    with mock.patch.object(decoder, "ResidualStream", stream):
+        yield
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Take the fused operators apart into torch's own, to measure what fusing them is worth."""
+    others: dict[str, Any] = {name: versions(name).torch for name in ("rms_norm", "add_rms_norm")}
+    others |= {"rope_append": _rope_append, "act_mul": gated, "embedding_norm": _embedding_norm}
+    with streaming(Apart), mock.patch.multiple(blocks, **others):
+        yield
 
 
 def _variants(
     model: str, device: torch.device, dtype: str, config: BucketConfig
-) -> Iterator[tuple[str, Decoder, bool]]:
-    """Yield name, decoder, and whether it is captured with compiled kernels, for the full step and its variants."""
+) -> Iterator[tuple[str, Decoder, AbstractContextManager[Any]]]:
+    """Yield name, decoder, and what it is captured within, for the full step and its variants."""
 
     def load() -> Decoder:
         loaded = load_model(
@@ -185,16 +217,16 @@ def _variants(
         return cast(Decoder, loaded)  # which all of ours are
 
     full = load()
-    yield FULL, full, True
-    yield "without fused operators", full.variant(operators=UNFUSED), True
+    yield FULL, full, nullcontext()
+    yield "without fused operators", full, unfused()
     if device.type == "cuda":
-        yield "without fused products", full.variant(operators=StepOperators(fuses_products=False)), True
-        yield "cuBLAS alone", full.variant(linear=lambda weight: weight.with_choices(lambda _: None)), True
-        yield "without early start", full.variant(linear=lambda weight: weight.with_choices(_without_early_start)), True
+        yield "without fused products", full, streaming(ProductsApart)
+        yield "cuBLAS alone", decoder_with(full, lambda _: None), nullcontext()
+        yield "without early start", decoder_with(full, _without_early_start), nullcontext()
     elif native.library() is not None:
         with native.switched_off():
             plain = load()
-        yield "without compiled kernels", plain, False
+        yield "without compiled kernels", plain, native.switched_off()
 
 
 def _without_early_start(choice: LinearChoice) -> LinearChoice:
@@ -208,14 +240,14 @@ def captured_variants(
     """Give the full step and its variants, captured over one cache."""
     runners: dict[str, Runner] = {}
     with ExitStack() as held:
-        for name, decoder, is_compiled in _variants(model, device, dtype, config):
+        for name, changed, within in _variants(model, device, dtype, config):
             if not runners:
-                runner = make_runner(decoder, config, prefix_cache=False)
+                runner = make_runner(changed, config, prefix_cache=False)
             else:
                 full = runners[FULL]
-                runner = Runner(replace(full.setting, model=decoder), full.cache, full.capacity)
+                runner = Runner(replace(full.setting, model=changed), full.cache, full.capacity)
             held.callback(runner.close)
-            with nullcontext() if is_compiled else native.switched_off():
+            with within:
                 runner.graphs.capture(progress=False)
             runners[name] = runner
         yield runners

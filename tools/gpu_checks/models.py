@@ -13,6 +13,7 @@ from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.models import Decoder
 from graphdecode.models.shapes import PREFIX, SHAPES
 from graphdecode.profiling.latency import STEPS_PER_STAGING
+from harness import decoder_with
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_attention_heads": 4}
 
@@ -45,7 +46,7 @@ def runner_of(
 
 def variant(runner: Runner, change: Callable[[LinearChoice], LinearChoice | None]) -> Runner:
     """Return a captured runner with other products over the same weights and cache."""
-    model = cast(Decoder, runner.model).variant(linear=lambda weight: weight.with_choices(change))
+    model = decoder_with(cast(Decoder, runner.model), change)
     found = Runner(replace(runner.setting, model=model), runner.cache, runner.capacity)
     found.graphs.capture(progress=False)
     return found
