@@ -82,11 +82,6 @@ class Adapted(Wrapped):
         return self.down.shape[1] * self.down.shape[2]
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Those of the form, and the slots."""
-        return [*self.form.tensors, self.down, self.up, self.ends, self.ranks]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the form, which a step reads whoever has an adapter."""
         return self.form.nbytes

@@ -43,9 +43,6 @@ class Gate(NamedTuple):
     limit: float = 0.0
 
 
-NO_GATE = Gate()
-
-
 class ExpertNames(NamedTuple):
     """The tensors of one product of all experts in a source.
 
@@ -85,14 +82,8 @@ class ExpertForm(StoredForm):
         """Read all experts' weights, one after another; None if this form does not support them."""
 
     @abstractmethod
-    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
+    def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         """Write the product of each listed pair into `out`; see `expert_linear`."""
-
-    def apply(
-        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
-    ) -> None:
-        """Write the product of each listed pair into `out`; see `Routed` for the arguments."""
-        self.write(out, x, Routed(order, offsets, slots, *gate))
 
 
 def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
@@ -142,7 +133,7 @@ class PlainExperts(ExpertForm):
     def gives_floats(self) -> bool:
         return self.weight.is_cpu
 
-    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
+    def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         expert_linear(out, x, self.weight, self.bias, pairs, batch_invariant=self.batch_invariant)
 
 
@@ -186,7 +177,7 @@ class ExpertPanels(ExpertForm):
         """Return the layout of the source."""
         return LinearChoice(self.layout)
 
-    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
+    def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         held = (self.weight, self.columns, self.bias)
         quantized_expert_linear(out, x, *held, pairs, batch_invariant=self.batch_invariant)
 
@@ -218,7 +209,7 @@ class ExpertTiles(ExpertForm):
         major = torch.cuda.get_device_properties(options.device).major
         return cls(shape_of(source, names), bias, joined_tiles(held), major, options.batch_invariant)
 
-    def write(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
+    def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         """Write the product of each listed pair into `out`; tiles have the rows that an expert has on average."""
         sizes = (out.shape[1], columns_of(self.tiles), self.tiles.layout)
         rows = None if self.is_invariant else max(1, -(-out.shape[0] // self.shape[0]))

@@ -271,9 +271,11 @@ class WeightForm(StoredForm):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or the tensors in nested tuples."""
+    """Yield a tensor, or the tensors of a form, or those in nested tuples."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, StoredForm):
+        yield from value.tensors
     elif isinstance(value, tuple):
         for part in value:
             yield from tensors_in(part)

@@ -23,10 +23,6 @@ class Wrapped(WeightForm):
         raise TypeError(f"{cls.__name__} is made of another form")
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return self.form.tensors
-
-    @property
     def workspace(self) -> list[Tensor]:
         return self.form.workspace
 
@@ -56,10 +52,6 @@ class Scaled(Wrapped):
         out.mul_(self.scale)
         if self.shift is not None:
             out.add_(self.shift)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self.form.tensors, self.scale, *([] if self.shift is None else [self.shift])]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
 from graphdecode.kernels.model.embedding import embedding, embedding_norm
+from graphdecode.kernels.moe.expert_linear import Routed
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.kernels.recurrent.state_tokens import StateTokens
@@ -78,9 +79,7 @@ class Block:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that a step only reads."""
-        forms = (WeightForm, ExpertForm)
-        found = [value.tensors if isinstance(value, forms) else tensors_in(value) for _, value in self.leaves()]
-        return [tensor for tensors in found for tensor in tensors]
+        return [tensor for _, value in self.leaves() for tensor in tensors_in(value)]
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of products and norms that a step of `rows` rows reads; None: every expert has a token."""
@@ -447,8 +446,8 @@ class Experts(Block):
         """Return the outputs for the pairs of `moe_route`, [tokens * top_k, hidden]."""
         pairs, dtype = hidden.shape[0] * self.top_k, torch.float32 if self.down.gives_floats else None
         inner, out = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
-        self.gate_up.apply(inner, hidden, order, offsets, slots=self.top_k, gate=self.gate)
-        self.down.apply(out, inner, order, offsets, slots=1)
+        self.gate_up.apply(inner, hidden, Routed(order, offsets, self.top_k, *self.gate))
+        self.down.apply(out, inner, Routed(order, offsets, 1))
         return out
 
     def read_bytes(self, rows: int | None = None) -> int:

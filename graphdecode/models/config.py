@@ -44,7 +44,7 @@ class ExpertsConfig:
     shared_intermediate_size: int = 0  # channels inside of the expert that every token takes; 0: there is none
     layers: tuple[bool, ...]  # for each layer, whether it has experts; one without has an MLP
     alpha: float = 1.0  # of a clamped gate
-    limit: float = 0.0  # of a clamped gate
+    limit: float = 0.0  # of a clamped gate; 0: the gate is not clamped
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,8 +51,9 @@ class RecurrentMixer(Mixer):
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of products, norms and float32 tensors."""
-        own = [tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name))]  # type: ignore[arg-type]
-        return super().read_bytes(rows) + sum(tensor.nbytes for tensor in own if tensor.is_floating_point())
+        own = [value for value in vars(self).values() if not isinstance(value, WeightForm)]
+        tensors = [tensor for value in own for tensor in tensors_in(value)]
+        return super().read_bytes(rows) + sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,9 +72,3 @@ class JointlyNormedAttention(Attention):
                 end = begin + norm.weight.shape[0]
                 yield qkv[:, begin:end], norm
                 begin = end
-
-
-def jointly_normed(attention: Attention, collectives: Collectives, place: str) -> Attention:
-    """Return attention with norms over the heads of all ranks."""
-    fields: dict[str, Any] = vars(attention)
-    return JointlyNormedAttention(**fields, collectives=collectives, place=place)

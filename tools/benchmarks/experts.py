@@ -18,9 +18,10 @@ import typer
 from torch import Tensor
 
 from graphdecode.graphs.inspect.observer import TorchDispatchMode, schema_of, values_of
+from graphdecode.kernels.moe.expert_linear import Routed
 from graphdecode.kernels.native.library import joined
 from graphdecode.kernels.native.registration import bind
-from graphdecode.linear.experts import ExpertForm, ExpertNames, Gate
+from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.forms import load_experts
 from graphdecode.linear.gguf_blocks import GgufBlocks
 from graphdecode.linear.linear_choice import LinearTuner
@@ -98,8 +99,8 @@ def step_of(gate_up: ExpertForm, down: ExpertForm, rows: int, slots: int, seed: 
     inner, out = (x.new_empty(rows * slots, width) for width in (down.shape[2], down.shape[1]))
     given = (order, offsets)
     calls: list[Call] = [
-        partial(gate_up.apply, inner, x, *given, slots=slots, gate=Gate("silu")),
-        partial(down.apply, out, inner, *given, slots=1),
+        partial(gate_up.apply, inner, x, Routed(*given, slots, "silu")),
+        partial(down.apply, out, inner, Routed(*given, 1)),
     ]
     return calls, len(ids.unique())
 

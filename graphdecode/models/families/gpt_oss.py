@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from graphdecode.linear.experts import Gate
-from graphdecode.models.blocks import Attention, Experts
+from graphdecode.models.blocks import Attention
 from graphdecode.models.config import ExpertsConfig, ModelConfig, all_but_every, layer_windows, number
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
 from graphdecode.models.weight_map import Part, WeightMap
@@ -70,8 +69,3 @@ class GptOss(Sparse):
         attention = super().attention(config, weights, index)
         sinks = weights.tensor(f"layers.{index}.sinks").float()
         return replace(attention, options=attention.options._replace(sinks=sinks))
-
-    def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
-        experts = experts_of(config)
-        gate = Gate("swiglu_clamped", experts.alpha, experts.limit)
-        return replace(super().expert_block(config, weights, at), gate=gate)

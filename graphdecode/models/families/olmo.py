@@ -14,7 +14,7 @@ from graphdecode.models.families.hybrid import OF_ATTENTION, Hybrid, recurrent_l
 from graphdecode.models.families.llama import ATTENTION_BIASES, Llama, head_run, norms_at
 from graphdecode.models.families.qwen3_5 import DeltaSizes, delta_net
 from graphdecode.models.rope import ropes_by_layer_type
-from graphdecode.models.split_blocks import jointly_normed
+from graphdecode.models.split_blocks import JointlyNormedAttention
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
@@ -43,7 +43,9 @@ class Olmo2(Llama):
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         """Return a layer's attention; ranks that share its heads norm them together."""
         attention, shared = super().attention(config, weights, index), weights.shared
-        return attention if shared is None else jointly_normed(attention, shared, f"layers.{index}.q_norm")
+        if shared is None:
+            return attention
+        return JointlyNormedAttention(**vars(attention), collectives=shared, place=f"layers.{index}.q_norm")
 
 
 class Olmo3(Olmo2):

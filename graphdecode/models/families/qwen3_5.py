@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.cache import Recurrent
-from graphdecode.models.blocks import Attention, Mixer, Norm
+from graphdecode.models.blocks import Mixer, Norm
 from graphdecode.models.config import ModelConfig, choice, count
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers
 from graphdecode.models.families.llama import head_run
@@ -92,8 +92,7 @@ class Qwen35(Hybrid):
         columns = torch.arange(plain.qkv.out_features, device=device)
         queries, gates = columns[: 2 * heads * dim].view(heads, 2, dim).unbind(1)
         order = torch.cat((queries.flatten(), columns[2 * heads * dim :]))
-        fields = {name: getattr(plain, name) for name in Attention.__dataclass_fields__}
-        return GatedAttention(**fields, qkv_order=order, gate_order=gates.flatten())
+        return GatedAttention(**vars(plain), qkv_order=order, gate_order=gates.flatten())
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size

@@ -77,13 +77,14 @@ class Sparse(Llama):
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer whose places begin with `at`."""
         experts, interleaved = experts_of(config), self.experts_interleaved
+        clamped = Gate("swiglu_clamped", experts.alpha, experts.limit)
         return Experts(
             gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, interleaved=interleaved),
             down=weights.experts(f"{at}experts.down", experts, is_gated=False, interleaved=interleaved),
             count=experts.count,
             top_k=experts.top_k,
             width=experts.intermediate_size,
-            gate=Gate(config.activation),
+            gate=clamped if experts.limit > 0.0 else Gate(config.activation),
         )
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
