@@ -98,7 +98,7 @@ def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions
     """Yield each expert's weight [out_features, in_features], the gate first, in new memory."""
     for expert in range(names.experts):
         if not names.is_stack:
-            yield read_fused(source, names.of(expert), None, options.dtype, options.device)
+            yield read_fused(source, names.of(expert), options.dtype, options.device)
             continue
         (name,) = names.weights
         shape = source.tensors[name].shape[1:]

@@ -15,7 +15,7 @@ from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.plain import Int8, Packed, Panels, Plain
 from graphdecode.linear.tiles import Int8Tiles, KeptTiles
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
+from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # in order of preference
     Int8Tiles,
@@ -75,12 +75,12 @@ def has_form(options: FormOptions) -> bool:
     return any(form.quantize == options.quantize and not form.why_not(options) for form in _known_forms())
 
 
-def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-    """Read a layer's tensors, or a shard of them, in the form that a decode step reads fastest."""
+def load_linear(source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
+    """Read a layer's tensors in the form that a decode step reads fastest."""
     form, choices = quantized_form(source, names, options), Choices()
     if form is None:
-        form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
-    return _with(form.load(source, names, shard, options), choices)
+        form, choices = _chosen(fused_shape(source, names.weights), bool(names.biases), options)
+    return _with(form.load(source, names, options), choices)
 
 
 def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
@@ -103,7 +103,7 @@ def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> Weig
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
     """Return the product with a plain weight that was read before; a quantized one is read again."""
     if quantized_form(source, names, options) is not None:
-        return load_linear(source, names, None, options)
+        return load_linear(source, names, options)
     return linear_of(weight, None, options)
 
 

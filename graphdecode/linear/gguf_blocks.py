@@ -214,9 +214,7 @@ class GgufBlocks(QuantizedWeight):
     def rows(self, rows: slice) -> GgufBlocks:
         return replace(self, stored=self.stored[rows])
 
-    def part(self, shard: Shard | None) -> GgufBlocks:
-        if shard is None:
-            return self
+    def part(self, shard: Shard) -> GgufBlocks:
         kind = BLOCK_OF[self.block_type]
         rows, *columns = shard.slices(self.shape)
         if any(cut % kind.values for kept in columns for cut in (kept.start, kept.stop)):

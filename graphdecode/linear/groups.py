@@ -119,9 +119,7 @@ class Groups(QuantizedWeight):
         scales = _bytes(self.scales).repeat_interleave(self.rows_of_scale, dim=0)[: self.shape[0]]
         return replace(self, scales=_as(scales, self.scales), rows_of_scale=1)
 
-    def part(self, shard: Shard | None) -> Groups:
-        if shard is None:
-            return self
+    def part(self, shard: Shard) -> Groups:
         rows, *columns = shard.slices(self.shape)
         kept = self.rows(slice(*rows.indices(self.shape[0])[:2]))
         return kept._columns(slice(*columns[0].indices(self.shape[1])[:2])) if columns else kept

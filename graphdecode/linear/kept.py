@@ -19,7 +19,6 @@ from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
     RowTable,
-    Shard,
     TensorSource,
     WeightForm,
     fused_shape,
@@ -61,16 +60,16 @@ class Kept(WeightForm):
         )
 
     @classmethod
-    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-        """Read a layer's tensors, or a shard of them; in the plain form if they cannot be fused, cut or converted."""
+    def load(cls, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
+        """Read a layer's tensors; in the plain form if they cannot be fused or converted."""
         form = None
         if cls.keeps(source, names):
             with one_thread():
-                parts = read_parts(source, names, shard)
+                parts = read_parts(source, names)
                 if parts is not None:
-                    shape, bias = fused_shape(source, names.weights, shard), read_bias(source, names, shard, options)
+                    shape, bias = fused_shape(source, names.weights), read_bias(source, names, options)
                     form = cls.of_parts(shape, bias, parts, options)
-        return cls.plain.load(source, names, shard, options) if form is None else form
+        return cls.plain.load(source, names, options) if form is None else form
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import groupby
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
@@ -61,7 +61,7 @@ class QuantizedWeight(ABC):
         """Return some rows (the slice may have a step), in shared memory."""
 
     @abstractmethod
-    def part(self, shard: Shard | None) -> Self:
+    def part(self, shard: Shard) -> Self:
         """Return some rows, or some columns, in shared memory if possible.
 
         Raises:
@@ -111,31 +111,22 @@ class QuantizedWeight(ABC):
 class QuantizedSource(TensorSource, Protocol):
     """A source whose tensors may be quantized; the dtype of such a tensor is the layout's name for it."""
 
-    def read_quantized(
-        self, name: str, shard: Shard | None = None, expert: int | None = None
-    ) -> QuantizedWeight | None:
-        """Return a matrix, or a shard of it, as stored; None if it is not quantized, or cannot be cut there.
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
+        """Return a matrix as stored; None if it is not quantized.
 
         `expert`: that expert's matrix [out_features, in_features] of a stack, which is listed as [experts, in_features,
         out_features]. Tensors may be views of a mapped file: copy what is kept.
         """
 
 
-def part_of(whole: QuantizedWeight | None, shard: Shard | None) -> QuantizedWeight | None:
-    """Return a shard of a weight; None if there is no weight, or it begins or ends within a group."""
-    with suppress(ValueError):
-        return None if whole is None else whole.part(shard)
-    return None
-
-
-def read_parts(source: TensorSource, names: LinearNames, shard: Shard | None = None) -> list[QuantizedWeight] | None:
-    """Return a layer's tensors, or a shard of each, neighbours of one kind joined.
+def read_parts(source: TensorSource, names: LinearNames) -> list[QuantizedWeight] | None:
+    """Return a layer's tensors, neighbours of one kind joined.
 
     None if one is not quantized, or neighbours of one kind cannot be joined.
     """
     if not isinstance(source, QuantizedSource):
         return None
-    found = [source.read_quantized(name, shard) for name in names.weights]
+    found = [source.read_quantized(name) for name in names.weights]
     held = [each for each in found if each is not None]
     kinds = [[*group] for _, group in groupby(held, lambda each: each.kind)]
     parts = [each[0] if len(each) == 1 else type(each[0]).joined(each) for each in kinds]

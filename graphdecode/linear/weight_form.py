@@ -225,13 +225,10 @@ class WeightForm(StoredForm):
         """Return a plain weight [out_features, in_features] in this form; the caller drops its own reference."""
 
     @classmethod
-    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-        """Read a layer's tensors, or a shard of them, into this form.
-
-        Shards of columns are summed, so only the first has the bias.
-        """
-        weight = read_fused(source, names.weights, shard, options.dtype, options.device)
-        return cls.of(weight, read_bias(source, names, shard, options), options)
+    def load(cls, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
+        """Read a layer's tensors into this form."""
+        weight = read_fused(source, names.weights, options.dtype, options.device)
+        return cls.of(weight, read_bias(source, names, options), options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
@@ -281,28 +278,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:
-    """Return the shape of tensors, or of a shard of each, fused along their first dimension."""
+def fused_shape(source: TensorSource, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the shape of tensors, fused along their first dimension."""
     shapes = [source.tensors[name].shape for name in names]
-    if shard is not None:
-        shapes = [(*torch.empty(shape, device="meta")[shard.slices(shape)].shape,) for shape in shapes]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def read_fused(
-    source: TensorSource, names: tuple[str, ...], shard: Shard | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return tensors, or a shard of each, fused along their first dimension, in new memory."""
-    fused = torch.empty(fused_shape(source, names, shard), dtype=dtype, device=device)
-    sizes = [fused_shape(source, (name,), shard)[0] for name in names]
+def read_fused(source: TensorSource, names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return tensors, fused along their first dimension, in new memory."""
+    fused = torch.empty(fused_shape(source, names), dtype=dtype, device=device)
+    sizes = [source.tensors[name].shape[0] for name in names]
     for name, out in zip(names, fused.split(sizes), strict=True):
-        source.read(name, out, shard)
+        source.read(name, out)
     return fused
 
 
-def read_bias(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> Tensor | None:
-    """Return a layer's bias, or the part that belongs to a shard of its weight, if any."""
-    if not names.biases or (shard is not None and shard.axis == 1 and shard.rank > 0):
-        return None
-    part = shard if shard is not None and shard.axis == 0 else None
-    return read_fused(source, names.biases, part, options.dtype, options.device)
+def read_bias(source: TensorSource, names: LinearNames, options: FormOptions) -> Tensor | None:
+    """Return a layer's bias, if any."""
+    return read_fused(source, names.biases, options.dtype, options.device) if names.biases else None

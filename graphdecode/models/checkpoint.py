@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.adapters import ADAPTER_FILE
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
@@ -110,12 +110,10 @@ class Checkpoint:
         else:
             out.copy_(self._part(name, () if shard is None else shard.slices(shape), out.device))
 
-    def read_quantized(
-        self, name: str, shard: Shard | None = None, expert: int | None = None
-    ) -> QuantizedWeight | None:
-        """Return a matrix, or a part of it, as it is stored; None if it is not quantized, or has no such part."""
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
+        """Return a matrix as it is stored; None if it is not quantized."""
         packed = self._packed.get(name) if name in self.tensors else None
-        return None if packed is None else part_of(packed.groups(self._part, expert), shard)
+        return None if packed is None else packed.groups(self._part, expert)
 
     def _part(self, name: str, part: tuple[slice, ...], device: torch.device | str = "cpu") -> Tensor:
         file, stored = self._place_of[name]

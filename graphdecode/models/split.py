@@ -1,13 +1,14 @@
 """One rank's shard of a model: its configuration and its tensors."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.groups import Groups
-from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, part_of
+from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig, ModelShape
 from graphdecode.models.weight_map import Part, Run, WeightMap, parts
@@ -81,19 +82,18 @@ class SplitSource:
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
 
-    def read_quantized(
-        self, name: str, shard: Shard | None = None, expert: int | None = None
-    ) -> QuantizedWeight | None:
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return the rank's part of a quantized matrix as it is stored; None if it is not, or the part cuts a block."""
         part, source = self._whole[name], self._source
-        stored = source.read_quantized(name, None, expert) if isinstance(source, QuantizedSource) else None
+        stored = source.read_quantized(name, expert=expert) if isinstance(source, QuantizedSource) else None
         if stored is None or part.split is None:
-            return part_of(stored, shard)
+            return stored
         axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
         cuts = [replace(cut, axis=axis) for cut in self._cuts(part, part.split)]
-        found = [held for cut in cuts if (held := part_of(stored, cut)) is not None]
-        if len(found) == len(cuts) and (axis == 0 or len(found) == 1):
-            return part_of(type(stored).joined(found), shard)
+        with suppress(ValueError):  # a part begins or ends within a group
+            found = [stored.part(cut) for cut in cuts]
+            if axis == 0 or len(found) == 1:
+                return type(stored).joined(found)
         if not isinstance(stored, Groups):
             return None
         why = f"begins or ends within a group of {source.tensors[name].dtype}"

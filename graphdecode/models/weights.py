@@ -60,14 +60,14 @@ class Weights:
 
     def tensor(self, place: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor at a place, in memory of its own; the default dtype is the model's."""
-        return read_fused(self._source, self._names(place), None, dtype or self.dtype, self.device)
+        return read_fused(self._source, self._names(place), dtype or self.dtype, self.device)
 
     def embedding_rows(self) -> RowTable | None:
         """Return the quantized embedding, if a form keeps it quantized; a tied output layer shares it."""
         names = LinearNames(self._names("embedding"))
         if quantized_form(self._source, names, self._options) is None:
             return None
-        form = load_linear(self._source, names, None, self._options)
+        form = load_linear(self._source, names, self._options)
         if form.row_table is not None:
             self._embedding = form
         return form.row_table
@@ -116,10 +116,10 @@ class Weights:
         split = self._map[place][0].split
         if self.shared is not None and split is None:
             # each rank computes all of it, and must get the same bits: no measured choices, which may differ
-            return replace(Plain.load(self._source, names, None, options), choices={})
+            return replace(Plain.load(self._source, names, options), choices={})
         if self.shared is not None and split == 1:
             options = replace(options, row_maxima=self.shared.greatest)
-        form = load_linear(self._source, names, None, options)
+        form = load_linear(self._source, names, options)
         if self.adapters is not None and place.rpartition(".")[2] not in _NEVER_ADAPTED:
             return self.adapters.around(form, place, self._map[place])
         if self.shared is None or split == 0 or is_partial:

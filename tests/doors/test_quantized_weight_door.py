@@ -35,9 +35,7 @@ class Ternary(QuantizedWeight):
     def rows(self, rows: slice) -> Ternary:
         return replace(self, codes=self.codes[rows], scales=self.scales[rows])
 
-    def part(self, shard: Shard | None) -> Ternary:
-        if shard is None:
-            return self
+    def part(self, shard: Shard) -> Ternary:
         rows, *columns = shard.slices(self.shape)
         return replace(self.rows(rows), codes=self.codes[(rows, *columns)])
 
@@ -62,7 +60,7 @@ class Ternary(QuantizedWeight):
 
 
 class Source:
-    def __init__(self) -> None:
+    def __init__(self, shard: Shard | None = None) -> None:
         draw = torch.Generator().manual_seed(3)
         self.weights = {
             name: Ternary(
@@ -70,13 +68,15 @@ class Source:
             )
             for name in "qk"
         }
+        if shard is not None:
+            self.weights = {name: weight.part(shard) for name, weight in self.weights.items()}
         self.tensors = {name: Stored(weight.shape, "T2") for name, weight in self.weights.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         raise AssertionError("it is never undone")
 
-    def read_quantized(self, name: str, shard: Shard | None = None, expert: int | None = None) -> QuantizedWeight:
-        return self.weights[name].part(shard)
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight:
+        return self.weights[name]
 
 
 @pytest.fixture
@@ -90,11 +90,11 @@ def registered() -> Iterator[None]:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("shard", [None, Shard(1, 2, 0), Shard(2, 3, 1)], ids=str)
 def test_a_layer_is_fused_cut_and_multiplied_in_a_code_from_outside(shard: Shard | None) -> None:
-    source = Source()
-    form = load_linear(source, LinearNames(("q", "k")), shard, OPTIONS)
+    source = Source(shard)
+    form = load_linear(source, LinearNames(("q", "k")), OPTIONS)
     assert form.choice(1).path == "ternary"
     assert form.nbytes < form.out_features * form.in_features  # two bits, and whole panels
-    weight = torch.cat([source.weights[name].part(shard).values() for name in "qk"])
+    weight = torch.cat([source.weights[name].values() for name in "qk"])
     x, out = torch.randn(3, form.in_features), torch.empty(3, form.out_features)
     form.apply(out, x)
     torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.linear.forms import FORMS, register_form
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
+from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, fused_shape
 
 PROMPTS = ["417+385=", "rev oceanic=", "sort zebra="]
 CONFIG = BucketConfig(max_batch_size=3, max_sequence_length=64, batch_sizes=[1, 2, 3])
@@ -28,13 +28,13 @@ class Transposed(WeightForm):
         return cls(weight.shape, bias, weight.T.contiguous())
 
     @classmethod
-    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
+    def load(cls, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
         assert not names.biases
-        rows, in_features = fused_shape(source, names.weights, shard)
+        rows, in_features = fused_shape(source, names.weights)
         columns = torch.empty(in_features, rows, dtype=options.dtype, device=options.device)
-        sizes = [fused_shape(source, (name,), shard)[0] for name in names.weights]
+        sizes = [fused_shape(source, (name,))[0] for name in names.weights]
         for name, part in zip(names.weights, columns.split(sizes, dim=1), strict=True):
-            source.read(name, part.T, shard)
+            source.read(name, part.T)
         LOADED.append(names.weights)
         return cls((rows, in_features), None, columns)
 

@@ -10,11 +10,13 @@ from gguf_checkpoints import quantized_file
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard
+from graphdecode.linear.weight_form import FormOptions, LinearNames
 from graphdecode.models import load, load_model
 from graphdecode.models.blocks import Tokens
 from graphdecode.models.family import BlocksStem
 from graphdecode.models.gguf.source import Gguf
+from graphdecode.models.split import SplitSource
+from graphdecode.models.weight_map import Part
 
 pytestmark = compiled
 
@@ -91,14 +93,19 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
     path = quantized_file(tmp_path / "small.gguf", "llama", {"weight": "Q4_0"})
     source, names = Gguf(path), LinearNames(("model.layers.0.self_attn.o_proj.weight",))
     options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), quantize="gguf")
-    form = KeptPanels.load(source, names, Shard(1, 2, axis), options)
+
+    def part(rank: int, count: int, axis: int) -> WeightForm:
+        places = {"o": (Part(names.weights[0], (64, 64), axis),)}
+        return KeptPanels.load(SplitSource(source, places, rank, count), names, options)
+
+    form = part(1, 2, axis)
     weight = values(source, *names.weights)
     assert weight.shape == (64, 64)
     assert isinstance(form, KeptPanels)
     out = torch.empty(form.in_features, form.out_features)
     form.apply(out, torch.eye(form.in_features))
     torch.testing.assert_close(out, weight[kept].T)
-    assert not isinstance(KeptPanels.load(source, names, Shard(1, 4, 1), options), KeptPanels)  # a cut within blocks
+    assert not isinstance(part(1, 4, 1), KeptPanels)  # a cut within blocks
 
 
 @compiled

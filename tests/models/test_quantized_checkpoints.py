@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,9 @@ def test_a_part_is_that_of_the_whole(pair: tuple[Path, Path], shard: Shard) -> N
     packed, plain = map(Checkpoint, pair)
     expected = read(plain, MLP, shard)
     torch.testing.assert_close(read(packed, MLP, shard), expected, rtol=2e-6, atol=1e-7)
-    groups = packed.read_quantized(MLP, shard)
-    if groups is not None:
-        torch.testing.assert_close(groups.dequantized(), expected, rtol=2e-6, atol=1e-7)
+    groups = packed.read_quantized(MLP)
+    with suppress(ValueError):  # it begins or ends within a group
+        torch.testing.assert_close(groups.part(shard).dequantized(), expected, rtol=2e-6, atol=1e-7)
 
 
 @compiled

@@ -252,7 +252,7 @@ def product(form: WeightForm, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama-3", "llama-biases", "qwen2", "qwen3-tied"])
 def test_the_shards_of_every_product_are_the_product(checkpoint: Callable[[str], Path], name: str) -> None:
-    source = Watched(checkpoint(name))
+    source = Checkpoint(checkpoint(name))
     config = source.config()
     places = family_of(config.architecture).weights(config)
     products = {place: parts for place, parts in places.items() if len(parts[0].shape) == 2 and place != "embedding"}
@@ -263,11 +263,11 @@ def test_the_shards_of_every_product_are_the_product(checkpoint: Callable[[str],
 
     for place, own in products.items():
         linear = LinearNames(names(own), names(places.get(f"{place}.bias", ())))
-        whole = load_linear(source, linear, None, OPTIONS)
+        whole = load_linear(source, linear, OPTIONS)
         x = torch.randn(3, whole.in_features, generator=torch.Generator().manual_seed(1))
         axis = own[0].split
         assert axis in (0, 1)
-        shards = [load_linear(source, linear, Shard(rank, RANKS, axis), OPTIONS) for rank in range(RANKS)]
+        shards = [load_linear(split(source, rank, RANKS), linear, OPTIONS) for rank in range(RANKS)]
         assert sum(shard.shape[axis] for shard in shards) == whole.shape[axis]
         assert max(shard.shape[axis] for shard in shards) <= -(-whole.shape[axis] // RANKS)
         expected = product(whole, x)
@@ -280,14 +280,6 @@ def test_the_shards_of_every_product_are_the_product(checkpoint: Callable[[str],
             pieces = [product(shard, x).split(size, dim=1) for shard, size in zip(shards, dealt, strict=True)]
             given = torch.cat([torch.cat(piece, dim=1) for piece in zip(*pieces, strict=True)], dim=1)
         torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_no_more_than_the_shard_is_read(checkpoint: Callable[[str], Path]) -> None:
-    source = Watched(checkpoint("llama-3"))
-    name = "model.layers.1.mlp.down_proj.weight"
-    shape = source.tensors[name].shape
-    load_linear(source, LinearNames((name,)), Shard(1, 4, 1), OPTIONS)
-    assert source.elements == shape[0] * shape[1] // 4
 
 
 def test_random_shards_are_parts_of_one_weight() -> None:

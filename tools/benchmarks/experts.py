@@ -55,9 +55,7 @@ class RandomExperts:
         """Write a plain tensor."""
         out.copy_(self._drawn(name))
 
-    def read_quantized(
-        self, name: str, shard: Shard | None = None, expert: int | None = None
-    ) -> QuantizedWeight | None:
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a tensor in groups or blocks."""
         if self._kind.startswith("Q"):
             return GgufBlocks(quantized_blocks(self._drawn(name), self._kind), self._kind)

@@ -66,7 +66,7 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
         name = names.get_name(stored, (".weight",))
         if name is None or (name == "output.weight" and config.tie_word_embeddings):
             continue
-        tensor = read_fused(checkpoint, (stored,), None, getattr(torch, dtype), torch.device("cpu"))
+        tensor = read_fused(checkpoint, (stored,), getattr(torch, dtype), torch.device("cpu"))
         part = name.split(".")[-2]
         if part in heads:
             tensor = interleaved(tensor, heads[part])

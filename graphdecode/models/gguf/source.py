@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
-from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
@@ -65,14 +65,12 @@ class Gguf:
         """Write one tensor, or a part of it, into `out`; blocks are dequantized a few rows at a time."""
         self._views[name].read(out, shard)
 
-    def read_quantized(
-        self, name: str, shard: Shard | None = None, expert: int | None = None
-    ) -> QuantizedWeight | None:
-        """Return a matrix, or a part of it, as it is stored; None if it is not in blocks, or the part cuts one."""
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
+        """Return a matrix as it is stored; None if it is not in blocks."""
         view = self._views[name]
         if len(view.shape) != 2 or view.shift or view.block_type not in GGUF_BLOCKS:
             return None
-        return part_of(GgufBlocks(view.blocks, view.block_type), shard)
+        return GgufBlocks(view.blocks, view.block_type)
 
     @cached_property
     def _architecture(self) -> Architecture:

@@ -17,7 +17,7 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.linear.groups import GROUP_TYPES, Code, Groups, packed
-from graphdecode.linear.quantized_weight import QuantizedWeight, part_of
+from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
@@ -208,11 +208,9 @@ class RoundedSource:
             whole = held.dequantized()
         out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
-    def read_quantized(
-        self, name: str, shard: Shard | None = None, expert: int | None = None
-    ) -> QuantizedWeight | None:
-        """Return a quantized weight, or a part of it; None for other tensors, and for parts that cut a group."""
-        return part_of(self._rounded(name), shard) if name in self._kinds else None
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
+        """Return a quantized weight; None for other tensors."""
+        return self._rounded(name) if name in self._kinds else None
 
     def _rounded(self, name: str) -> Groups | GgufBlocks:
         plain, kind = plain_weight(self._source, name), self._kinds[name]
