@@ -10,7 +10,7 @@ from gguf_checkpoints import quantized_file
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
-from graphdecode.linear.weight_form import FormOptions, LinearNames
+from graphdecode.linear.weight_form import FormOptions, LinearNames, WeightForm
 from graphdecode.models import load, load_model
 from graphdecode.models.blocks import Tokens
 from graphdecode.models.family import BlocksStem
