@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
-from graphdecode.cache import require_tensors
+from graphdecode.cache import require_fit, require_tensors
 from graphdecode.kernels.surfaces.cache_append import paged_append
 
 
@@ -103,23 +103,12 @@ def append_paged_kv_cache(
         "kv_indptr": kv_indptr,
     }
     require_tensors(k_cache.device, **metadata)
-    if not append_key.dim():
-        raise ValueError("append_key must have 3 dimensions, got none")
+    require_fit("append_key", append_key, ("tokens", *k_cache.shape[2:]))
     tokens = append_key.shape[0]
-    for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
-        if new.shape != (tokens, *cache.shape[2:]):
-            raise ValueError(
-                f"{name} must have the shape {(tokens, *cache.shape[2:])} to fit the cache, got {tuple(new.shape)}"
-            )
-        if cache.stride(-1) != 1:
-            raise ValueError("the last dimension of the cache must be contiguous")
+    require_fit("append_value", append_value, (tokens, *v_cache.shape[2:]))
+    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+        raise ValueError("the last dimension of the cache must be contiguous")
     for name, given in metadata.items():
-        if given.dtype != torch.int32 or given.dim() != 1:
-            raise ValueError(f"{name} must be int32 of 1 dimension, got {given.dtype} {list(given.shape)}")
-        if name in ("batch_indices", "positions") and len(given) != tokens:
-            raise ValueError(f"{name} must be int32 [{tokens}], got {given.dtype} {list(given.shape)}")
-    if kv_last_page_len.shape != (kv_indptr.shape[0] - 1,):
-        raise ValueError(
-            f"kv_last_page_len must have {kv_indptr.shape[0] - 1} entries, got {list(kv_last_page_len.shape)}"
-        )
+        require_fit(name, given, ("entries" if name.startswith("kv_") else tokens,), torch.int32)
+    require_fit("kv_last_page_len", kv_last_page_len, (kv_indptr.shape[0] - 1,))
     paged_append(k_cache, v_cache, append_key, append_value, batch_indices, positions, kv_indices, kv_indptr)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.paged_decode import PagedDecodeAttention
+from graphdecode.cache import require_choice
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.extend_attention import extend_attention
 
@@ -48,8 +49,7 @@ def cached_attention(
     Raises:
         ValueError: the format is unknown, or q does not fit it or the cache.
     """
-    if qkv_format not in QKV_FORMATS:
-        raise ValueError(f"qkv_format must be one of {', '.join(QKV_FORMATS)}, got {qkv_format!r}")
+    require_choice("qkv_format", qkv_format, QKV_FORMATS)
     dims = 3 if qkv_format == "thd_2bshd" else 4
     if q.dim() != dims:
         raise ValueError(f"q must have {dims} dimensions in the format {qkv_format}, got the shape {tuple(q.shape)}")

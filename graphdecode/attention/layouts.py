@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from graphdecode.cache import require_choice
+
 KV_LAYOUTS = ("NHD", "HND")
 PagedCache = Tensor | tuple[Tensor, Tensor]
 
 
 def check_layout(kv_layout: str) -> None:
     """Raise ValueError for an unknown layout."""
-    if kv_layout not in KV_LAYOUTS:
-        raise ValueError(f"kv_layout must be one of {', '.join(KV_LAYOUTS)}, got {kv_layout!r}")
+    require_choice("kv_layout", kv_layout, KV_LAYOUTS)
 
 
 def paged_caches(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,13 @@
 from .errors import (
     CacheFullError,
     UnknownSequenceError,
+    require_choice,
+    require_fit,
     require_hashable,
     require_integers,
     require_numbers,
     require_positive,
+    require_range,
     require_tensors,
 )
 from .layer_cache import (
@@ -42,10 +45,13 @@ __all__ = [
     "fill_page_row",
     "layer_state",
     "paged",
+    "require_choice",
+    "require_fit",
     "require_hashable",
     "require_integers",
     "require_numbers",
     "require_positive",
+    "require_range",
     "require_tensors",
     "untouched_zeros",
 ]

@@ -1,4 +1,4 @@
-"""None"""
+"""The embedding: rows are gathered exactly, and what is dead or no row has reads row 0."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def gather(request, device):
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("hidden", [1, 96, 2500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [1, 37, 96, 2500])
 def test_rows_are_gathered_exactly(gather, dtype, hidden):
     weight = torch.randn(11, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
     tokens = [3, 0, 10, 3]

@@ -26,7 +26,6 @@ native_rope_append = versions("rope_append").native
 rope_append_torch = versions("rope_append").torch
 native_act_mul = versions("act_mul").native
 native_extend_attention = versions("extend_attention").native
-native_embedding = versions("embedding").native
 native_add_rms_norm = versions("add_rms_norm").native
 native_rms_norm = versions("rms_norm").native
 native_sample = versions("sample").native
@@ -289,15 +288,6 @@ def test_a_draw_does_not_depend_on_company_or_threads(generator):
     one = SamplingSlots(*(slot[:1] for slot in slots))
     alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, None, 1)
     assert together == alone * rows
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dead_and_impossible_tokens_read_row_zero(dtype, generator):
-    weight = torch.randn(5, 40, generator=generator).to(dtype)[:, :37]
-    tokens = torch.tensor([4, 0, 5, -1, 3, 2**60])
-    out = torch.full((6, 37), torch.nan, dtype=dtype)
-    native_embedding(out, tokens, weight, torch.tensor([4], dtype=torch.int32), 1.0)()
-    assert torch.equal(out, weight[[4, 0, 0, 0, 0, 0]])
 
 
 def test_lengths_of_dead_rows_are_zero():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT
-from graphdecode.cache import require_tensors
+from graphdecode.cache import require_choice, require_fit, require_tensors
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
     check_page_lists,
@@ -20,7 +20,6 @@ from graphdecode.kernels.attention.attention_plan import (
 )
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.work_item import SplitPlan
-from graphdecode.surfaces.arguments import require_choice, require_fit
 
 from .decode_problem import (
     BACKENDS,

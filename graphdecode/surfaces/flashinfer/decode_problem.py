@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.paged_decode import wave_items_for
-from graphdecode.cache import require_numbers, require_tensors
+from graphdecode.cache import require_choice, require_fit, require_numbers, require_range, require_tensors
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import POSITION_MODES, Positions
-from graphdecode.surfaces.arguments import require_choice, require_fit, require_range
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.buffers import default_device
-from graphdecode.cache import require_positive, require_tensors, untouched_zeros
+from graphdecode.cache import require_choice, require_fit, require_positive, require_tensors, untouched_zeros
 from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.slot_cache import slot_scatter, slot_shift
-from graphdecode.surfaces.arguments import require_choice, require_fit
 
 _TILE = 128
 _INDEX_DTYPES = (torch.int32, torch.int64)

@@ -14,6 +14,8 @@ from graphdecode.cache import (
     PageLedger,
     UnknownSequenceError,
     copy_page,
+    require_choice,
+    require_fit,
     require_hashable,
     require_positive,
     require_tensors,
@@ -22,7 +24,6 @@ from graphdecode.cache import (
 from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.cache_append import cache_append
 from graphdecode.kernels.surfaces.cache_moves import move_rows, plan_row_moves, plan_words
-from graphdecode.surfaces.arguments import require_choice, require_fit
 
 from .metadata import StepMetadata
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphdecode.buffers import default_device
+from graphdecode.cache import require_choice
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.norm.rms_norm import rms_norm
-from graphdecode.surfaces.arguments import require_choice
 
 from .dot_product_attention import DotProductAttention, check_training_arguments
 from .inference_params import InferenceParams
