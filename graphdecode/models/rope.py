@@ -15,10 +15,6 @@ from graphdecode.models.fields import MOST, UnsupportedModelError, flag, is_posi
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-class UnsupportedRopeError(UnsupportedModelError):
-    """A rotary embedding that is not supported, or lacks a field."""
-
-
 @dataclass(frozen=True)
 class RopeConfig:
     """A rotary embedding."""
@@ -46,28 +42,28 @@ class RopeConfig:
         """Take the fields of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
         Raises:
-            UnsupportedRopeError: the type is unknown, a field is missing, some channels are not rotated and the family
+            UnsupportedModelError: the type is unknown, a field is missing, some channels are not rotated and the family
                 does not support that, or layers differ.
         """
         scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-            raise UnsupportedRopeError(
+            raise UnsupportedModelError(
                 f"rope_parameters must be one object with numbers for all layers, got {shown(scaling)}; supported rope "
                 f"types are {', '.join(ROPE_TYPES)}"
             )
         rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
         if rope_type not in ROPE_TYPES:
-            raise UnsupportedRopeError(
+            raise UnsupportedModelError(
                 f"rope type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}"
             )
         partial = scaling.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
         if partial != 1.0 and not may_be_partial:
-            raise UnsupportedRopeError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
+            raise UnsupportedModelError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
         if not is_positive(partial) or partial > 1:
-            raise UnsupportedRopeError(f"partial_rotary_factor must be a number > 0 and <= 1, got {shown(partial)}")
+            raise UnsupportedModelError(f"partial_rotary_factor must be a number > 0 and <= 1, got {shown(partial)}")
         theta = _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0))
         if theta <= 1:
-            raise UnsupportedRopeError(f"rope_theta must be above 1, got {theta}: periods grow with the channel")
+            raise UnsupportedModelError(f"rope_theta must be above 1, got {theta}: periods grow with the channel")
         rope = cls(rope_type, theta, rotary_factor=float(partial))
         if rope_type == "default":
             return rope
@@ -81,7 +77,7 @@ class RopeConfig:
         if rope_type == "llama3":
             low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
             if low >= high:
-                raise UnsupportedRopeError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+                raise UnsupportedModelError(f"low_freq_factor {low} must be below high_freq_factor {high}")
             return replace(rope, low_freq_factor=low, high_freq_factor=high)
         if rope_type == "longrope":
             return replace(
@@ -104,7 +100,7 @@ def _positions(fields: dict[str, Any]) -> int:
     name = "original_max_position_embeddings"
     value = _number(fields, name, 0.0)
     if value and not 1 <= value <= MOST:
-        raise UnsupportedRopeError(f"{name} must be in 1..{MOST}, got {shown(value)}")
+        raise UnsupportedModelError(f"{name} must be in 1..{MOST}, got {shown(value)}")
     return int(value)
 
 
@@ -115,7 +111,7 @@ def _number(fields: dict[str, Any], name: str, default: float | None = None) -> 
         return default
     if not is_positive(value):
         kind = shown(fields.get("rope_type") or fields.get("type") or "default")
-        raise UnsupportedRopeError(f"rope type {kind} needs {name} to be a number > 0, got {shown(value)}")
+        raise UnsupportedModelError(f"rope type {kind} needs {name} to be a number > 0, got {shown(value)}")
     return float(value)
 
 
@@ -123,7 +119,9 @@ def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
     """Return a field that is a list of numbers > 0."""
     value = fields.get(name)
     if not isinstance(value, list) or not value:
-        raise UnsupportedRopeError(f"rope type 'longrope' needs {name} to be a list of numbers > 0, got {shown(value)}")
+        raise UnsupportedModelError(
+            f"rope type 'longrope' needs {name} to be a list of numbers > 0, got {shown(value)}"
+        )
     return tuple(_number({"rope_type": "longrope", name: factor}, name) for factor in value)
 
 
@@ -139,7 +137,7 @@ def _attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
     growth = math.log(rope.factor)
     if rope.rope_type == "longrope":
         if rope.original_max_positions == 1:
-            raise UnsupportedRopeError(
+            raise UnsupportedModelError(
                 "rope type 'longrope' needs original_max_position_embeddings to be above 1, got 1"
             )
         return math.sqrt(1 + growth / math.log(rope.original_max_positions))
@@ -169,7 +167,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> 
     if rope.rope_type == "longrope":
         factors = rope.long_factors if positions > rope.original_max_positions else rope.short_factors
         if len(factors) != len(periods):
-            raise UnsupportedRopeError(f"rope type 'longrope' needs {len(periods)} factors, got {len(factors)}")
+            raise UnsupportedModelError(f"rope type 'longrope' needs {len(periods)} factors, got {len(factors)}")
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
     return plain
 
@@ -221,7 +219,7 @@ def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: f
     is_nested = isinstance(parameters, dict) and any(kind in parameters for kind in kinds)
     full, sliding = (parameters.get(kind) or {} for kind in kinds) if is_nested else (parameters, {})
     if not all(isinstance(fields, dict) for fields in (full, sliding, scaling)):
-        raise UnsupportedRopeError(
+        raise UnsupportedModelError(
             f"rope_parameters must be an object, or one for each type of layer, got {shown(parameters)}"
         )
     full = {"rope_theta": settings.get("rope_theta", theta)} | full | scaling

@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.models.rope import RopeConfig, UnsupportedRopeError, cos_sin_table, inverse_frequencies
+from graphdecode.models import UnsupportedModelError
+from graphdecode.models.rope import RopeConfig, cos_sin_table, inverse_frequencies
 
 MAX_POSITIONS = 131072
 LLAMA3 = family_checkpoints.LLAMA3 | {"original_max_position_embeddings": 8192}
@@ -134,7 +135,7 @@ def test_a_layer_without_rope_has_a_table_of_no_channels() -> None:
     ],
 )
 def test_a_rope_that_cannot_be_computed_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedRopeError, match=message):
+    with pytest.raises(UnsupportedModelError, match=message):
         RopeConfig.from_dict(settings, MAX_POSITIONS)
 
 
