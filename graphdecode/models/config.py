@@ -8,7 +8,7 @@ import torch
 from graphdecode.attention import AttentionOptions
 from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
-from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids, whole
+from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids
 from graphdecode.models.rope import RopeConfig
 
 __all__ = [  # what a family reads its configuration by
@@ -26,7 +26,6 @@ __all__ = [  # what a family reads its configuration by
     "read_json",
     "switched_windows",
     "token_ids",
-    "whole",
 ]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")

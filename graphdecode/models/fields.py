@@ -34,24 +34,16 @@ class UnsupportedModelError(GraphdecodeError, ValueError):
     """A checkpoint that this runtime cannot run; the message lists what is supported."""
 
 
-def count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Return a field that is an integer >= 1, within `LIMITS`; `default`, if any, for one absent or null."""
+def count(settings: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
+    """Return a field that is an integer >= `least`, within `LIMITS`; `default`, if any, for one absent or null."""
     value = _value(settings, name, default)
     if value is None:
         raise UnsupportedModelError(f"the field {name} is missing")
     most = LIMITS.get(name, MOST)
-    if not _is_integer(value) or value < 1:
-        raise UnsupportedModelError(f"{name} must be an integer >= 1, got {shown(value)}")
+    if not _is_integer(value) or value < least:
+        raise UnsupportedModelError(f"{name} must be an integer >= {least}, got {shown(value)}")
     if value > most:
         raise UnsupportedModelError(f"{name} must be at most {most}, got {shown(value)}")
-    return int(value)
-
-
-def whole(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """Return a field that is an integer >= 0; `default` for one absent or null."""
-    value = _value(settings, name, default)
-    if not _is_integer(value) or not 0 <= value <= MOST:
-        raise UnsupportedModelError(f"{name} must be an integer in 0..{MOST}, got {shown(value)}")
     return int(value)
 
 

@@ -430,14 +430,8 @@ def tiled_linear(
         x: [rows, in_features], fp32, fp16 or bf16; rows may be strided.
         tiles: the weight; no kernel that still runs may write it.
         bias: [out_features] or None, of x's dtype.
-        counters: int32, at least `config.counters(rows, out_features)`, all 0, and 0 again afterwards; products that
-            run one after another share them. None where the configuration has one split.
         config: how the work is dealt out; its block_k is the step of the tiles.
-        gain: fp32 [in_features]: the product is that of the RMSNorm of `x`; None: of `x` itself.
-        eps: of the norm, added to the mean square.
-        epilogue: "store"; "add": `out += scale * product`; or an activation of `act_mul`: `activation(gate) * up`, the
-            gate being the first half of the product.
-        scale: of the sum.
+        others: see `small_linear`.
 
     Raises:
         ValueError: too few counters, or an epilogue that is not known.

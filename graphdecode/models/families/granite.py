@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
-from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, number, whole
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, number
 from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Hybrid, mamba2_sizes, recurrent_layers
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
@@ -46,12 +46,12 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         settings = self.defaults | settings
-        if whole(settings, "num_local_experts", 0) == 0:  # each layer has the shared MLP alone
+        if count(settings, "num_local_experts", 0, least=0) == 0:  # each layer has the shared MLP alone
             settings["intermediate_size"] = count(settings, "shared_intermediate_size")
         return super().config(settings)
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
-        if whole(settings, "num_local_experts", 0) == 0:
+        if count(settings, "num_local_experts", 0, least=0) == 0:
             return None
         shared = count(settings, "shared_intermediate_size")
         return replace(experts_everywhere(settings, fields), shared_intermediate_size=shared)

@@ -5,7 +5,7 @@ Both come with experts, too: many small ones, and in Qwen 2 a shared one whose s
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import flag, switched_windows, whole
+from graphdecode.models.config import count, flag, switched_windows
 from graphdecode.models.families.llama import ATTENTION_BIASES, Biases, Llama
 from graphdecode.models.families.sparse import Sparse
 
@@ -23,7 +23,7 @@ class Qwen2(Llama):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer, if they are switched on: those from a number on have one."""
-        first = whole(settings, "max_window_layers", 28)
+        first = count(settings, "max_window_layers", 28, least=0)
         return switched_windows(settings, [layer >= first for layer in range(layers)])
 
 
@@ -42,7 +42,7 @@ class Qwen2Moe(Sparse, Qwen2):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: every other one of the first layers has one."""
-        first = whole(settings, "max_window_layers", 28)
+        first = count(settings, "max_window_layers", 28, least=0)
         return switched_windows(settings, [layer % 2 == 0 and layer < first for layer in range(layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
