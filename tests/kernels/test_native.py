@@ -26,7 +26,6 @@ native_rope_append = versions("rope_append").native
 rope_append_torch = versions("rope_append").torch
 native_act_mul = versions("act_mul").native
 native_extend_attention = versions("extend_attention").native
-native_add_rms_norm = versions("add_rms_norm").native
 native_rms_norm = versions("rms_norm").native
 native_sample = versions("sample").native
 sample_torch = versions("sample").torch
@@ -44,31 +43,6 @@ def generator():
 
 def close(actual, expected, dtype):
     torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [1, 15, 16, 33, 768])
-def test_the_norm_is_the_formula(hidden, dtype, generator):
-    x, residual = (torch.randn(2, 3, hidden + 2, generator=generator) * 3).to(dtype)
-    weight, post = torch.randn(2, hidden, generator=generator)
-    x, residual = x[:, 1 : hidden + 1], residual[:, :hidden].contiguous()
-    for given in (None, residual):
-        source = (x if given is None else (residual.float() + x.float()).to(dtype)).double()
-        expected = source / (source.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-        out = torch.full((3, hidden), torch.nan, dtype=dtype)
-        if given is None:
-            native_rms_norm(out, x, weight, EPS)()
-        else:
-            native_add_rms_norm(out, given, x, weight, EPS, None, 0.0, 1.0)()
-            close(given, source, dtype)
-        close(out, expected, dtype)
-    for gain in (None, weight):
-        of_x = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * post.double()
-        source, out, given = residual.double() + 0.7 * of_x, torch.full_like(out, torch.nan), residual.clone()
-        native_add_rms_norm(out, given, x, gain, EPS, post, EPS, 0.7)()
-        close(given, source, dtype)
-        wide = given.double()
-        close(out, wide if gain is None else wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * gain, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

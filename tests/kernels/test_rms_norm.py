@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from compiled_kernels import NATIVE
 
 from graphdecode.kernels.model.act_mul import ACTIVATIONS, act_mul, act_mul_triton
 from graphdecode.kernels.native.registration import versions
@@ -14,6 +15,7 @@ rms_norm_torch = versions("rms_norm").torch
 
 # The interpreter truncates where it stores bf16: one unit in the last place more than rounding.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NATIVE_TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 EPS = 1e-5
 
 
@@ -22,12 +24,22 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return wide / (wide.pow(2).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt() * weight.double()
 
 
-@pytest.fixture(params=["torch", "triton"])
+def native_rms_norm(*given):
+    versions("rms_norm").native(*given)()
+
+
+def native_add_rms_norm(*given):
+    versions("add_rms_norm").native(*given)()
+
+
+@pytest.fixture(params=["torch", NATIVE, "triton"])
 def version(request, device):
-    """(rms_norm, add_rms_norm, where) of one of the two versions."""
+    """(rms_norm, add_rms_norm, where, tolerance) of one of the versions."""
     if request.param == "torch":
-        return rms_norm_torch, add_rms_norm_torch, "cpu"
-    return rms_norm_triton, add_rms_norm_triton, device
+        return rms_norm_torch, add_rms_norm_torch, "cpu", TOLERANCE
+    if request.param == "native":
+        return native_rms_norm, native_add_rms_norm, "cpu", NATIVE_TOLERANCE
+    return rms_norm_triton, add_rms_norm_triton, device, TOLERANCE
 
 
 def inputs(rows, hidden, dtype, where):
@@ -38,45 +50,47 @@ def inputs(rows, hidden, dtype, where):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("hidden", [1, 100, 1024])
+@pytest.mark.parametrize("hidden", [1, 15, 16, 33, 100, 768, 1024])
 def test_the_norm_is_the_formula(version, dtype, hidden):
-    norm, _, where = version
+    norm, _, where, tolerances = version
     x, _, weight = inputs(3, hidden, dtype, where)
-    out = torch.full_like(x, torch.nan)
+    out, tolerance = torch.full_like(x, torch.nan), tolerances[dtype]
     norm(out, x, weight, EPS)
-    torch.testing.assert_close(out.double(), reference(x, weight), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(out.double(), reference(x, weight), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_residual_holds_the_sum_and_the_norm_is_of_it(version, dtype):
-    _, add_norm, where = version
-    x, residual, weight = inputs(3, 100, dtype, where)
+@pytest.mark.parametrize("hidden", [1, 15, 16, 33, 100, 768])
+def test_the_residual_holds_the_sum_and_the_norm_is_of_it(version, dtype, hidden):
+    _, add_norm, where, tolerances = version
+    x, residual, weight = inputs(3, hidden, dtype, where)
     total = x.double() + residual.double()
-    out = torch.full_like(x, torch.nan)
+    out, tolerance = torch.full_like(x, torch.nan), tolerances[dtype]
     add_norm(out, residual, x, weight, EPS, None, 0.0, 1.0)
-    tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(residual.double(), total, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(out.double(), reference(residual, weight), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("hidden", [1, 15, 16, 33, 100, 768])
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("has_post", [False, True])
-def test_what_is_added_may_be_normed_and_scaled_and_the_sum_be_left_as_it_is(version, dtype, is_normed, has_post):
-    _, add_norm, where = version
-    x, residual, weight = inputs(3, 100, dtype, where)
+def test_what_is_added_may_be_normed_and_scaled_and_the_sum_be_left_as_it_is(
+    version, dtype, hidden, is_normed, has_post
+):
+    _, add_norm, where, tolerances = version
+    x, residual, weight = inputs(3, hidden, dtype, where)
     post = weight.flip(0).contiguous() if has_post else None
     total = residual.double() + 0.7 * (reference(x, post) if has_post else x.double())
-    out = torch.full_like(x, torch.nan)
+    out, tolerance = torch.full_like(x, torch.nan), tolerances[dtype]
     add_norm(out, residual, x, weight if is_normed else None, EPS, post, EPS, 0.7)
-    tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(residual.double(), total, rtol=tolerance, atol=tolerance)
     expected = reference(residual, weight) if is_normed else residual.double()
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_rows_of_the_input_may_be_strided(version):
-    norm, _, where = version
+    norm, _, where, _ = version
     wide, _, weight = inputs(4, 60, torch.float32, where)
     out = torch.zeros(4, 20, device=where)
     norm(out, wide[:, 10:30], weight[:20].contiguous(), EPS)
@@ -85,7 +99,7 @@ def test_rows_of_the_input_may_be_strided(version):
 
 def test_a_hostile_row_changes_no_other(version):
     """Law: padding is inert."""
-    norm, _, where = version
+    norm, _, where, _ = version
     x, _, weight = inputs(4, 64, torch.float32, where)
     calm, hostile = torch.zeros_like(x), torch.zeros_like(x)
     norm(calm, x, weight, EPS)
@@ -95,7 +109,7 @@ def test_a_hostile_row_changes_no_other(version):
 
 
 def test_a_row_of_zeros_gives_zeros(version):
-    norm, _, where = version
+    norm, _, where, _ = version
     out = torch.full((1, 16), torch.nan, device=where)
     norm(out, torch.zeros(1, 16, device=where), torch.ones(16, device=where), EPS)
     assert (out == 0).all()
