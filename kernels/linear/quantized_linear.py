@@ -14,7 +14,8 @@ then two further input features. Numbers: `[panels, groups, 32]`.
 Weights are not rounded. Rows of bf16 and fp16 are multiplied as integers (AVX2 and up; with AMX, bf16 alone by tiles),
 with 15 bits and a sign of an activation beside the largest of its group, and one or two rows with 23 (AVX-512's VNNI
 and VBMI). Else a group's integers times activations of bf16 are summed up in float32 and scaled, and with float32
-whole weights are multiplied. A row's result depends neither on other rows nor on the number of threads, but for this choice by their number.
+whole weights are multiplied. A row's result depends neither on other rows nor on the number of threads, but for this
+choice by their number.
 """
 
 from collections.abc import Sequence

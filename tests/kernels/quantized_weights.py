@@ -66,8 +66,8 @@ def product(
 def share_of_allowed(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
     """Return the largest difference from float64, as a share of what sums in float32 and one rounding may cost.
 
-    Rows of 16 bits may be taken as integers of 16 bits, which are off by a random 2^-16 of a span's largest at most; a row
-    or two in 22 bits, where the processor multiplies bytes.
+    Rows of 16 bits may be taken as integers of 16 bits, which are off by a random 2^-16 of a span's largest at most;
+    one row or two in 23 bits, where the processor multiplies bytes.
     """
     expected = x.double() @ weight.T + (0 if bias is None else bias.double())
     sizes = x.double().abs() @ weight.abs().T  # of what is summed up: sums in float32 err by so much of it
