@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,12 +19,7 @@ from rich.table import Table
 from graphdecode import LLM, SamplingParams
 from graphdecode.cli.options import wide_console
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import Plain
-from graphdecode.linear.weight_form import WeightForm
-from graphdecode.linear.wrapped import Wrapped
-from graphdecode.models import Decoder, resolve_device
-from graphdecode.models.blocks import Block
+from graphdecode.models import resolve_device
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.text import RequestOutput
 
@@ -50,23 +44,6 @@ def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0
             raise TimeoutError(f"{why} after {seconds:g} s")
         time.sleep(every)
     return found
-
-
-def with_choices(part: Any, change: Callable[[LinearChoice], LinearChoice | None]) -> Any:
-    """Return a block or a weight form whose plain products have other choices; a `change` to None is cuBLAS."""
-    if isinstance(part, Plain):
-        changed = {rows: change(choice) for rows, choice in part.choices.items()}
-        return replace(part, choices={rows: choice for rows, choice in changed.items() if choice is not None})
-    if not isinstance(part, (Block, Wrapped)):
-        return part
-    inner = {name: value for name, value in vars(part).items() if isinstance(value, (Block, WeightForm))}
-    return replace(part, **{name: with_choices(value, change) for name, value in inner.items()})  # type: ignore[type-var]
-
-
-def decoder_with(model: Decoder, change: Callable[[LinearChoice], LinearChoice | None]) -> Decoder:
-    """Return a decoder over the same weights; see `with_choices`."""
-    layers, head = [with_choices(layer, change) for layer in model.layers], with_choices(model.head, change)
-    return Decoder(model.config, model.stem, layers, head, model.cache_scales, model.adapters)
 
 
 def command_of(program: str, *arguments: object) -> list[str]:

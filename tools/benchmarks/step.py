@@ -25,6 +25,7 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
+from gpu_checks.models import decoder_with
 from graphdecode.attention import QKNormRope
 from graphdecode.buckets import StepShape
 from graphdecode.config import BucketConfig
@@ -45,7 +46,7 @@ from graphdecode.models.blocks import AppendAndAttend, Attend, ResidualStream, S
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
-from harness import Device, Dtype, OutFolder, Rounds, Sizes, decoder_with, in_turn, numbers, record, show, write
+from harness import Device, Dtype, OutFolder, Rounds, Sizes, in_turn, numbers, record, show, write
 
 SCHEMA_VERSION = 1
 FULL, EAGER = "full", "eager"

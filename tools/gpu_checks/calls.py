@@ -43,8 +43,8 @@ def call_b(scratch: Path) -> list[Part]:
     """The tests that want a GPU, and the engine's."""
     engine = ["tests/engine", "tests/graphs", "tests/models/test_tiled_weights.py"]
     return [
-        _tests("gpu tests", scratch, 270, GPU_TESTS, ["tests/kernels/test_rms_norm.py"]),
-        _tests("engine tests", scratch, 200, engine, ["tests/graphs/test_graph_manager.py"]),
+        _tests("gpu tests", scratch, 270, GPU_TESTS, ["tests/kernels/test_rms_norm.py", "-k", "strided or hostile"]),
+        _tests("engine tests", scratch, 200, engine, ["tests/graphs/test_graph_manager.py", "-k", "not left_open"]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Shapes with fewer layers, and the runner of a shape."""
+"""Shapes with fewer layers, the runner of a shape, and models with other products over the same weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import load_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.weight_form import WeightForm
+from graphdecode.linear.wrapped import Wrapped
 from graphdecode.models import Decoder
+from graphdecode.models.blocks import Block
 from graphdecode.models.shapes import PREFIX, SHAPES
 from graphdecode.profiling.latency import STEPS_PER_STAGING
-from harness import decoder_with
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_attention_heads": 4}
 
@@ -42,6 +45,23 @@ def runner_of(
     )
     settings: dict[str, Any] = {"device": device, "dtype": "bfloat16", "prefix_cache": False, "model_impl": "native"}
     return load_runner(shape, config, quantize=quantize, **settings)
+
+
+def with_choices(part: Any, change: Callable[[LinearChoice], LinearChoice | None]) -> Any:
+    """Return a block or a weight form whose plain products have other choices; a `change` to None is cuBLAS."""
+    if isinstance(part, Plain):
+        changed = {rows: change(choice) for rows, choice in part.choices.items()}
+        return replace(part, choices={rows: choice for rows, choice in changed.items() if choice is not None})
+    if not isinstance(part, (Block, Wrapped)):
+        return part
+    inner = {name: value for name, value in vars(part).items() if isinstance(value, (Block, WeightForm))}
+    return replace(part, **{name: with_choices(value, change) for name, value in inner.items()})  # type: ignore[type-var]
+
+
+def decoder_with(model: Decoder, change: Callable[[LinearChoice], LinearChoice | None]) -> Decoder:
+    """Return a decoder over the same weights; see `with_choices`."""
+    layers, head = [with_choices(layer, change) for layer in model.layers], with_choices(model.head, change)
+    return Decoder(model.config, model.stem, layers, head, model.cache_scales, model.adapters)
 
 
 def variant(runner: Runner, change: Callable[[LinearChoice], LinearChoice | None]) -> Runner:
