@@ -21,8 +21,9 @@ from graphdecode.server.reply import Cursor, Delta, Prepared, Reply
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
+from graphdecode.text.arguments import as_prompt
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.input_processor import ParentRequest, as_prompt
+from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.outputs import Logprob
 
 B = TypeVar("B", bound=protocol.Body)

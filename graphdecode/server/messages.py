@@ -60,16 +60,10 @@ class DropGrammar(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The text of an output ended it; see `Engine.finish`."""
+    """A request ends: a stop text completed its output, or its client is gone; see `Engine.finish`."""
 
     request_id: int
-    num_tokens: int
-
-
-class Abort(NamedTuple):
-    """The client of a request is gone."""
-
-    request_id: int
+    num_tokens: int | None
 
 
 class ChangeAdapter(NamedTuple):
@@ -112,13 +106,6 @@ class EngineStatus(NamedTuple):
     preemptions: int  # since the start
     stats: EngineStats  # since the start; times of steps and launches: since the last message
     adapters: AdapterStats = AdapterStats()
-
-    @property
-    def padding_share(self) -> float:
-        """The share of computed rows that were padding."""
-        computed = sum(bucket * steps for bucket, steps in self.stats.bucket_steps.items())
-        live = sum(size * steps for size, steps in self.stats.batch_sizes.items())
-        return 1.0 - live / computed if computed else 0.0
 
 
 def pack_event(event: Event, request_id: int, *, whole: bool) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ class Preprocessor:
     @cached_property
     def input_processor(self) -> InputProcessor:
         """The input processor: prompts to tokens."""
-        return InputProcessor(self.engine, self.tokenizer)
+        return InputProcessor(self.engine.rules, self.engine.seed, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         known = {name: value for name, value in self.__dict__.items() if name != "input_processor"}

@@ -162,13 +162,11 @@ def _calls(
 class _Results(OrderedDict[bytes, str]):
     """The texts that came of the latest jobs, by digest of the request; bounded in number and characters."""
 
-    _sum = 0
-
     def put(self, digest: bytes, text: str) -> None:
-        self._sum += len(text) - len(self.pop(digest, ""))
         self[digest] = text
-        while len(self) > _RESULTS_KEPT or self._sum > _RESULTS_BYTES:
-            self._sum -= len(self.popitem(last=False)[1])
+        self.move_to_end(digest)
+        while len(self) > _RESULTS_KEPT or sum(map(len, self.values())) > _RESULTS_BYTES:
+            self.popitem(last=False)
 
 
 @dataclass

@@ -23,17 +23,18 @@ from graphdecode.errors import AnswerError, ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
 from graphdecode.models import check_model, generation_defaults, resolve_model_path
 from graphdecode.models.checkpoint import GENERATION_FILE
-from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
-from graphdecode.text.input_processor import (
-    InputProcessor,
-    ParentRequest,
+from graphdecode.text.arguments import (
+    LoRARequest,
+    LoRARequests,
     Prompt,
+    as_lora_requests,
     as_params,
     as_priorities,
     as_prompt,
     as_prompts,
 )
-from graphdecode.text.lora import LoRARequest, LoRARequests, as_lora_requests
+from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
+from graphdecode.text.input_processor import InputProcessor, ParentRequest
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.request_state import RequestState
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
@@ -147,7 +148,7 @@ class LLM:
         self.engine_config = _as_it_holds(settings, self.capacity)
         self.config = self.engine_config.buckets
         self.router = SteppingRouter(engine)
-        self.input_processor = InputProcessor(engine, self.tokenizer)
+        self.input_processor = InputProcessor(engine.rules, engine.seed, self.tokenizer)
         if self.tokenizer is not None:
             engine.constrain = self.input_processor.grammars.constraint
         self.load_seconds = time.perf_counter() - began

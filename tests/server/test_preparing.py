@@ -148,7 +148,7 @@ def test_a_prompt_that_is_too_long_is_told_so(preprocessor: Preprocessor) -> Non
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
-    input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(RULES, 0, load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
     alone = [
@@ -164,6 +164,6 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
-    input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(RULES, 0, load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bad_words"):
         input_processor.tokenized_params(SamplingParams(bad_words=["\ud800"]))

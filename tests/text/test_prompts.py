@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from graphdecode import LLM, ArgumentError, AsyncLLM, EngineStats, SamplingParams
 from graphdecode.models import resolve_model_path
+from graphdecode.text.arguments import as_prompt, as_prompts
 from graphdecode.text.detokenizer import Detokenizer
-from graphdecode.text.input_processor import as_prompt, as_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
