@@ -231,23 +231,15 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import (
-        captured_widths,
-        plan_capacity,
-        resolve_cache_dtype,
-        rolling_prefill_tokens,
-        state_bytes_of,
-    )
+    from graphdecode.engine.capacity import plan_capacity, state_bytes_of
     from graphdecode.memory import free_bytes
     from graphdecode.models import num_parameters, weight_bytes
 
-    config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)
+    config = engine.buckets
     free, weights = free_bytes(device), weight_bytes(model, settings, dtype, device, quantize=engine.quantize)
     parameters = num_parameters(settings)
     keeps = ", most of them quantized as stored" if weights < parameters * dtype.itemsize else ""
-    available = max(free - weights, 0)
-    longest = rolling_prefill_tokens(engine, device)
-    capacity = plan_capacity(config, settings, cache_dtype, device, available, captured_widths(engine), longest)
+    capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights, 0))
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)
     states = state_bytes_of(config, settings)

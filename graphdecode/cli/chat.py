@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, repeats_at_the_end, run_beside, typing_hidden
+from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, run_beside, run_summary, typing_hidden
 from graphdecode.cli.checkpoint import find_checkpoint, fitted
 from graphdecode.cli.options import (
     CHAT_OPTIONS,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyPressEvent
 
-    from graphdecode.text import Conversation, RequestOutput, RunSummary
+    from graphdecode.text import Conversation, RequestOutput
 
 _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)  # and not a path such as /etc/hosts
 _HELP = """\
@@ -134,7 +134,6 @@ class ChatSession:
                 _print_message("stopped before anything came; what was said is forgotten")
             else:
                 _print_message("stopped; what came of the answer stays in the conversation")
-                _warn_of_repeats(self._conversation)
         else:
             print_figures(self._conversation)
 
@@ -185,7 +184,6 @@ def answer(conversation: Conversation, text: str) -> None:
         is_full = len(request.prompt_token_ids) + tokens >= limit
         why = f"the room of {limit} tokens is used up (--max-sequence-length)" if is_full else "that is --max-tokens"
         _print_message(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
-    _warn_of_repeats(conversation)
     if conversation.num_forgotten != forgotten:
         _print_message(
             f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
@@ -209,15 +207,6 @@ def print_figures(conversation: Conversation) -> None:
     parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
     parts.append(f"{prompt + tokens} of {limit} tokens of room")
     _print_message("; ".join(parts))
-
-
-def _warn_of_repeats(conversation: Conversation) -> None:
-    times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
-    if times:
-        _print_message(
-            f"it says the same {times} times in a row: small models fall into that; Ctrl-C stops an answer, "
-            "--repetition-penalty 1.1 makes it less likely"
-        )
 
 
 @sampling(*CHAT_OPTIONS)
@@ -259,7 +248,7 @@ def chat(
         if lora is not None and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=1)
         from graphdecode import LLM, LoRARequest, SamplingParams
-        from graphdecode.text import Conversation, RunSummary, render_chat
+        from graphdecode.text import Conversation, render_chat
 
         given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
         SamplingParams(**given)  # fails before the model is loaded, and so does a model without a template
@@ -285,12 +274,13 @@ def chat(
             )
             ChatSession(conversation, make_prompt_session()).run()
         else:
-            _say(conversation, messages, RunSummary(llm, load_seconds=time.perf_counter() - began))
+            _say(conversation, messages, time.perf_counter() - began)
 
 
-def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -> None:
+def _say(conversation: Conversation, messages: list[str], load_seconds: float) -> None:
     """Print the output for each message, and one line of figures."""
     outputs: list[RequestOutput] = []
+    ready = time.perf_counter()
     try:
         for message in messages:
             if len(messages) > 1:
@@ -301,4 +291,4 @@ def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -
     except KeyboardInterrupt:
         print(flush=True)
         raise
-    print_message(summary.line(outputs))
+    print_message(run_summary(conversation.llm, outputs, load_seconds, time.perf_counter() - ready))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graphdecode.cli.answer_terminal import run_summary
 from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
@@ -63,7 +64,6 @@ def generate(
     settings = settings_of(config, **overrides)
     from graphdecode import LLM, SamplingParams
     from graphdecode.profiling.tuner import check_record, record_batch_sizes
-    from graphdecode.text import RunSummary
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
     requested = SamplingParams(**given)  # fails before the model is loaded
@@ -73,13 +73,13 @@ def generate(
     settings = _sized(settings, checkpoint, texts, requested)
     with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
-        summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
+        ready = time.perf_counter()
         try:
             outputs = _print_outputs(llm, texts, params, as_json)
         finally:
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
-        print_message(summary.line(outputs))
+        print_message(run_summary(llm, outputs, ready - began, time.perf_counter() - ready))
         _hint_at_chat_template(llm, outputs)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:

@@ -6,13 +6,11 @@ each other by its store.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
 import signal
 import socket
-import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphdecode.distributed.child import start_child
+from graphdecode.distributed.child import signal_at_end_of, start_child
 from graphdecode.distributed.link import Link, Message
 from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
 from graphdecode.errors import ArgumentError
@@ -30,7 +28,6 @@ from graphdecode.kernels.collective.shared_collectives import LIMIT_MS, board_wo
 
 _PLACE_BYTES = 4 << 20  # of one rank's data in a collective; only what is written becomes resident
 _MEMORY = Path("/dev/shm")
-_PR_SET_PDEATHSIG = 1
 _MEET_SECONDS = 300.0  # for all ranks to join
 _TOKEN_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -81,17 +78,9 @@ def follower_of(descriptors: list[int]) -> Follower:
     connected = Link(socket.socket(fileno=link))
     hello = connected.receive()
     rank, leader, _ = hello.numbers
-    _wake_behind(leader)
+    signal_at_end_of(leader, signal.SIGCONT)  # else it would stay if it is stopped
     mapped = mapped_board(board) if board >= 0 else None
     return Follower(rank, Terms.of_bytes(hello.payload), connected, socket.socket(fileno=heartbeats), mapped)
-
-
-def _wake_behind(parent: int) -> None:
-    """Let the kernel continue this process, if it is stopped, when its parent ends, so that it ends too."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from graphdecode.buckets import StepShape
 from graphdecode.cache import LayerCache
 from graphdecode.engine.runner import LaunchPlan, Runner
-from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.engine.steps import RowInputs, RowSampling, SequenceMemory
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
@@ -140,10 +140,8 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
             entered.append(name)
             cache.reserve(name, length)
         sampling = RowSampling(last_position=length - 1, num_logprobs=logprobs)
-        yield [
-            RowInputs([1] * context, context, cache.pages_of(name), sampling, state_row=cache.state_row_of(name))
-            for name in names
-        ]
+        memories = [SequenceMemory(cache.pages_of(name), cache.state_row_of(name)) for name in names]
+        yield [RowInputs([1] * context, context, memory, sampling) for memory in memories]
     finally:
         for name in entered:
             cache.free(name)
@@ -153,9 +151,9 @@ def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
     """Write to the pages of some rows: unwritten ones share a page of zeros of the system, and are read from cache."""
     rolling, device = runner.cache.rolling, runner.model.device
     for inputs in rows:
-        pages = ring = torch.tensor(inputs.pages, device=device)
-        if rolling is not None and inputs.state_row is not None:
-            ring = torch.tensor(rolling.ring(inputs.state_row), device=device)
+        pages = ring = torch.tensor(inputs.memory.pages, device=device)
+        if rolling is not None and inputs.memory.state_row is not None:
+            ring = torch.tensor(rolling.ring(inputs.memory.state_row), device=device)
         for layer in runner.cache.layers:
             if isinstance(layer, LayerCache):
                 for tensor in layer:

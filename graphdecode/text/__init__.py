@@ -7,7 +7,6 @@ from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.conversation import Conversation
 from graphdecode.text.llm import LLM, Stream
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
-from graphdecode.text.summary import RunSummary
 from graphdecode.text.tokenizer import load_tokenizer
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "RenderedChat",
     "RequestMetrics",
     "RequestOutput",
-    "RunSummary",
     "SamplingParams",
     "Stream",
     "load_tokenizer",

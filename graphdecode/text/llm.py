@@ -290,7 +290,6 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        refuse: str = "raise",
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> Stream:
@@ -301,7 +300,6 @@ class LLM:
         Args:
             prompt: as for `generate`.
             sampling_params: with `n` 1.
-            refuse: for a prompt that can never fit: `"raise"`, or `"return"` an empty stream with `request.error`.
             priority: the lowest is served first.
             lora_request: the adapter, which is loaded where it is not yet; None: the model as it is.
 
@@ -309,8 +307,6 @@ class LLM:
             ValueError: not a prompt, it can never fit, or `n` is not 1; the adapter cannot be used.
         """
         self._check_open()
-        if refuse not in ("raise", "return"):
-            raise ArgumentError(f"refuse must be 'raise' or 'return', got {refuse!r}")
         if isinstance(sampling_params, SequenceOf):
             raise ArgumentError(
                 f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
@@ -324,9 +320,9 @@ class LLM:
         parent = self.input_processor.process(prompt, params, priority=first, adapter=adapter)
         with DeferredInterrupt():
             self.router.submit([parent])
-        if parent.output.error is not None and refuse == "raise":
+        if parent.output.error is not None:
             raise ArgumentError(parent.output.error)
-        return Stream(parent.output, parent.states[0] if parent.states else None, self.router)
+        return Stream(parent.output, parent.states[0], self.router)
 
     def load_lora_adapter(self, name: str, path: str | Path) -> None:
         """Load an adapter for requests to name; no graph is captured again, and other requests go on.

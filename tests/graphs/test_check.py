@@ -19,6 +19,7 @@ from step_buffers import CONSTANTS, make_buffers
 from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams, Slot, StepBuffers
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
+from graphdecode.engine.steps import SequenceMemory
 from graphdecode.graphs import check
 from graphdecode.graphs.inspect.observer import launches_watched
 
@@ -156,7 +157,7 @@ def test_the_demo_decoder_has_no_findings(options: dict) -> None:
         llm.step()
         runner = llm.engine.runner
         decoding = llm.engine.scheduler.decoding
-        rows = [sequence.row_inputs(llm.cache.pages_of(sequence.request_id)) for sequence in decoding]
+        rows = [sequence.row_inputs(SequenceMemory(llm.cache.pages_of(sequence.request_id))) for sequence in decoding]
         assert len(rows) == 2
         runner.stage(rows)
         assert not check(

@@ -229,7 +229,7 @@ class SpeculativeStep(DecodeStep):
         sizes = ((count,), (count, table.shape[1]), (1,))
         spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
         of_rows, rolling = slots_of(DraftRows, batch), self._setting.rolling
-        spread_queries(spread, of_rows, table, queries=queries, trash_page=self._trash_page)
+        spread_queries(spread, of_rows, table, queries=queries, trash_page=self._setting.trash_page)
         rows = {
             "tokens": spread.query_tokens,
             "rows": batch.query_rows[:count],
