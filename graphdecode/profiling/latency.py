@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +23,6 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
 
-_BARS = 40
-_QUARTILES = 3  # range of a histogram over the distance from the minimum to the third quartile
 NOISY = 0.1  # spread of rounds above which a difference of a tenth cannot be shown
 _HELD_CYCLES = 4_000_000  # some 2 ms, in which the host gets ahead of the device
 SCHEMA_VERSION = 2
@@ -43,24 +40,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Return p50, p90, p99 and max of some values."""
     p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return {"p50": float(p50), "p90": float(p90), "p99": float(p99), "max": float(max(values))}
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Histogram of durations."""
-
-    low: float  # lower end of the first bar
-    high: float  # upper end of the last bar
-    counts: list[int]  # of each bar
-    above: int  # values past the last bar, as stalls of the machine are
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Histogram:
-        """Return the histogram of some durations, in their unit."""
-        low, p75 = float(min(values)), float(np.percentile(values, 75))
-        high = max(min(float(max(values)), low + _QUARTILES * (p75 - low)), low * (1 + 1e-6) + 1e-12)
-        counts, _ = np.histogram(values, bins=_BARS, range=(low, high))
-        return cls(low, high, [int(count) for count in counts], sum(value > high for value in values))
 
 
 def spread_of(round_ms: Sequence[float]) -> float:
@@ -94,7 +73,6 @@ def _row(
         "noisy": noise > NOISY,
         "eager_round_ms": eager_round_ms,
         "eager_noise": spread_of(eager_round_ms),  # of `replay_speedup`
-        "histogram_ms": asdict(Histogram.of([value for each in rounds for value in each["step_ms"]])),
     }
 
 
