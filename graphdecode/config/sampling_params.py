@@ -28,20 +28,20 @@ _CHECKPOINTS = "Left out: the checkpoint's."
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Structured output: only tokens that keep to it are sampled; names and meanings are vLLM's.
+    """Structured output: only tokens that follow it are sampled; names and meanings are vLLM's.
 
     Exactly one of the first five is given.
 
     Args:
-        json: a JSON Schema, as a dict or as text: the answer is JSON that it admits, with properties in its order.
-        regex: the answer matches it from its first character to its last one.
-        choice: the answer is one of these texts.
-        grammar: a grammar that derives the answer, in Lark's or GBNF's notation.
-        json_object: True: the answer is any JSON object.
+        json: a JSON Schema, as a dict or as text, that the output matches, with properties in the schema's order.
+        regex: a regular expression that the whole output matches.
+        choice: texts, one of which the output is.
+        grammar: a grammar of the output, in Lark's or GBNF's notation.
+        json_object: True: the output is any JSON object.
         structural_tag: not supported.
-        disable_any_whitespace: write no whitespace between the parts of JSON.
-        disable_additional_properties: objects whose schema does not speak of them have no further properties.
-        whitespace_pattern: a regular expression of the whitespace between the parts of JSON; left out: any.
+        disable_any_whitespace: no whitespace between the parts of JSON.
+        disable_additional_properties: no further properties, unless an object's schema allows them.
+        whitespace_pattern: a regular expression of the whitespace between the parts of JSON; None: any.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -132,42 +132,41 @@ class SamplingParams:
     What vLLM has beyond these is refused with what to do instead, unless its value asks for nothing.
 
     Args:
-        n: how many independent answers to give, at most 1024; they share the pages of their prompt.
+        n: number of independent outputs, at most 1024; they share the pages of their prompt.
         temperature: 0 means greedy; else the logits are divided by it.
         top_k: sample among the k most likely tokens; 0 or -1 means all.
         top_p: sample among the most likely tokens that together hold this much probability; in (0, 1].
         min_p: sample among the tokens at least this likely, relative to the most likely one; in [0, 1].
-        seed: makes the answer reproducible, whatever else runs beside it; None takes one from the engine's seed and
-            the order of requests. The i-th of `n` answers, from 0, has the seed `seed + i`: it is the answer that
-            `n=1` gives with that seed.
+        seed: makes the output reproducible, whatever the batch; None: from the engine's seed and the order of requests.
+            Output i of `n`, from 0, has the seed `seed + i`: it is what `n=1` gives with that seed.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1 is off.
-        presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
-        frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
-        logit_bias: token id -> value added to its logit; as many as the engine's `max_logit_biases`.
-        allowed_token_ids: no other tokens are generated; at least one.
-        bad_words: texts that the answer must not contain: the last token of one, as it is written with and without a
-            space before it, is not generated behind the others. What spells it in other tokens is not found.
-        structured_outputs: what the answer keeps to; it ends with "stop" as soon as nothing can follow; it counts for
-            more than `min_tokens` and `ignore_eos`. One that `max_tokens` cuts ends with "length", and is not complete.
-        stop: text that ends the answer, which is cut before it; at most 256 texts of at most 256 characters.
-        stop_token_ids: tokens that end the answer; they stay in `token_ids` and out of the text.
+        presence_penalty: subtracted from the logits of generated tokens; in [-2, 2].
+        frequency_penalty: subtracted once per occurrence of a generated token; in [-2, 2].
+        logit_bias: token id -> value added to its logit; at most the engine's `max_logit_biases` entries.
+        allowed_token_ids: only these tokens are generated; at least one.
+        bad_words: texts that the output must not contain: the last token of each, as it is tokenized with and without a
+            space before it, is masked behind the others. Other tokenizations of the text are not found.
+        structured_outputs: a grammar or schema that the output follows. It ends with "stop" when nothing can follow,
+            and takes precedence over `min_tokens` and `ignore_eos`. If `max_tokens` cuts it, it ends with "length".
+        stop: texts that end the output, which is cut before them; at most 256 texts of at most 256 characters.
+        stop_token_ids: tokens that end the output; they are in `token_ids`, and not in the text.
         ignore_eos: go on after the model's end-of-sequence token.
-        max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
-            with None. 0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing generated.
-        min_tokens: until this many tokens are there, stop tokens and end-of-sequence ones are masked, with
-            `ignore_eos` too, and stop texts that come up do not stop.
+        max_tokens: generated tokens at most; None: as many as the engine's capacity allows, which is a limit anyway.
+            0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing is generated.
+        min_tokens: until this many tokens, stop tokens and end-of-sequence tokens are masked, with `ignore_eos` too,
+            and stop texts do not stop.
         logprobs: return the log-probabilities of this many most likely tokens, and of the sampled one; at most the
-            engine's `max_logprobs`, and -1 is all of the vocabulary.
-        prompt_logprobs: return the log-probabilities of this many most likely tokens at each place of the prompt, and
-            of the token that stands there. Such a prompt is computed whole, whatever the prefix cache holds of it.
-        truncate_prompt_tokens: keep the last tokens of a longer prompt, so many; -1 keeps as many as leave room for
-            `max_tokens`, or for one token where that is None or fits in no case. The beginning-of-sequence token that
-            a tokenizer puts in front of a text stays there.
+            engine's `max_logprobs`; -1 means the whole vocabulary.
+        prompt_logprobs: the same for each position of the prompt, and the prompt's token there. The whole prompt is
+            computed, without the prefix cache.
+        truncate_prompt_tokens: keep this many of the last tokens of the prompt; -1: as many as leave room for
+            `max_tokens`, or for one token if that is None or never fits. The beginning-of-sequence token that the
+            tokenizer adds to a text is kept.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: where special tokens stay, write those that follow one another as the tokenizer
-            does, which may be with spaces; False writes them side by side.
-        include_stop_str_in_output: let the text end with what stopped it, a stop text or a token.
-        detokenize: make text of the tokens; without, there can be no stop texts.
+        spaces_between_special_tokens: write adjacent special tokens as the tokenizer does, perhaps with spaces; False:
+            without spaces.
+        include_stop_str_in_output: keep the stop text, or the text of the stop token, at the end of the text.
+        detokenize: return text; without it, stop texts are not possible.
 
     Raises:
         ValueError: a value outside its range, with the name, the value and the range.
