@@ -514,19 +514,14 @@ def admitted(scheduler: Scheduler, *lengths: int) -> list[bool]:
     return entered
 
 
-def test_who_enters_leaves_a_page_for_each_that_runs(scheduler: Scheduler) -> None:
-    assert admitted(scheduler, 2 * PAGE, 2 * PAGE, PAGE) == [True, False, True]
-    assert scheduler.cache.available_pages == 1
-
-
-def test_with_two_at_work_two_pages_stay_free(scheduler: Scheduler) -> None:
-    assert admitted(scheduler, PAGE, PAGE, PAGE) == [True, True, False]
-    assert scheduler.cache.available_pages == 2
-
-
-def test_alone_a_sequence_may_take_every_page(scheduler: Scheduler) -> None:
-    assert admitted(scheduler, 4 * PAGE) == [True]
-    assert scheduler.cache.available_pages == 0
+@pytest.mark.parametrize(
+    ("pages", "enters", "free"),
+    [((2, 2, 1), [True, False, True], 1), ((1, 1, 1), [True, True, False], 2), ((4,), [True], 0)],
+    ids=["one runs", "two run", "alone"],
+)
+def test_who_enters_leaves_a_page_for_each_that_runs(scheduler, pages, enters, free) -> None:
+    assert admitted(scheduler, *(PAGE * count for count in pages)) == enters
+    assert scheduler.cache.available_pages == free
 
 
 @pytest.mark.parametrize("length", [2 * PAGE, 3 * PAGE], ids=["no spare page", "no page"])
