@@ -217,7 +217,7 @@ def test_ctrl_c_before_the_first_token_says_that_nothing_came(llm, monkeypatch, 
     monkeypatch.setattr(llm.engine, "step", interrupted)
     conversation = typed(llm, "12+30=\rrev abc=\r")
     assert [message["content"] for message in conversation.messages] == ["rev abc=", "cba"]
-    assert "stopped before anything came; what was said is forgotten" in capsys.readouterr().err
+    assert "stopped before the first token; the message is dropped" in capsys.readouterr().err
     assert llm.cache.pool.used == 0
 
 
@@ -304,7 +304,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(talkative: Path, options: li
             os.write(terminal, b"/syst")  # kept for the next line, and not shown in the answer
             time.sleep(0.1)
             process.send_signal(signal.SIGINT)
-            await_("stopped; what came of the answer stays in the conversation", without="/syst")
+            await_("stopped; the output so far stays in the conversation", without="/syst")
             await_(">")
             os.write(terminal, b"em 1+1=\r")
             await_("from now on: 1+1=")

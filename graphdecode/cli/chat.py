@@ -81,8 +81,7 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
 
 def history_file() -> Path:
     """Return the file of the history, in the user's folder for state."""
-    default = os.environ.get("LOCALAPPDATA", "~") if os.name == "nt" else "~/.local/state"
-    return Path(os.environ.get("XDG_STATE_HOME") or default).expanduser() / "graphdecode" / "chat_history"
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "graphdecode" / "chat_history"
 
 
 class ChatSession:
@@ -131,9 +130,9 @@ class ChatSession:
         except KeyboardInterrupt:
             print(flush=True)
             if len(self._conversation.messages) == messages_before:
-                _print_message("stopped before anything came; what was said is forgotten")
+                _print_message("stopped before the first token; the message is dropped")
             else:
-                _print_message("stopped; what came of the answer stays in the conversation")
+                _print_message("stopped; the output so far stays in the conversation")
         else:
             print_figures(self._conversation)
 
@@ -229,10 +228,10 @@ def chat(
         Path | None, typer.Option(metavar="FOLDER", help="A low-rank adapter of the model, as PEFT saves it.")
     ] = None,
     config: ConfigOption = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an output at most.")] = 1024,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Talk with a model. Answers go to stdout as they come, all else to stderr.
+    """Chat with a model. Outputs are streamed to stdout, all else goes to stderr.
 
     Without a message: a session in the terminal, where /help tells more; a text that is piped in is one message.
     """

@@ -1,4 +1,4 @@
-"""`graphdecode generate`: prompts in, answers out."""
+"""`graphdecode generate`: prompts in, outputs out."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def generate(
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
-    """Generate text: answers go to stdout as they come, all else to stderr.
+    """Generate text: outputs are streamed to stdout, all else goes to stderr.
 
-    How answers are sampled, unless options say it, is what the checkpoint's generation_config.json asks for: greedy
-    where it does not set do_sample. Without that file it is the library's default: temperature 1.
+    Sampling options that are left out are those of the checkpoint's generation_config.json, greedy unless that sets
+    do_sample. Without that file it is the library's default: temperature 1.
     """
     began = time.perf_counter()
     if not as_json and sampling.keys() & {"logprobs", "prompt_logprobs"}:
@@ -163,7 +163,7 @@ def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
     if silent and llm.tokenizer.chat_template:
         print_message(
             "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
-            "graphdecode chat, and LLM.chat, make turns of a chat of them"
+            "graphdecode chat and LLM.chat apply the template"
         )
 
 

@@ -172,35 +172,35 @@ class SamplingParams:
         ValueError: a value outside its range, with the name, the value and the range.
     """
 
-    n: int = _param(1, _ANSWERS, "Answers to each prompt.", "-n", "--n")
+    n: int = _param(1, _ANSWERS, "Outputs per prompt.", "-n", "--n")
     temperature: float = _param(1.0, _AT_LEAST_0, f"0 is greedy. {_CHECKPOINTS}")
     top_k: int = _param(
         0,
         Values("an integer >= -1", lambda k: _is_integer(k, -1, 2**31 - 1)),
-        f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}",
+        f"Sample among the k most likely tokens; 0 is all. {_CHECKPOINTS}",
     )
     top_p: float = _param(
         1.0,
         Values("a number in (0, 1]", lambda p: _is_number(p, 0, 1) and p > 0),
-        f"Of the likeliest tokens of this much mass. {_CHECKPOINTS}",
+        f"Sample among the most likely tokens of this total probability. {_CHECKPOINTS}",
     )
     min_p: float = _param(
         0.0,
         Values("a number in [0, 1]", lambda p: _is_number(p, 0, 1)),
-        f"Of the tokens at least this likely beside the likeliest. {_CHECKPOINTS}",
+        f"Smallest probability, relative to the most likely token. {_CHECKPOINTS}",
     )
     seed: int | None = _param(
         None,
         Values("None or a 64-bit integer", lambda s: s is None or _is_integer(s, -(2**63), 2**63 - 1)),
-        "Of the sampling; left out: the configuration's.",
+        "Seed of sampling; left out: the configuration's.",
     )
     repetition_penalty: float = _param(
         1.0,
         Values("a number in [0.001, 1000]", lambda value: _is_number(value, 1e-3, 1e3)),
         f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}",
     )
-    presence_penalty: float = _param(0.0, _PENALTY, "Taken from logits of generated tokens.")
-    frequency_penalty: float = _param(0.0, _PENALTY, "The same, for each time that they came.")
+    presence_penalty: float = _param(0.0, _PENALTY, "Subtracted from the logits of generated tokens.")
+    frequency_penalty: float = _param(0.0, _PENALTY, "The same, once per occurrence.")
     logit_bias: Mapping[int, float] | None = _param(
         None,
         Values(
@@ -214,7 +214,7 @@ class SamplingParams:
         metavar="ID=VALUE",
     )
     allowed_token_ids: Sequence[int] | None = _param(
-        None, _IDS, "No others are generated; may be repeated.", "--allowed-token-id"
+        None, _IDS, "Only these tokens are generated; may be repeated.", "--allowed-token-id"
     )
     bad_words: Sequence[str] | None = _param(
         None,
@@ -235,22 +235,24 @@ class SamplingParams:
     stop: str | Sequence[str] | None = _param(
         None,
         Values("text, or a list of texts", lambda stop: isinstance(stop, str) or _is_listed(stop)),
-        "Text that ends an answer; may be repeated.",
+        "Text that ends an output; may be repeated.",
     )
-    stop_token_ids: Sequence[int] | None = _param(None, _IDS, "Ends an answer; may be repeated.", "--stop-token-id")
-    ignore_eos: bool = _param(False, _SWITCH, "Go on after the end of the sequence.")
+    stop_token_ids: Sequence[int] | None = _param(
+        None, _IDS, "Token that ends an output; may be repeated.", "--stop-token-id"
+    )
+    ignore_eos: bool = _param(False, _SWITCH, "Go on after the end-of-sequence token.")
     max_tokens: int | None = _param(16)
-    min_tokens: int = _param(0, None, "Tokens before which nothing ends an answer.")
-    logprobs: int | None = _param(None, _COUNT, "So many likely tokens at each place; with --json.")
-    prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each place of the prompt.")
+    min_tokens: int = _param(0, None, "Tokens before which nothing ends an output.")
+    logprobs: int | None = _param(None, _COUNT, "Most likely tokens to return at each position; with --json.")
+    prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each position of the prompt.")
     truncate_prompt_tokens: int | None = _param(
         None,
         Values("None, -1 or an integer >= 1", lambda kept: kept is None or (_is_integer(kept, -1) and kept != 0)),
-        "Last tokens of a longer prompt that are kept; -1: those that leave room.",
+        "Number of the prompt's last tokens to keep; -1: as many as leave room.",
     )
-    skip_special_tokens: bool = _param(True, _SWITCH, "Out of the text.")
+    skip_special_tokens: bool = _param(True, _SWITCH, "Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = _param(True, _SWITCH)
-    include_stop_str_in_output: bool = _param(False, _SWITCH, "Let the text end with what stopped it.")
+    include_stop_str_in_output: bool = _param(False, _SWITCH, "Keep what stopped the text at its end.")
     detokenize: bool = _param(True, _SWITCH)
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 

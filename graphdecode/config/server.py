@@ -96,7 +96,7 @@ class ServerConfig:
         none_or(matching(r"(?s).*\S.*", "a path", "FOLDER"), '"/srv/adapters"'),
         "Folder from which POST /v1/load_lora_adapter may load adapters; left out: the endpoint is disabled.",
     )
-    log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
+    log_requests: bool = key(SERVER, False, boolean(), "Log prompts and outputs.")
 
     def __post_init__(self) -> None:
         check_keys(self)

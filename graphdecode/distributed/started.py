@@ -54,11 +54,7 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
     Arguments are those of `Terms.chosen`, and the module that the processes run, whose arguments are the descriptors of
     link, heartbeats and board (-1: none).
     """
-    terms = Terms.chosen(count, device, how, limit_seconds)
-    if terms.how != "shared":
-        store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-        terms = terms._replace(store=("127.0.0.1", store.port))
-    descriptor, board = new_board(count, limit_seconds) if terms.how == "shared" else (-1, None)
+    terms, descriptor, board, _store = _meeting_point(Terms.chosen(count, device, how, limit_seconds), "127.0.0.1")
     links, heartbeats, processes = [], [], []
     for rank in range(1, count):
         (link, their_link), (heartbeat, their_heartbeat) = socket.socketpair(), socket.socketpair()
@@ -70,6 +66,17 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
     if descriptor >= 0:
         os.close(descriptor)
     return Leader(terms, links, heartbeats, board, processes)
+
+
+def _meeting_point(terms: Terms, host: str) -> tuple[Terms, int, Tensor | None, dist.TCPStore | None]:
+    """Return the terms, and what ranks meet over: a board and its descriptor, or a store, to be kept until they have.
+
+    Without a board the descriptor is -1.
+    """
+    if terms.how == "shared":
+        return terms, *new_board(terms.count, terms.limit_seconds), None
+    store = dist.TCPStore(host, 0, terms.count, is_master=True, wait_for_workers=False)
+    return terms._replace(store=(host, store.port)), -1, None, store
 
 
 def follower_of(descriptors: list[int]) -> Follower:
@@ -122,12 +129,7 @@ class LaunchedRank:
 
     def _lead(self, store: dist.Store, terms: Terms) -> Leader:
         token = secrets.token_bytes(_TOKEN_BYTES)
-        descriptor, board = (-1, None)
-        if terms.how == "shared":
-            descriptor, board = new_board(terms.count, terms.limit_seconds)
-        else:
-            own = dist.TCPStore(self.host, 0, self.count, is_master=True, wait_for_workers=False)
-            terms = terms._replace(store=(self.host, own.port))
+        terms, descriptor, board, _store = _meeting_point(terms, self.host)
         connected: dict[tuple[int, int], socket.socket] = {}
         with socket.create_server((self.host, 0)) as server:
             server.settimeout(_MEET_SECONDS)

@@ -198,14 +198,14 @@ async def run_batch(
     window: int,
     on_answer: Callable[[], object],
 ) -> Counter[str]:
-    """Start an engine or several, answer the requests that have no answer yet, and return the sums of their usage.
+    """Start one or several engines, run the requests that have no response yet, and return their summed usage.
 
     Args:
         answer: returns status and body of the response to a request.
         window: requests in flight at a time, which bounds the memory.
 
     Raises:
-        ArgumentError: the model cannot be loaded, or the input was changed meanwhile.
+        ArgumentError: the model cannot be loaded, or the input has changed.
         OSError: an answer cannot be written.
     """
     waiting = (request for request in requests if request.custom_id not in output.answered)

@@ -110,9 +110,7 @@ class EngineStatus(NamedTuple):
 
 def pack_event(event: Event, request_id: int, *, whole: bool) -> tuple[Any, ...]:
     """Return an event as plain values; `whole`: with the metrics, as the first and the last event of a request."""
-    metrics = event.metrics
-    times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
-    kept = (*times, metrics.num_cached_tokens, metrics.num_preemptions) if whole else None
+    kept = tuple(vars(event.metrics).values()) if whole else None
     return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
 
 

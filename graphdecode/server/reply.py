@@ -226,7 +226,7 @@ class Reply(Response, ABC):
 
     def _cut_off(self) -> HttpError:
         log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])
-        return HttpError(503, "the server ends, and the time for running answers is over", code="shutting_down")
+        return HttpError(503, "the server ends, and drain_timeout_s is over", code="shutting_down")
 
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, TimeoutError):

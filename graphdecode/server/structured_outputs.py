@@ -238,7 +238,8 @@ def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) ->
     grammar = grammars.grammar(params)
     try:
         compiled = grammars.compiled(grammar)
-        grammars.new_constraint(compiled).fill(np.empty(preprocessor.mask_words, dtype=np.int32), ())
+        constraint = grammars.new_constraint(compiled)
+        constraint.fill(np.empty(constraint.num_words, dtype=np.int32), ())
     except ConstraintError as error:
         raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
     if isinstance(compiled, TokenAutomaton):

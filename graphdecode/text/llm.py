@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, answers out."""
+"""`LLM`: prompts in, outputs out."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ def test_the_command_writes_everything_that_it_names(tmp_path: Path) -> None:
     options = ["--config", str(tmp_path / "b.toml"), "--contexts", "8", "--steps", "2", "--trace", "--out", str(out)]
     result = CliRunner().invoke(app, ["profile", *options], catch_exceptions=False)
     assert result.exit_code == 0
-    names = {"profile.json", "report.html", "trace.json", "latency.png", "padding.png", "replay.png", "histogram.png"}
+    names = {"profile.json", "report.html", "trace.json", "latency.png", "padding.png"}
     assert {path.name for path in out.iterdir()} == names
     assert all(name in result.output for name in names)
     assert "…" not in result.output

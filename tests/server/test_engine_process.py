@@ -5,13 +5,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from served import until
 
 from graphdecode import SamplingParams
 from graphdecode.config import EngineConfig
@@ -126,13 +126,6 @@ def process() -> Iterator[tuple[Idle, Slow, Callable[[Any], None], Callable[[], 
 
 def asks(number: int, grammar: str) -> Add:
     return Add(number, Request([1], SamplingParams(), grammar=grammar))
-
-
-def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANG_SECONDS
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: Any) -> None:

@@ -90,7 +90,7 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(preprocessor, m
 
 @pytest.mark.parametrize(("prompts", "answers"), [(301, 1), (100, 4), (3, 101)])
 def test_more_answers_than_can_ever_be_open_are_refused_for_good(preprocessor, prompts, answers):
-    with pytest.raises(HttpError, match="300 answers at most run and wait at a time") as refused:
+    with pytest.raises(HttpError, match="300 outputs at most run and wait at a time") as refused:
         prepared(preprocessor, prompt=["a"] * prompts, n=answers)
     assert (refused.value.status, refused.value.headers) == (400, {})
 
