@@ -155,7 +155,7 @@ def test_a_conversation_that_outgrows_its_room_says_so(llm: LLM, capsys: pytest.
     typed(llm, f"{'x' * 60}\r" * 5, "{% for m in messages %}{{ m.content }}{% endfor %}")
     told = capsys.readouterr().err
     assert "the conversation has outgrown 256 tokens: the model is no longer given its oldest" in told
-    assert "/reset begins anew" in told
+    assert "/reset starts over" in told
 
 
 def test_what_was_typed_is_kept_for_the_next_session(llm: LLM, tmp_path: Path) -> None:

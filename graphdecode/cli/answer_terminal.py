@@ -132,7 +132,7 @@ def prompt_progress(conversation: Conversation) -> Iterator[None]:
 
 @contextmanager
 def run_beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `work` in a thread meanwhile; its event is set at the end, and the thread is joined."""
+    """Run `work` in a thread during the context; its event is set at the end, and the thread is joined."""
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
     thread.start()

@@ -39,17 +39,17 @@ def tune(
     config: ConfigOption = None,
     max_graphs: Annotated[int | None, typer.Option(help="Graphs of the ladder at most; none: as many as now.")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Replay the load through every ladder of the table, in turn.")
+        bool, typer.Option("--measure", help="Replay the load through every ladder of the table, interleaved.")
     ] = False,
     model: Annotated[str, typer.Option(help="To measure: a folder, a repository id, demo, shape:NAME.")] = "demo",
     context: Annotated[int, typer.Option(help="To measure: tokens of each row.")] = 64,
-    rounds: Annotated[int, typer.Option(help="To measure: turns of each ladder.")] = 7,
+    rounds: Annotated[int, typer.Option(help="To measure: rounds of each ladder.")] = 7,
     report: Annotated[Path | None, typer.Option(help="Write all figures to this file, as JSON.")] = None,
 ) -> None:
     """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
 
-    The table shows today's ladder (that of --config, or the default one) beside the best of each number of graphs: the
-    expected step, the share of padding, what each further graph saves, and with --profile what the captures cost. A
+    The table compares today's ladder (of --config, or the default) with the best ladder for each number of graphs:
+    expected step, padding, what each further graph saves, and with --profile what the captures cost. A
     profile of an engine that speculates adds the costs of its steps by rows and queries. With
     --measure the ladders are tried out on a model: the measured step, time of capture, memory of the graphs.
     """

@@ -186,7 +186,7 @@ def answer(conversation: Conversation, text: str) -> None:
     if conversation.num_forgotten != forgotten:
         _print_message(
             f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
-            f"{conversation.num_forgotten} messages; /reset begins anew"
+            f"{conversation.num_forgotten} messages; /reset starts over"
         )
 
 

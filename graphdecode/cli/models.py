@@ -1,4 +1,4 @@
-"""`graphdecode models`: what this machine can run, and what brings a model here or writes it anew."""
+"""`graphdecode models`: list, install, quantize and convert models."""
 
 from __future__ import annotations
 

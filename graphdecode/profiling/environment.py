@@ -57,7 +57,7 @@ def _cpu_fields() -> dict[str, str]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the size of a device's last cache, for a CPU the largest that the first core sees; 0: nothing tells it."""
+    """Return the size of a device's last cache, for a CPU the largest cache of the first core; 0: unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

@@ -210,7 +210,7 @@ class LatencyProfiler:
         return path
 
     def _wide_steps(self, context: int, count: int) -> list[dict[str, float]]:
-        """Time steps of each number of queries a row, if there are several; rows are staged anew before each step."""
+        """Time steps of each number of queries a row, if there are several; rows are staged again before each step."""
         graphs = self.runner.graphs
         widths = graphs.ladder.queries
         if len(widths) == 1:

@@ -170,7 +170,7 @@ class BatchOutput:
 
 
 async def answer_request(service: Service, request: BatchRequest) -> tuple[int, dict[str, Any]]:
-    """Return status and body of the response to a request, which is tried again if the engine ends meanwhile."""
+    """Return status and body of the response to a request, which is tried again if the engine ends."""
     for attempt in range(1, ATTEMPTS + 1):
         while not service.client.serves:
             await asyncio.sleep(_POLL_SECONDS)

@@ -106,8 +106,8 @@ class LLM:
             (max_model_len, max_num_seqs, enforce_eager, ...); what is not supported says what to do instead.
 
     Attributes:
-        engine_config: all settings, with the effective `max_sequence_length`; a warning tells if the model was trained
-            for less than was asked for.
+        engine_config: all settings, with the effective `max_sequence_length`; a warning says if that is less than the
+            requested one, because of the model.
         tokenizer: None with `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
         load_seconds: time to load the model and to capture its graphs.
         model, cache, graphs, capacity, stats: of the engine.

@@ -86,7 +86,7 @@ class ModelDrafts(DraftSource):
 
     Its own caches use the target's page numbers. Drafting begins with the last two tokens, since the last draft of a
     step was fed to the target alone. Tokens of plain steps are prefilled before the next drafts. Keys of a prefix that
-    another row computed meanwhile may be missing; drafts are worse then.
+    another row has computed may be missing, which makes drafts worse.
     """
 
     is_cheap = False
