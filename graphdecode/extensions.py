@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,14 @@ _LOCK = threading.RLock()  # reentrant: imported modules may read registries
 LOADED: dict[Path, ModuleType] = {}
 _Registry = dict[str, Any] | list[Any]
 _REGISTRIES: list[_Registry] = []
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; "none" if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 class EntryPoints:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,14 @@ import httpx2 as httpx
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 120
 AT_LENGTH = bool(os.environ.get("GRAPHDECODE_AT_LENGTH"))
+
+
+def until(holds: Callable[[], object], what: object = "", seconds: float = 120, pause: float = 0.005) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(pause)
 
 
 class Served:
@@ -65,6 +74,11 @@ class Served:
     def client(self, **options: object) -> httpx.Client:
         return httpx.Client(base_url=self.address, timeout=180, **options)  # type: ignore[arg-type]
 
+    def connection(self) -> socket.socket:
+        """Return a connection without HTTP."""
+        host, port = self.address.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=60)
+
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.address}/metrics").text
         values = [line.rpartition(" ")[2] for line in text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
@@ -72,11 +86,17 @@ class Served:
 
     def until_idle(self, seconds: float = 60) -> None:
         """Wait until no request runs or waits, and no page is used."""
-        end = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-        while any(self.metric(name) for name in names):
-            assert time.monotonic() < end, {name: self.metric(name) for name in names}
-            time.sleep(0.05)
+        until(lambda: not any(map(self.metric, names)), names, seconds, pause=0.05)
+
+    def until_said(self, text: str, since: int = 0) -> None:
+        """Wait until a line behind the first `since` ones has a text: they come through a pipe."""
+        until(lambda: any(text in line for line in self.lines[since:]), text)
+
+    def until_healthy(self) -> None:
+        """Wait until requests are served."""
+        with self.client() as http:
+            until(lambda: http.get("/health").status_code == 200, pause=0.1)
 
 
 def children_of(parent: int) -> list[tuple[int, str]]:

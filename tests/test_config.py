@@ -39,12 +39,10 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_documented_file_is_the_default(tmp_path: Path) -> None:
-    assert BucketConfig.load(write(tmp_path, EXAMPLE)) == BucketConfig()
-
-
-def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
-    assert BucketConfig.load(write(tmp_path, "")) == BucketConfig()
+@pytest.mark.parametrize("text", [EXAMPLE, ""], ids=["documented", "empty"])
+def test_the_documented_file_is_the_default_and_so_is_an_empty_one(tmp_path: Path, text: str) -> None:
+    assert BucketConfig.load(write(tmp_path, text)) == BucketConfig()
+    assert EngineConfig.load(write(tmp_path, text)) == EngineConfig()
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -72,20 +70,31 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("[capture]\nwhen = 'later'", r"when must be one of 'startup', 'idle', 'first-use', got 'later'"),
         ("[loop]\nsteps_per_launch = 0", r"steps_per_launch must be an integer in 1\.\.4096, got 0"),
         ("[capacity]\npage_size = \n", r"buckets\.toml: .*line 2"),
+        ("[model]\nseed = 1.5", r"buckets\.toml:2: \[model\] seed must be an integer in -2\^63\.\.2\^63-1, got 1\.5"),
+        ("[model]\nseed = true", r"seed must be an integer.*got True"),
+        ("[model]\nprefix_cache = 'no'", r":2: \[model\] prefix_cache must be true or false, got 'no'"),
+        ("[model]\nbatch_invariant = 1", r"batch_invariant must be true or false, got 1"),
+        ("[model]\ndtype = 'int4'", r"dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
+        ("[model]\ndevice = 'tpu'", r"device must be auto, cpu or cuda .*, got 'tpu'"),
+        ("[model]\nquantize = '8 bits'", r"quantize must be None or a weight form's name, got '8 bits'"),
+        ("[model]\nkv_cache_type = 'fp8'", r":2: \[model\] kv_cache_type: unknown key; known: device, dtype, seed"),
+        ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
+        ("[drafts]\nmethod = 'ngram'", r":1: unknown section or key 'drafts'; known: \[capacity\], .*\[model\]"),
+        ("[speculation]\nmethod = 'luck'", r":2: \[speculation\] method must be one of .*'ngram'.*, got 'luck'"),
+        ("[speculation]\nnum_tokens = 8", r"\[speculation\] num_tokens must be 'auto' or an integer in 1\.\.7, got 8"),
+        ("[speculation]\nngram_min = 6", r":2: ngram_min must be at most ngram_max=5, got 6"),
     ],
 )
 def test_errors_name_file_key_and_value(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        BucketConfig.load(write(tmp_path, text))
-    assert "buckets.toml" in str(caught.value)
+    for config in (EngineConfig, BucketConfig):
+        with pytest.raises(ConfigError, match=message) as caught:
+            config.load(write(tmp_path, text))
+        assert "buckets.toml" in str(caught.value)
 
 
-def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_value_given_in_python_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none.toml"):
         BucketConfig.load(tmp_path / "none.toml")
-
-
-def test_values_given_in_python_are_checked_too() -> None:
     with pytest.raises(ConfigError, match="max_batch_size must be an integer"):
         BucketConfig(max_batch_size=0)
 
@@ -121,10 +130,6 @@ def test_one_file_holds_all_settings_and_buckets_are_read_from_it_too(tmp_path: 
     assert BucketConfig.load(path) == BucketConfig(max_graphs=3)
 
 
-def test_a_file_of_buckets_alone_leaves_the_engine_at_its_defaults(tmp_path: Path) -> None:
-    assert EngineConfig.load(write(tmp_path, EXAMPLE)) == EngineConfig()
-
-
 QUOTED = "C:\\models\\new \"best\" 'é'.gguf"
 
 
@@ -145,30 +150,6 @@ def test_all_settings_that_are_written_are_read_back(tmp_path: Path, config: Eng
 def test_any_text_is_written_as_toml_reads_it(value: str | tuple[str, ...]) -> None:
     found = tomllib.loads(f"key = {toml_value(value)}")["key"]
     assert found == (list(value) if isinstance(value, tuple) else value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[model]\nseed = 1.5", r"buckets\.toml:2: \[model\] seed must be an integer in -2\^63\.\.2\^63-1, got 1\.5"),
-        ("[model]\nseed = true", r"seed must be an integer.*got True"),
-        ("[model]\nprefix_cache = 'no'", r":2: \[model\] prefix_cache must be true or false, got 'no'"),
-        ("[model]\nbatch_invariant = 1", r"batch_invariant must be true or false, got 1"),
-        ("[model]\ndtype = 'int4'", r"dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
-        ("[model]\ndevice = 'tpu'", r"device must be auto, cpu or cuda .*, got 'tpu'"),
-        ("[model]\nquantize = '8 bits'", r"quantize must be None or a weight form's name, got '8 bits'"),
-        ("[model]\nkv_cache_type = 'fp8'", r":2: \[model\] kv_cache_type: unknown key; known: device, dtype, seed"),
-        ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
-        ("[drafts]\nmethod = 'ngram'", r":1: unknown section or key 'drafts'; known: \[capacity\], .*\[model\]"),
-        ("[speculation]\nmethod = 'luck'", r":2: \[speculation\] method must be one of .*'ngram'.*, got 'luck'"),
-        ("[speculation]\nnum_tokens = 8", r"\[speculation\] num_tokens must be 'auto' or an integer in 1\.\.7, got 8"),
-        ("[speculation]\nngram_min = 6", r":2: ngram_min must be at most ngram_max=5, got 6"),
-    ],
-)
-def test_errors_of_the_engines_sections_name_file_key_and_value(tmp_path: Path, text: str, message: str) -> None:
-    for config in (EngineConfig, BucketConfig):
-        with pytest.raises(ConfigError, match=message):
-            config.load(write(tmp_path, text))
 
 
 def test_keywords_override_what_they_are_given_with(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def test_what_graphviz_says_of_a_picture_is_passed_on(run, tmp_path):
         (("inspect", "mystep:step", "--dot", "7"), "error: bucket must be one of [1, 2, 3, 4], got 7"),
         (("inspect", "mystep:step", "--json", "--dot", "1"), "error: --json, --dot and --svg exclude each other"),
         (("inspect", "mystep:nothing"), "error: mystep:nothing: the module needs that function"),
+        (("check", "mystep:nothing"), "error: mystep:nothing: the module needs that function"),
         (("check", "broken:step"), "error: broken cannot be imported at"),
         (("check", "nowhere:step"), "error: nowhere cannot be imported: ModuleNotFoundError"),
         (("check", "half:step"), "error: half:step: the module needs that function, and a StepBuffers"),
@@ -182,6 +183,8 @@ def test_findings_stand_in_a_table_with_reasons_below(folder):
     assert "mystep.py:30" in done.stdout
     assert "why: " in done.stdout
     assert "instead: " in done.stdout
+    good = run_command("check", "mystep:step", folder=folder)
+    assert (good.returncode, good.stdout) == (0, "mystep:step can be captured\n"), good.stderr
 
 
 MIB = 2**20

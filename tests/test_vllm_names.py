@@ -68,8 +68,10 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 
 
 def test_a_name_that_nobody_knows_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'; did you mean 'temperature'[?]"):
         SamplingParams(temprature=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'; known: n, "):
+        SamplingParams(zzz=1)
     with pytest.raises(TypeError, match="max_modellen'; did you mean 'max_model_len'[?]"):
         LLM("demo", max_modellen=1)
 

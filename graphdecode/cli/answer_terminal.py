@@ -1,4 +1,4 @@
-"""Output in a terminal: word wrap, hidden typing, progress of the prompt."""
+"""Output in a terminal: word wrap, hidden typing, progress of the prompt, figures of a run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
 if TYPE_CHECKING:
-    from graphdecode.text import Conversation
+    from graphdecode.text import LLM, Conversation, RequestOutput
 
 _SILENT_SECONDS = 1.0  # until the progress of the prompt is shown
 _TAB = 8
 _CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # of bidirectional text
-_LONGEST_PERIOD = 64  # tokens
-_REPEATS, _REPEATED_TOKENS = 4, 48  # both at least
 
 
 class WrappedText:
@@ -64,6 +63,28 @@ class WrappedText:
             return "\n" + sign
         self._column, self._word = back + size, word + sign
         return (f"\x1b[{back}D\x1b[K" if back else "") + "\n" + word + sign
+
+
+def run_summary(llm: LLM, outputs: Sequence[RequestOutput], load_seconds: float, seconds: float) -> str:
+    """Return one line on all that an `LLM` has done: times, tokens/s, buckets, padding, backend and kernels."""
+    from graphdecode.kernels.native import library as native
+    from graphdecode.kernels.native.instructions import instructions
+
+    tokens, device_type = llm.stats.generated_tokens, llm.device.type
+    parts = [
+        f"ready after {load_seconds:.2f} s",
+        f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s",
+    ]
+    first = [time for output in outputs if (time := output.metrics.time_to_first_token) is not None]
+    if first:
+        parts.append(f"first token after {1000 * median(first):.1f} ms")
+    parts += [*llm.stats.step_times(), *llm.stats.shares(), f"{llm.graphs.backend} backend on {device_type}"]
+    reason = None if device_type == "cuda" else native.why_not()
+    if reason is not None:
+        parts.append(f"torch's operators ({' '.join(reason.split())})")
+    else:
+        parts.append("Triton kernels" if device_type == "cuda" else f"compiled kernels ({instructions().name})")
+    return "; ".join(parts)
 
 
 @contextmanager
@@ -111,7 +132,7 @@ def prompt_progress(conversation: Conversation) -> Iterator[None]:
 
 @contextmanager
 def run_beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `work` in a thread meanwhile; its event is set at the end, and the thread is joined."""
+    """Run `work` in a thread during the context; its event is set at the end, and the thread is joined."""
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
     thread.start()
@@ -120,14 +141,3 @@ def run_beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[N
     finally:
         done.set()
         thread.join()
-
-
-def repeats_at_the_end(token_ids: Sequence[int]) -> int:
-    """Return how often an output repeats itself at its end; 0: not at all."""
-    for period in range(1, _LONGEST_PERIOD + 1):
-        run = 0
-        while run + period < len(token_ids) and token_ids[-1 - run] == token_ids[-1 - run - period]:
-            run += 1
-        if run + period >= max(_REPEATED_TOKENS, _REPEATS * period):
-            return (run + period) // period
-    return 0

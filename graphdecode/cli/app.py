@@ -10,7 +10,6 @@ import platform
 import signal
 import sys
 import traceback
-from importlib import metadata
 from inspect import getdoc
 from types import FrameType
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ from graphdecode.cli.serve import batch, serve
 from graphdecode.cli.step import check, inspect
 from graphdecode.config.key import keys_of
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
+from graphdecode.extensions import version_of
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
 _SIGNALLED = 128  # plus the signal's number, as in shells
@@ -40,7 +40,7 @@ _REPORT = (
 
 def versions() -> str:
     """Return the main versions in one line."""
-    return f"graphdecode {graphdecode.__version__}, torch {_of('torch')}, triton {_of('triton')}"
+    return f"graphdecode {graphdecode.__version__}, torch {version_of('torch')}, triton {version_of('triton')}"
 
 
 def state() -> str:
@@ -52,7 +52,7 @@ def state() -> str:
     from graphdecode.profiling.environment import describe_environment
 
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
-    facts |= {name: _of(name) for name in _PACKAGES}
+    facts |= {name: version_of(name) for name in _PACKAGES}
     try:
         device = resolve_device("auto")
         facts |= describe_environment(device)
@@ -66,13 +66,6 @@ def state() -> str:
     except GraphdecodeError as error:  # an environment variable is wrong
         last = [f"error: {error}"]
     return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), *last])
-
-
-def _of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 app = typer.Typer(

@@ -39,17 +39,17 @@ def tune(
     config: ConfigOption = None,
     max_graphs: Annotated[int | None, typer.Option(help="Graphs of the ladder at most; none: as many as now.")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Replay the load through every ladder of the table, in turn.")
+        bool, typer.Option("--measure", help="Replay the load through every ladder of the table, interleaved.")
     ] = False,
     model: Annotated[str, typer.Option(help="To measure: a folder, a repository id, demo, shape:NAME.")] = "demo",
     context: Annotated[int, typer.Option(help="To measure: tokens of each row.")] = 64,
-    rounds: Annotated[int, typer.Option(help="To measure: turns of each ladder.")] = 7,
+    rounds: Annotated[int, typer.Option(help="To measure: rounds of each ladder.")] = 7,
     report: Annotated[Path | None, typer.Option(help="Write all figures to this file, as JSON.")] = None,
 ) -> None:
     """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
 
-    The table shows today's ladder (that of --config, or the default one) beside the best of each number of graphs: the
-    expected step, the share of padding, what each further graph saves, and with --profile what the captures cost. A
+    The table compares today's ladder (of --config, or the default) with the best ladder for each number of graphs:
+    expected step, padding, what each further graph saves, and with --profile what the captures cost. A
     profile of an engine that speculates adds the costs of its steps by rows and queries. With
     --measure the ladders are tried out on a model: the measured step, time of capture, memory of the graphs.
     """
@@ -231,23 +231,15 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import (
-        captured_widths,
-        plan_capacity,
-        resolve_cache_dtype,
-        rolling_prefill_tokens,
-        state_bytes_of,
-    )
+    from graphdecode.engine.capacity import plan_capacity, state_bytes_of
     from graphdecode.memory import free_bytes
     from graphdecode.models import num_parameters, weight_bytes
 
-    config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)
+    config = engine.buckets
     free, weights = free_bytes(device), weight_bytes(model, settings, dtype, device, quantize=engine.quantize)
     parameters = num_parameters(settings)
     keeps = ", most of them quantized as stored" if weights < parameters * dtype.itemsize else ""
-    available = max(free - weights, 0)
-    longest = rolling_prefill_tokens(engine, device)
-    capacity = plan_capacity(config, settings, cache_dtype, device, available, captured_widths(engine), longest)
+    capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights, 0))
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)
     states = state_bytes_of(config, settings)

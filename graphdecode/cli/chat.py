@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, repeats_at_the_end, run_beside, typing_hidden
+from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, run_beside, run_summary, typing_hidden
 from graphdecode.cli.checkpoint import find_checkpoint, fitted
 from graphdecode.cli.options import (
     CHAT_OPTIONS,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyPressEvent
 
-    from graphdecode.text import Conversation, RequestOutput, RunSummary
+    from graphdecode.text import Conversation, RequestOutput
 
 _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)  # and not a path such as /etc/hosts
 _HELP = """\
@@ -81,8 +81,7 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
 
 def history_file() -> Path:
     """Return the file of the history, in the user's folder for state."""
-    default = os.environ.get("LOCALAPPDATA", "~") if os.name == "nt" else "~/.local/state"
-    return Path(os.environ.get("XDG_STATE_HOME") or default).expanduser() / "graphdecode" / "chat_history"
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "graphdecode" / "chat_history"
 
 
 class ChatSession:
@@ -131,10 +130,9 @@ class ChatSession:
         except KeyboardInterrupt:
             print(flush=True)
             if len(self._conversation.messages) == messages_before:
-                _print_message("stopped before anything came; what was said is forgotten")
+                _print_message("stopped before the first token; the message is dropped")
             else:
-                _print_message("stopped; what came of the answer stays in the conversation")
-                _warn_of_repeats(self._conversation)
+                _print_message("stopped; the output so far stays in the conversation")
         else:
             print_figures(self._conversation)
 
@@ -185,11 +183,10 @@ def answer(conversation: Conversation, text: str) -> None:
         is_full = len(request.prompt_token_ids) + tokens >= limit
         why = f"the room of {limit} tokens is used up (--max-sequence-length)" if is_full else "that is --max-tokens"
         _print_message(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
-    _warn_of_repeats(conversation)
     if conversation.num_forgotten != forgotten:
         _print_message(
             f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
-            f"{conversation.num_forgotten} messages; /reset begins anew"
+            f"{conversation.num_forgotten} messages; /reset starts over"
         )
 
 
@@ -209,15 +206,6 @@ def print_figures(conversation: Conversation) -> None:
     parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
     parts.append(f"{prompt + tokens} of {limit} tokens of room")
     _print_message("; ".join(parts))
-
-
-def _warn_of_repeats(conversation: Conversation) -> None:
-    times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
-    if times:
-        _print_message(
-            f"it says the same {times} times in a row: small models fall into that; Ctrl-C stops an answer, "
-            "--repetition-penalty 1.1 makes it less likely"
-        )
 
 
 @sampling(*CHAT_OPTIONS)
@@ -240,10 +228,10 @@ def chat(
         Path | None, typer.Option(metavar="FOLDER", help="A low-rank adapter of the model, as PEFT saves it.")
     ] = None,
     config: ConfigOption = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an output at most.")] = 1024,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Talk with a model. Answers go to stdout as they come, all else to stderr.
+    """Chat with a model. Outputs are streamed to stdout, all else goes to stderr.
 
     Without a message: a session in the terminal, where /help tells more; a text that is piped in is one message.
     """
@@ -259,7 +247,7 @@ def chat(
         if lora is not None and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=1)
         from graphdecode import LLM, LoRARequest, SamplingParams
-        from graphdecode.text import Conversation, RunSummary, render_chat
+        from graphdecode.text import Conversation, render_chat
 
         given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
         SamplingParams(**given)  # fails before the model is loaded, and so does a model without a template
@@ -285,12 +273,13 @@ def chat(
             )
             ChatSession(conversation, make_prompt_session()).run()
         else:
-            _say(conversation, messages, RunSummary(llm, load_seconds=time.perf_counter() - began))
+            _say(conversation, messages, time.perf_counter() - began)
 
 
-def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -> None:
+def _say(conversation: Conversation, messages: list[str], load_seconds: float) -> None:
     """Print the output for each message, and one line of figures."""
     outputs: list[RequestOutput] = []
+    ready = time.perf_counter()
     try:
         for message in messages:
             if len(messages) > 1:
@@ -301,4 +290,4 @@ def _say(conversation: Conversation, messages: list[str], summary: RunSummary) -
     except KeyboardInterrupt:
         print(flush=True)
         raise
-    print_message(summary.line(outputs))
+    print_message(run_summary(conversation.llm, outputs, load_seconds, time.perf_counter() - ready))

@@ -1,4 +1,4 @@
-"""`graphdecode generate`: prompts in, answers out."""
+"""`graphdecode generate`: prompts in, outputs out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graphdecode.cli.answer_terminal import run_summary
 from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
@@ -49,10 +50,10 @@ def generate(
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
-    """Generate text: answers go to stdout as they come, all else to stderr.
+    """Generate text: outputs are streamed to stdout, all else goes to stderr.
 
-    How answers are sampled, unless options say it, is what the checkpoint's generation_config.json asks for: greedy
-    where it does not set do_sample. Without that file it is the library's default: temperature 1.
+    Sampling options that are left out are those of the checkpoint's generation_config.json, greedy unless that sets
+    do_sample. Without that file it is the library's default: temperature 1.
     """
     began = time.perf_counter()
     if not as_json and sampling.keys() & {"logprobs", "prompt_logprobs"}:
@@ -63,7 +64,6 @@ def generate(
     settings = settings_of(config, **overrides)
     from graphdecode import LLM, SamplingParams
     from graphdecode.profiling.tuner import check_record, record_batch_sizes
-    from graphdecode.text import RunSummary
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
     requested = SamplingParams(**given)  # fails before the model is loaded
@@ -73,13 +73,13 @@ def generate(
     settings = _sized(settings, checkpoint, texts, requested)
     with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
-        summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
+        ready = time.perf_counter()
         try:
             outputs = _print_outputs(llm, texts, params, as_json)
         finally:
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
-        print_message(summary.line(outputs))
+        print_message(run_summary(llm, outputs, ready - began, time.perf_counter() - ready))
         _hint_at_chat_template(llm, outputs)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
@@ -163,7 +163,7 @@ def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
     if silent and llm.tokenizer.chat_template:
         print_message(
             "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
-            "graphdecode chat, and LLM.chat, make turns of a chat of them"
+            "graphdecode chat and LLM.chat apply the template"
         )
 
 

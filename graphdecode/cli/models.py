@@ -1,4 +1,4 @@
-"""`graphdecode models`: what this machine can run, and what brings a model here or writes it anew."""
+"""`graphdecode models`: list, install, quantize and convert models."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype, rolling_prefill_tokens, state_bytes_of
+    from graphdecode.engine.capacity import plan_capacity, state_bytes_of
     from graphdecode.memory import free_bytes
     from graphdecode.models import check_model, resolve_dtype, weight_bytes
     from graphdecode.models.gguf.files import SUFFIX, models_in
@@ -174,11 +174,8 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         chosen = resolve_dtype(
             settings.dtype, described.dtype, device, integer_quantized=described.integer_quantized, compiles=False
         )
-        one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
-        cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, chosen)
-        capacity = plan_capacity(
-            one_row, described, cache_dtype, device, 2**62, prefill_tokens=rolling_prefill_tokens(settings, device)
-        )
+        one_row = settings.with_settings(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
+        capacity = plan_capacity(one_row, described, chosen, device, available_bytes=2**62)
     except GraphdecodeError as error:
         record.error = " ".join(str(error).split())
         return record
@@ -186,7 +183,7 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
     record.dtype = str(chosen).removeprefix("torch.")
     record.weight_bytes = weight_bytes(path, described, chosen, device, quantize=settings.quantize)
     record.max_sequence_length = capacity.max_sequence_length
-    record.cache_bytes = capacity.cache_bytes + state_bytes_of(one_row, described)
+    record.cache_bytes = capacity.cache_bytes + state_bytes_of(one_row.buckets, described)
     record.fits = record.weight_bytes + record.cache_bytes <= free_bytes(device)
     return record
 

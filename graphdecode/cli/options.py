@@ -68,7 +68,7 @@ def wide_console() -> Console:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; where its numbers do not fit beside each other, as lines of head and cell, row after row."""
+    """Print a table; if its columns do not fit the console, one line per cell with the column's head."""
     at_least = 0
     for column in table.columns:
         longest = max(len(word) for text in (column.header, *column.cells) for word in str(text).split())
@@ -87,7 +87,7 @@ def print_table(console: Console, table: Table) -> None:
 def table_of(
     rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]], left: Iterable[str] = (), **options: Any
 ) -> Table:
-    """Return a table with a line for each row.
+    """Return a table with one line per row.
 
     Args:
         columns: what writes a cell, by its column's head.

@@ -33,7 +33,7 @@ def profile(
     ] = None,
     tolerance: Annotated[float, typer.Option(help="How much slower is too slow, as a fraction.")] = 0.1,
 ) -> None:
-    """Measure the decode step of each bucket at each context, beside the floor that memory sets."""
+    """Measure the decode step of each bucket at each context, and its floor by memory bandwidth."""
     console = wide_console()
     if compare is not None:
         raise typer.Exit(_print_comparison(console, *compare, tolerance))

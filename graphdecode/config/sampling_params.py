@@ -28,20 +28,20 @@ _CHECKPOINTS = "Left out: the checkpoint's."
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Structured output: only tokens that keep to it are sampled; names and meanings are vLLM's.
+    """Structured output: only tokens that follow it are sampled; names and meanings are vLLM's.
 
     Exactly one of the first five is given.
 
     Args:
-        json: a JSON Schema, as a dict or as text: the answer is JSON that it admits, with properties in its order.
-        regex: the answer matches it from its first character to its last one.
-        choice: the answer is one of these texts.
-        grammar: a grammar that derives the answer, in Lark's or GBNF's notation.
-        json_object: True: the answer is any JSON object.
+        json: a JSON Schema, as a dict or as text, that the output matches, with properties in the schema's order.
+        regex: a regular expression that the whole output matches.
+        choice: texts, one of which the output is.
+        grammar: a grammar of the output, in Lark's or GBNF's notation.
+        json_object: True: the output is any JSON object.
         structural_tag: not supported.
-        disable_any_whitespace: write no whitespace between the parts of JSON.
-        disable_additional_properties: objects whose schema does not speak of them have no further properties.
-        whitespace_pattern: a regular expression of the whitespace between the parts of JSON; left out: any.
+        disable_any_whitespace: no whitespace between the parts of JSON.
+        disable_additional_properties: no further properties, unless an object's schema allows them.
+        whitespace_pattern: a regular expression of the whitespace between the parts of JSON; None: any.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -132,76 +132,75 @@ class SamplingParams:
     What vLLM has beyond these is refused with what to do instead, unless its value asks for nothing.
 
     Args:
-        n: how many independent answers to give, at most 1024; they share the pages of their prompt.
+        n: number of independent outputs, at most 1024; they share the pages of their prompt.
         temperature: 0 means greedy; else the logits are divided by it.
         top_k: sample among the k most likely tokens; 0 or -1 means all.
         top_p: sample among the most likely tokens that together hold this much probability; in (0, 1].
         min_p: sample among the tokens at least this likely, relative to the most likely one; in [0, 1].
-        seed: makes the answer reproducible, whatever else runs beside it; None takes one from the engine's seed and
-            the order of requests. The i-th of `n` answers, from 0, has the seed `seed + i`: it is the answer that
-            `n=1` gives with that seed.
+        seed: makes the output reproducible, whatever the batch; None: from the engine's seed and the order of requests.
+            Output i of `n`, from 0, has the seed `seed + i`: it is what `n=1` gives with that seed.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1 is off.
-        presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
-        frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
-        logit_bias: token id -> value added to its logit; as many as the engine's `max_logit_biases`.
-        allowed_token_ids: no other tokens are generated; at least one.
-        bad_words: texts that the answer must not contain: the last token of one, as it is written with and without a
-            space before it, is not generated behind the others. What spells it in other tokens is not found.
-        structured_outputs: what the answer keeps to; it ends with "stop" as soon as nothing can follow; it counts for
-            more than `min_tokens` and `ignore_eos`. One that `max_tokens` cuts ends with "length", and is not complete.
-        stop: text that ends the answer, which is cut before it; at most 256 texts of at most 256 characters.
-        stop_token_ids: tokens that end the answer; they stay in `token_ids` and out of the text.
+        presence_penalty: subtracted from the logits of generated tokens; in [-2, 2].
+        frequency_penalty: subtracted once per occurrence of a generated token; in [-2, 2].
+        logit_bias: token id -> value added to its logit; at most the engine's `max_logit_biases` entries.
+        allowed_token_ids: only these tokens are generated; at least one.
+        bad_words: texts that the output must not contain: the last token of each, as it is tokenized with and without a
+            space before it, is masked behind the others. Other tokenizations of the text are not found.
+        structured_outputs: a grammar or schema that the output follows. It ends with "stop" when nothing can follow,
+            and takes precedence over `min_tokens` and `ignore_eos`. If `max_tokens` cuts it, it ends with "length".
+        stop: texts that end the output, which is cut before them; at most 256 texts of at most 256 characters.
+        stop_token_ids: tokens that end the output; they are in `token_ids`, and not in the text.
         ignore_eos: go on after the model's end-of-sequence token.
-        max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
-            with None. 0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing generated.
-        min_tokens: until this many tokens are there, stop tokens and end-of-sequence ones are masked, with
-            `ignore_eos` too, and stop texts that come up do not stop.
+        max_tokens: generated tokens at most; None: as many as the engine's capacity allows, which is a limit anyway.
+            0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing is generated.
+        min_tokens: until this many tokens, stop tokens and end-of-sequence tokens are masked, with `ignore_eos` too,
+            and stop texts do not stop.
         logprobs: return the log-probabilities of this many most likely tokens, and of the sampled one; at most the
-            engine's `max_logprobs`, and -1 is all of the vocabulary.
-        prompt_logprobs: return the log-probabilities of this many most likely tokens at each place of the prompt, and
-            of the token that stands there. Such a prompt is computed whole, whatever the prefix cache holds of it.
-        truncate_prompt_tokens: keep the last tokens of a longer prompt, so many; -1 keeps as many as leave room for
-            `max_tokens`, or for one token where that is None or fits in no case. The beginning-of-sequence token that
-            a tokenizer puts in front of a text stays there.
+            engine's `max_logprobs`; -1 means the whole vocabulary.
+        prompt_logprobs: the same for each position of the prompt, and the prompt's token there. The whole prompt is
+            computed, without the prefix cache.
+        truncate_prompt_tokens: keep this many of the last tokens of the prompt; -1: as many as leave room for
+            `max_tokens`, or for one token if that is None or never fits. The beginning-of-sequence token that the
+            tokenizer adds to a text is kept.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: where special tokens stay, write those that follow one another as the tokenizer
-            does, which may be with spaces; False writes them side by side.
-        include_stop_str_in_output: let the text end with what stopped it, a stop text or a token.
-        detokenize: make text of the tokens; without, there can be no stop texts.
+        spaces_between_special_tokens: write adjacent special tokens as the tokenizer does, perhaps with spaces; False:
+            without spaces.
+        include_stop_str_in_output: keep the stop text, or the text of the stop token, at the end of the text.
+        detokenize: return text; without it, stop texts are not possible.
 
     Raises:
         ValueError: a value outside its range, with the name, the value and the range.
     """
 
-    n: int = _param(1, _ANSWERS, "Answers to each prompt.", "-n", "--n")
+    n: int = _param(1, _ANSWERS, "Outputs per prompt.", "-n", "--n")
     temperature: float = _param(1.0, _AT_LEAST_0, f"0 is greedy. {_CHECKPOINTS}")
     top_k: int = _param(
         0,
         Values("an integer >= -1", lambda k: _is_integer(k, -1, 2**31 - 1)),
-        f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}",
+        f"Sample among the k most likely tokens; 0 is all. {_CHECKPOINTS}",
     )
     top_p: float = _param(
         1.0,
         Values("a number in (0, 1]", lambda p: _is_number(p, 0, 1) and p > 0),
-        f"Of the likeliest tokens of this much mass. {_CHECKPOINTS}",
+        f"Sample among the most likely tokens of this total probability. {_CHECKPOINTS}",
     )
     min_p: float = _param(
         0.0,
         Values("a number in [0, 1]", lambda p: _is_number(p, 0, 1)),
-        f"Of the tokens at least this likely beside the likeliest. {_CHECKPOINTS}",
+        f"Smallest probability, relative to the most likely token. {_CHECKPOINTS}",
     )
     seed: int | None = _param(
         None,
         Values("None or a 64-bit integer", lambda s: s is None or _is_integer(s, -(2**63), 2**63 - 1)),
-        "Of the sampling; left out: the configuration's.",
+        "Seed of sampling; left out: the configuration's.",
     )
     repetition_penalty: float = _param(
         1.0,
         Values("a number in [0.001, 1000]", lambda value: _is_number(value, 1e-3, 1e3)),
         f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}",
     )
-    presence_penalty: float = _param(0.0, _PENALTY, "Taken from logits of generated tokens.")
-    frequency_penalty: float = _param(0.0, _PENALTY, "The same, for each time that they came.")
+    presence_penalty: float = _param(0.0, _PENALTY, "Subtracted from the logits of generated tokens.")
+    frequency_penalty: float = _param(0.0, _PENALTY, "The same, once per occurrence.")
     logit_bias: Mapping[int, float] | None = _param(
         None,
         Values(
@@ -215,7 +214,7 @@ class SamplingParams:
         metavar="ID=VALUE",
     )
     allowed_token_ids: Sequence[int] | None = _param(
-        None, _IDS, "No others are generated; may be repeated.", "--allowed-token-id"
+        None, _IDS, "Only these tokens are generated; may be repeated.", "--allowed-token-id"
     )
     bad_words: Sequence[str] | None = _param(
         None,
@@ -236,22 +235,24 @@ class SamplingParams:
     stop: str | Sequence[str] | None = _param(
         None,
         Values("text, or a list of texts", lambda stop: isinstance(stop, str) or _is_listed(stop)),
-        "Text that ends an answer; may be repeated.",
+        "Text that ends an output; may be repeated.",
     )
-    stop_token_ids: Sequence[int] | None = _param(None, _IDS, "Ends an answer; may be repeated.", "--stop-token-id")
-    ignore_eos: bool = _param(False, _SWITCH, "Go on after the end of the sequence.")
+    stop_token_ids: Sequence[int] | None = _param(
+        None, _IDS, "Token that ends an output; may be repeated.", "--stop-token-id"
+    )
+    ignore_eos: bool = _param(False, _SWITCH, "Go on after the end-of-sequence token.")
     max_tokens: int | None = _param(16)
-    min_tokens: int = _param(0, None, "Tokens before which nothing ends an answer.")
-    logprobs: int | None = _param(None, _COUNT, "So many likely tokens at each place; with --json.")
-    prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each place of the prompt.")
+    min_tokens: int = _param(0, None, "Tokens before which nothing ends an output.")
+    logprobs: int | None = _param(None, _COUNT, "Most likely tokens to return at each position; with --json.")
+    prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each position of the prompt.")
     truncate_prompt_tokens: int | None = _param(
         None,
         Values("None, -1 or an integer >= 1", lambda kept: kept is None or (_is_integer(kept, -1) and kept != 0)),
-        "Last tokens of a longer prompt that are kept; -1: those that leave room.",
+        "Number of the prompt's last tokens to keep; -1: as many as leave room.",
     )
-    skip_special_tokens: bool = _param(True, _SWITCH, "Out of the text.")
+    skip_special_tokens: bool = _param(True, _SWITCH, "Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = _param(True, _SWITCH)
-    include_stop_str_in_output: bool = _param(False, _SWITCH, "Let the text end with what stopped it.")
+    include_stop_str_in_output: bool = _param(False, _SWITCH, "Keep what stopped the text at its end.")
     detokenize: bool = _param(True, _SWITCH)
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 

@@ -9,8 +9,8 @@ from graphdecode.errors import ConfigError
 
 SERVER = "server"  # the section
 REPLICAS = "replicas"  # the section
-# Of the way down, at a time. Requests in flight tell little of what few replicas could take: 17 that are half busy have
-# as many as one that is full, and one step down to what these would fill leaves a backlog that takes more than 17.
+# Share of the way down that one step of downscaling goes. Requests in flight say little about what fewer replicas could
+# serve: 17 half-busy ones have as many as one full one, and one step down to that leaves a backlog for more than 17.
 DOWNSCALING_FACTOR = 0.25
 
 
@@ -30,7 +30,7 @@ class ServerConfig:
         SERVER,
         (),
         texts("KEY"),
-        "Who brings one of them as a bearer token may use /v1; none: everybody may. GRAPHDECODE_API_KEY adds one.",
+        "Bearer tokens that may use /v1; none: no token is needed. GRAPHDECODE_API_KEY adds one.",
         flag="--api-key",
     )
     served_model_name: str | None = key(
@@ -40,56 +40,63 @@ class ServerConfig:
         SERVER,
         (),
         texts("HOST"),
-        'Names that clients may call the server by, besides localhost and addresses; "*" is all. Left out: no others '
-        "where it listens on this machine alone, else all.",
+        'Host names that requests may have, besides localhost and addresses; "*" allows all. Left out: no others if '
+        "the server listens on this machine only, else all.",
         flag="--allowed-host",
     )
-    max_connections: int = key(SERVER, 1000, integer(1), "Open at a time; beyond, one is answered with 503.")
-    max_waiting: int = key(
-        SERVER, 256, integer(0), "Requests without a row at most; beyond, a request is answered with 429."
-    )
+    max_connections: int = key(SERVER, 1000, integer(1), "Open connections at most; further ones get 503.")
+    max_waiting: int = key(SERVER, 256, integer(0), "Waiting requests at most; further ones get 429.")
     max_body_bytes: int = key(
-        SERVER, 16 << 20, integer(1), "Of a request; those not read yet take eight times as much together at most."
+        SERVER,
+        16 << 20,
+        integer(1),
+        "Bytes of a request body at most; all bodies in memory may take eight times as much.",
     )
-    max_prompts: int = key(SERVER, 1024, integer(1), "Prompts of one request.")
-    max_answers: int = key(SERVER, 128, integer(1), "Answers of one prompt: the largest n.")
-    request_timeout_s: float = key(SERVER, 600.0, number(0), "A request is given up after so long; 0: never.")
+    max_prompts: int = key(SERVER, 1024, integer(1), "Prompts of one request at most.")
+    max_answers: int = key(SERVER, 128, integer(1), "Outputs of one prompt at most: the largest n.")
+    request_timeout_s: float = key(SERVER, 600.0, number(0), "Seconds after which a request fails with 504; 0: never.")
     idle_timeout_s: float = key(
-        SERVER, 30.0, number(0), "A client that sends no whole request, or takes nothing, is let go then; 0: never."
+        SERVER,
+        30.0,
+        number(0),
+        "Seconds after which a connection is closed whose client sends no whole request or reads nothing; 0: never.",
     )
-    drain_timeout_s: float = key(SERVER, 30.0, number(0), "How long work may go on when the server is told to end.")
+    drain_timeout_s: float = key(SERVER, 30.0, number(0), "Seconds for requests in flight to finish after SIGTERM.")
     cors_origins: tuple[str, ...] | list[str] = key(
-        SERVER, (), texts("ORIGIN"), 'Origins whose pages may call the server; "*" is all.', flag="--cors-origin"
+        SERVER, (), texts("ORIGIN"), 'Origins whose pages may call the server; "*" allows all.', flag="--cors-origin"
     )
     otlp_traces_endpoint: str | None = key(
         SERVER,
         None,
         none_or(matching(r"https?://\S+", "an http address"), '"http://127.0.0.1:4318/v1/traces"'),
-        "Where OpenTelemetry's traces go, over OTLP's HTTP; it needs the extra `otel`.",
+        "OTLP/HTTP endpoint for OpenTelemetry traces; needs the extra `otel`.",
     )
     chat_template: str | None = key(
         SERVER,
         None,
         none_or(matching(r"(?s).*\S.*", "a path", "FILE"), '"template.jinja"'),
-        "A file with the template, in Jinja, that conversations go through; left out: the model's own.",
+        "File with a chat template in Jinja; left out: the model's own.",
     )
     trust_request_chat_template: bool = key(
-        SERVER, False, boolean(), "Let requests bring their own `chat_template`: a program, run in a child with limits."
+        SERVER,
+        False,
+        boolean(),
+        "Allow `chat_template` in requests: a program, which runs in a child process with limits.",
     )
     lora_modules: tuple[str, ...] | list[str] = key(
         SERVER,
         (),
         texts("NAME=FOLDER"),
-        "Adapters (LoRA, as PEFT saves them) that requests name as their model. Where [adapters] max_adapters is left "
+        "LoRA adapters, as PEFT saves them, which requests name as their model. If [adapters] max_adapters is left "
         "out, each has a slot.",
     )
     lora_folder: str | None = key(
         SERVER,
         None,
         none_or(matching(r"(?s).*\S.*", "a path", "FOLDER"), '"/srv/adapters"'),
-        "A folder from which POST /v1/load_lora_adapter may load further adapters; left out: none are loaded so.",
+        "Folder from which POST /v1/load_lora_adapter may load adapters; left out: the endpoint is disabled.",
     )
-    log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
+    log_requests: bool = key(SERVER, False, boolean(), "Log prompts and outputs.")
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -109,42 +116,48 @@ class ReplicaConfig:
         REPLICAS,
         None,
         none_or(integer(1), "2"),
-        "Engines that share the requests, on Ray; left out, and without autoscale: one, without Ray.",
+        "Number of engines on Ray; left out, and without autoscale: one engine, without Ray.",
         flag="--replicas",
     )
     autoscale: str | None = key(
         REPLICAS,
         None,
         none_or(matching(r"[1-9]\d*:[1-9]\d*", "MIN:MAX", "MIN:MAX"), '"1:4"'),
-        "Engines at least and at most, on Ray, as the load asks for; in place of a number.",
+        "Smallest and largest number of engines on Ray, which follows the load; instead of count.",
     )
     ray_address: str | None = key(
         REPLICAS,
         None,
         none_or(matching(r"\S+", "an address", "HOST:PORT"), '"10.0.0.1:6379"'),
-        "A cluster to join; left out: a Ray of its own on this machine, which ends with the command.",
+        "Ray cluster to join; left out: a local one, which ends with the command.",
     )
-    cpus_per_device: int = key(
-        REPLICAS, 1, integer(1), "Processors that Ray reserves for each device of an engine, and that the engine uses."
-    )
-    direct: bool = key(
-        REPLICAS, False, boolean(), "Listen in the command itself, and take answers from the engines past Ray's proxy."
-    )
-    fronts: int = key(REPLICAS, 1, integer(1), "Processes behind Ray's proxies that choose an engine for each request.")
+    cpus_per_device: int = key(REPLICAS, 1, integer(1), "CPU cores that Ray reserves for each device of an engine.")
+    direct: bool = key(REPLICAS, False, boolean(), "Serve HTTP in the command itself, without Ray's proxy.")
+    fronts: int = key(REPLICAS, 1, integer(1), "Processes behind Ray's proxies that route requests to engines.")
     slack: int = key(
-        REPLICAS, 8, integer(0), "Requests by which an engine may be ahead and still get one whose beginning it knows."
+        REPLICAS,
+        8,
+        integer(0),
+        "Requests that the engine with the prompt's prefix may have in flight beyond the least loaded one.",
     )
     routing: str = key(
         REPLICAS,
         "prefix",
         one_of("prefix", "random"),
-        "Who gets a request: the least loaded and, within slack, who has the beginning of its prompt; or anybody.",
+        "Routing of requests: prefix prefers, within slack, an engine that has cached the prompt's prefix.",
     )
     target_requests: int | str = key(
-        REPLICAS, "auto", auto_or(integer(1)), "Requests of an engine to aim at; auto: a quarter of max_batch_size."
+        REPLICAS,
+        "auto",
+        auto_or(integer(1)),
+        "Requests in flight per engine that autoscaling aims at; auto: a quarter of max_batch_size.",
     )
-    upscale_delay_s: float = key(REPLICAS, 10.0, number(0), "Load must be above the target for so long.")
-    downscale_delay_s: float = key(REPLICAS, 300.0, number(0), "Load must be below the target for so long.")
+    upscale_delay_s: float = key(
+        REPLICAS, 10.0, number(0), "Seconds that the load must be above the target before an engine is added."
+    )
+    downscale_delay_s: float = key(
+        REPLICAS, 300.0, number(0), "Seconds that the load must be below the target before an engine is removed."
+    )
 
     def __post_init__(self) -> None:
         check_keys(self)

@@ -53,33 +53,44 @@ class BucketConfig:
 
     max_batch_size: int = key("capacity", 64, integer(1, 65536), "Rows: sequences that are decoded at the same time.")
     max_sequence_length: int = key(
-        "capacity", 4096, integer(1), "Tokens of one sequence, prompt and answer, as far as the model was trained for."
+        "capacity",
+        4096,
+        integer(1),
+        "Tokens of one sequence, prompt and output; at most what the model was trained for.",
     )
     page_size: int = key("capacity", 16, integer(1, 65536), "Tokens of one page of the key-value cache.")
     total_num_pages: int | str = key(
-        "capacity", "auto", auto_or(integer(1)), "Pages of the cache; auto fills memory_fraction of what is free."
+        "capacity", "auto", auto_or(integer(1)), "Pages of the cache; auto fills memory_fraction of the free memory."
     )
-    memory_fraction: float = key("capacity", 0.9, fraction(), "See total_num_pages.")
+    memory_fraction: float = key(
+        "capacity", 0.9, fraction(), 'Share of the free memory that the cache takes with total_num_pages = "auto".'
+    )
     max_logprobs: int = key(
-        "capacity", 20, integer(1, 2**20), "Log-probabilities at one place that a request may ask for."
+        "capacity", 20, integer(1, 2**20), "Log-probabilities per token that a request may ask for."
     )
     max_stop_token_ids: int = key(
-        "capacity", 128, integer(1, 4096), "Tokens that may end an answer, those of the model included."
+        "capacity", 128, integer(1, 4096), "Stop tokens of a request at most, including the model's own."
     )
-    max_logit_biases: int = key("capacity", 1024, integer(1, 2**20), "Entries of a request's logit_bias.")
+    max_logit_biases: int = key("capacity", 1024, integer(1, 2**20), "Entries of a request's logit_bias at most.")
     max_bad_words: int = key(
-        "capacity", 128, integer(1, 65536), "Sequences of tokens that a request's bad_words may be; a word can be two."
+        "capacity", 128, integer(1, 65536), "Token sequences of a request's bad_words at most; a word can be two."
     )
     max_automata: int = key(
-        "capacity", 8, integer(1, 65536), "Structured outputs (choices, regex) that are followed on the device at once."
+        "capacity",
+        8,
+        integer(1, 65536),
+        "Structured outputs (choices, regex) that the device follows at the same time.",
     )
     max_automaton_states: int = key(
-        "capacity", 1024, integer(0, 2**20), "States that all of them have together; 0 leaves every one to the host."
+        "capacity",
+        1024,
+        integer(0, 2**20),
+        "States of all of them together; 0: the host follows every structured output.",
     )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
-        "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
+        "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added if it is missing."
     )
-    max_graphs: int = key("buckets", 16, integer(1, 65536), "How many buckets auto may choose.")
+    max_graphs: int = key("buckets", 16, integer(1, 65536), "Buckets that auto chooses at most.")
     capture_when: str = key(
         "capture", "startup", one_of("startup", "idle", "first-use"), "When a bucket's graph is captured.", name="when"
     )
@@ -94,7 +105,7 @@ class BucketConfig:
         "loop",
         1,
         integer(1, 4096),
-        "Decode steps of a launch: a loop on the device, which ends when all rows are finished. The host looks at "
+        "Decode steps of a launch: a loop on the device, which ends when all rows have finished. The host reads "
         "tokens, and requests join and leave, between launches only.",
     )
 
@@ -146,22 +157,25 @@ class EngineConfig:
         f"{_AUTO_PREFILL_TOKENS['cpu']} on a CPU.",
     )
     target_itl_ms: float = key(
-        "scheduling", 0.0, number(0), "Milliseconds between two tokens, for which prompts are cut smaller; 0: none."
+        "scheduling",
+        0.0,
+        number(0),
+        "Target for the milliseconds between two tokens, kept by smaller prompt chunks; 0: none.",
     )
     device: str = key(
         "model",
         "auto",
         matching(r"auto|(cpu|cuda)(:\d+)?", "auto, cpu or cuda (one of several: cuda:1)", "auto|cpu|cuda|cuda:N"),
-        "Where the model runs; auto is a GPU where there is one.",
+        "Device of the model; auto is a GPU if there is one.",
     )
     dtype: str = key(
         "model",
         "auto",
         matching(_DTYPES, "auto, float32, bfloat16 or float16", _DTYPES),
-        "Type of activations, cache, and weights that are not quantized; auto is the checkpoint's where the device can "
-        "compute in it, and float16 on a CPU for quantized weights.",
+        "Dtype of activations, cache, and weights that are not quantized; auto is the checkpoint's if the device "
+        "computes in it, and float16 on a CPU with quantized weights.",
     )
-    seed: int = key("model", 0, long_integer(), "Of the requests that bring none.")
+    seed: int = key("model", 0, long_integer(), "Seed for requests without one.")
     quantize: str | None = key(
         "model",
         None,
@@ -187,68 +201,71 @@ class EngineConfig:
         "model",
         False,
         boolean(),
-        "A request's tokens and log-probabilities have the same bits alone and in any company, bucket and row, however "
-        "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
+        "A request's tokens and log-probabilities do not depend, bit for bit, on the batch, the bucket and the row, "
+        "nor on how its prompt is chunked, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
-    prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    prefix_cache: bool = key("model", True, boolean(), "Reuse the cached pages of prompts with a common prefix.")
     tensor_parallel_size: int = key(
         "model",
         1,
         integer(1, 64),
-        "Processes that share the model, each with a part of the weights: one a GPU, or a few on a CPU.",
+        "Ranks that share the model, each with a part of the weights: one per GPU, or a few on a CPU.",
         flag="--tensor-parallel",
     )
     collectives: str = key(
         "model",
         "auto",
         one_of("auto", "shared", "gloo", "nccl"),
-        "How they exchange what they compute: shared memory on one machine's CPU (it needs a C compiler), or "
-        "torch.distributed by gloo or NCCL, which auto takes between GPUs.",
+        "Backend of the ranks' collectives: shared memory on one machine's CPU (needs a C compiler), or "
+        "torch.distributed with gloo or NCCL; auto takes NCCL between GPUs.",
     )
     rank_limit_seconds: float = key(
-        "model", 30.0, number(0.1), "Without a heartbeat of one of them for so long, all end, and an error names it."
+        "model",
+        30.0,
+        number(0.1),
+        "Seconds without a heartbeat of a rank after which all ranks end, with an error that names it.",
     )
     model_impl: str = key(
         "model",
         "auto",
         one_of("auto", "native", "transformers"),
-        "Who runs the model: a family of graphdecode, which auto prefers, or transformers' own module over our cache.",
+        "Implementation of the model: native, which auto prefers, or transformers' own module over our cache.",
     )
     trust_remote_code: bool = key(
-        "model", False, boolean(), "Run the Python code that comes with a checkpoint, where transformers needs it."
+        "model", False, boolean(), "Run the Python code of a checkpoint if transformers needs it."
     )
     load_modules: tuple[str, ...] | list[str] = key(
         "model",
         (),
         texts("FILE"),
-        "Files of Python that every process which loads the model imports first: what they register (families, weight "
-        "forms, sources, steps) can be used. They can do what their user can.",
+        "Python files that every process of the engine imports first, to register families, weight forms, sources and "
+        "steps. They run with your rights.",
         flag="--load-module",
     )
     step_kind: str | None = key(
         "model",
         None,
         none_or(matching(r"\S+", "the name of a registered step"), '"count-up"'),
-        "The step that is run in place of decoding and speculation: one that was registered from outside.",
+        "Name of a registered step that replaces decoding and speculation.",
     )
     skip_tokenizer_init: bool = key(
-        "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
+        "model", False, boolean(), "Load no tokenizer: prompts are token ids, and outputs have no text."
     )
     max_adapters: int = key(
         "adapters",
         0,
         integer(0, 1024),
-        "Low-rank adapters (LoRA) that rows can use at the same time, each with a place in memory; more can be loaded, "
-        "and take turns. 0: none.",
+        "LoRA adapters that rows can use at the same time, each in a slot of device memory; more can be loaded, and "
+        "share the slots. 0: none.",
     )
-    max_adapter_rank: int = key("adapters", 16, integer(1, 512), "Rank of an adapter at most.")
+    max_adapter_rank: int = key("adapters", 16, integer(1, 512), "Largest rank of an adapter.")
     speculation: str = key(
         "speculation",
         "off",
         one_of("off", "ngram", "model"),
-        "Guess tokens ahead, and verify several in one step; the answers stay the same. ngram guesses by what stood "
-        "before in the prompt or the answer, model by a small model that the configuration names.",
-        help="Guess tokens ahead, and verify several in one step: ngram by what stood before, model by a small model.",
+        "Draft tokens, and verify several in one step; outputs stay the same. ngram drafts what followed an earlier "
+        "occurrence in the prompt or the output; model drafts with a small model, which the configuration names.",
+        help="Draft tokens, and verify several in one step: ngram by earlier occurrences, model by a small model.",
         name="method",
         flag="--speculate",
     )
@@ -256,17 +273,19 @@ class EngineConfig:
         "speculation",
         None,
         none_or(matching(r"\S.*", "a model", "MODEL"), '"a/smaller/one"'),
-        "The small model of the method model: a folder or name as for the large one, of the same vocabulary.",
+        "Draft model of the method model: a folder or name as for the target model, with the same vocabulary.",
         name="model",
     )
     num_tokens: int | str = key(
         "speculation",
         "auto",
         auto_or(integer(1, MOST_DRAFTS)),
-        f"Drafts of a row and step, always; auto takes up to {MOST_DRAFTS}, as many as pay.",
+        f"Draft length of each row and step; auto adapts it, up to {MOST_DRAFTS}.",
     )
-    ngram_min: int = key("speculation", 2, integer(1, 64), "Tokens that must have stood before for a guess.")
-    ngram_max: int = key("speculation", 5, integer(1, 64), "Tokens that are compared; the longest match counts.")
+    ngram_min: int = key("speculation", 2, integer(1, 64), "Shortest match that ngram drafts from, in tokens.")
+    ngram_max: int = key(
+        "speculation", 5, integer(1, 64), "Longest match that is looked for, in tokens; the longest one counts."
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.buckets, BucketConfig):

@@ -62,7 +62,7 @@ _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
 _GENERATES = Unsupported("a model generates", (None, "auto", "generate"))
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
-_NOT_HERE = Unsupported("this is a matter of vLLM's own workings, which are not these", (None, False))
+_NOT_HERE = Unsupported("this is internal to vLLM, and has no counterpart here", (None, False))
 _NO_BEAMS = Unsupported("beams are not searched", (None, 1.0))
 _CONFIG_JSON = Unsupported("change config.json in a copy of the folder", (None, {}))
 _ANY_LENGTH = Unsupported("a graph serves every length", (None, 8192))
@@ -71,19 +71,21 @@ _BUCKETS = Unsupported("the sections [buckets] and [capture] of config say what 
 _SPECULATION = Unsupported("speculative_config says how tokens are guessed ahead, as in vLLM")
 
 SAMPLING_PARAMS: dict[str, Unsupported] = {
-    "best_of": Unsupported("ask for n answers with logprobs=0 and keep the one with the best cumulative_logprob"),
-    "use_beam_search": Unsupported("sample n answers instead", (None, False)),
+    "best_of": Unsupported("ask for n outputs with logprobs=0 and keep the one with the best cumulative_logprob"),
+    "use_beam_search": Unsupported("sample n outputs instead", (None, False)),
     "length_penalty": _NO_BEAMS,
     "early_stopping": _NO_BEAMS._replace(neutral=(None, False)),
     "flat_logprobs": Unsupported("log-probabilities come as a list of dicts, one for each token", (None, False)),
     "logits_processors": _NO_PYTHON._replace(neutral=(None,)),
-    "output_kind": Unsupported("LLM.generate gives whole answers, LLM.stream pieces, AsyncLLM.generate all so far"),
+    "output_kind": Unsupported(
+        "LLM.generate returns whole outputs, LLM.stream yields pieces, AsyncLLM.generate the output so far"
+    ),
     "guided_decoding": Unsupported("structured_outputs is its name now"),
-    "extra_args": Unsupported("there is nothing that would read them", (None, {})),
+    "extra_args": Unsupported("nothing reads them", (None, {})),
     "skip_reading_prefix_cache": Unsupported(
         "a prompt with prompt_logprobs is computed whole; for others: LLM(prefix_cache=False)", (None, False)
     ),
-    "thinking_token_budget": Unsupported("max_tokens limits the answer with its thoughts"),
+    "thinking_token_budget": Unsupported("max_tokens limits the output, reasoning included"),
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
     "skip_clone": Unsupported("parameters are frozen, and never copied", (None, True, False)),
     "output_text_buffer_length": Unsupported("what is held back for stop texts follows from them", (None, 0)),
@@ -144,7 +146,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "scheduling_policy": Unsupported("requests without a priority are served as they come", (None, "fcfs", "priority")),
     "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),
     "async_scheduling": Unsupported("the next step always runs while one is read, on a GPU", (None, False, True)),
-    "reasoning_parser": Unsupported("answers are given as they are", (None, "")),
+    "reasoning_parser": Unsupported("outputs are returned as they are", (None, "")),
     "logits_processors": _NO_PYTHON,
     "logits_processor_pattern": _NO_PYTHON._replace(neutral=(None,)),
     "guided_decoding_backend": Unsupported("llguidance reads structured outputs", (None, *_BACKENDS)),
@@ -169,7 +171,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
 CALL_KEYWORDS: dict[str, Unsupported] = {
     "prompt_token_ids": Unsupported('give token ids as prompts: [[1, 2, 3], ...] or {"prompt_token_ids": [1, 2, 3]}'),
     "prompt_adapter_request": _NO_PROMPT_ADAPTER,
-    "guided_options_request": Unsupported("SamplingParams(structured_outputs=...) says the form of an answer"),
+    "guided_options_request": Unsupported("SamplingParams(structured_outputs=...) says what an output must match"),
     "mm_processor_kwargs": _NO_MEDIA,
     "tokenization_kwargs": Unsupported("SamplingParams(truncate_prompt_tokens=...) cuts prompts", (None, {})),
     "chat_template_content_format": Unsupported("a template gets contents as texts", (None, "auto", "string")),
@@ -181,12 +183,12 @@ _WORKERS = "there is none: no worker takes calls; LLM.model and LLM.engine are t
 _SLEEP = "there is none: close() gives the memory back, and another LLM reads the weights again"
 _PROFILE = "there is none: `graphdecode profile` measures each bucket, with --trace as a Chrome trace"
 LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what to use instead
-    "beam_search": "there is none: sample n answers with logprobs=0 and keep that of the best cumulative_logprob",
+    "beam_search": "there is none: sample n outputs with logprobs=0 and keep that of the best cumulative_logprob",
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
     **dict.fromkeys(("embed", "encode", "score", "classify", "reward"), _POOLING),
     **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
-    "reset_prefix_cache": "there is none: what is kept never changes an answer, and LLM(prefix_cache=False) keeps none",
+    "reset_prefix_cache": "there is none: cached prefixes never change an output; LLM(prefix_cache=False) keeps none",
     "get_metrics": "LLM.stats counts, and RequestOutput.metrics holds the times",
     "llm_engine": "LLM.engine takes and gives tokens",
     "preprocess_chat": "graphdecode.text.render_chat(tokenizer, messages) returns the prompt and its tokens",

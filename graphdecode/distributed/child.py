@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they may reach the whole group
 
 
@@ -35,3 +38,11 @@ def leave_signals() -> None:
     for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
+
+
+def signal_at_end_of(parent: int, number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends (Linux); exit if it has ended already."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)

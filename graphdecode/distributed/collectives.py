@@ -26,7 +26,6 @@ class Collectives(ABC):
         self.rank, self.count, self._agree = rank, count, agree
         self.workspace: list[Tensor] = []  # written in addition to the arguments
         self._capturing: str | None = None
-        self._order = 0
         self.manifests: dict[str, list[str]] = {}
 
     def all_reduce(self, x: Tensor, place: str) -> None:
@@ -56,20 +55,20 @@ class Collectives(ABC):
     def captured(self, what: str) -> Iterator[None]:
         """Begin and end a capture with all ranks; a RankError names a collective in which they differ."""
         self._agree(f"begins to capture {what}")
-        self._capturing, self._order, self.manifests[what] = what, 0, []
+        self._capturing, self.manifests[what] = what, []
         try:
             yield
         finally:
             self._capturing = None
-        self._agree(f"ends the capture of {what} with {self._order} collectives")
+        self._agree(f"ends the capture of {what} with {len(self.manifests[what])} collectives")
 
     def _announce(self, kind: str, x: Tensor, place: str) -> None:
         if self._capturing is None:
             return
         line = f"{kind} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')} at {place}"
-        self.manifests[self._capturing].append(line)
-        self._agree(f"is in {self._capturing} at collective {self._order}: {line}")
-        self._order += 1
+        manifest = self.manifests[self._capturing]
+        self._agree(f"is in {self._capturing} at collective {len(manifest)}: {line}")
+        manifest.append(line)
 
     def late(self) -> str | None:
         """Return the failure of a collective, with its rank, if there was one."""

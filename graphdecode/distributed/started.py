@@ -6,13 +6,11 @@ each other by its store.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
 import signal
 import socket
-import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphdecode.distributed.child import start_child
+from graphdecode.distributed.child import signal_at_end_of, start_child
 from graphdecode.distributed.link import Link, Message
 from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
 from graphdecode.errors import ArgumentError
@@ -30,7 +28,6 @@ from graphdecode.kernels.collective.shared_collectives import LIMIT_MS, board_wo
 
 _PLACE_BYTES = 4 << 20  # of one rank's data in a collective; only what is written becomes resident
 _MEMORY = Path("/dev/shm")
-_PR_SET_PDEATHSIG = 1
 _MEET_SECONDS = 300.0  # for all ranks to join
 _TOKEN_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -57,11 +54,7 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
     Arguments are those of `Terms.chosen`, and the module that the processes run, whose arguments are the descriptors of
     link, heartbeats and board (-1: none).
     """
-    terms = Terms.chosen(count, device, how, limit_seconds)
-    if terms.how != "shared":
-        store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-        terms = terms._replace(store=("127.0.0.1", store.port))
-    descriptor, board = new_board(count, limit_seconds) if terms.how == "shared" else (-1, None)
+    terms, descriptor, board, _store = _meeting_point(Terms.chosen(count, device, how, limit_seconds), "127.0.0.1")
     links, heartbeats, processes = [], [], []
     for rank in range(1, count):
         (link, their_link), (heartbeat, their_heartbeat) = socket.socketpair(), socket.socketpair()
@@ -75,23 +68,26 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
     return Leader(terms, links, heartbeats, board, processes)
 
 
+def _meeting_point(terms: Terms, host: str) -> tuple[Terms, int, Tensor | None, dist.TCPStore | None]:
+    """Return the terms, and what ranks meet over: a board and its descriptor, or a store, to be kept until they have.
+
+    Without a board the descriptor is -1.
+    """
+    if terms.how == "shared":
+        return terms, *new_board(terms.count, terms.limit_seconds), None
+    store = dist.TCPStore(host, 0, terms.count, is_master=True, wait_for_workers=False)
+    return terms._replace(store=(host, store.port)), -1, None, store
+
+
 def follower_of(descriptors: list[int]) -> Follower:
     """Return the end of a rank that `start_ranks` started, given its descriptors."""
     link, heartbeats, board = descriptors
     connected = Link(socket.socket(fileno=link))
     hello = connected.receive()
     rank, leader, _ = hello.numbers
-    _wake_behind(leader)
+    signal_at_end_of(leader, signal.SIGCONT)  # else it would stay if it is stopped
     mapped = mapped_board(board) if board >= 0 else None
     return Follower(rank, Terms.of_bytes(hello.payload), connected, socket.socket(fileno=heartbeats), mapped)
-
-
-def _wake_behind(parent: int) -> None:
-    """Let the kernel continue this process, if it is stopped, when its parent ends, so that it ends too."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -133,12 +129,7 @@ class LaunchedRank:
 
     def _lead(self, store: dist.Store, terms: Terms) -> Leader:
         token = secrets.token_bytes(_TOKEN_BYTES)
-        descriptor, board = (-1, None)
-        if terms.how == "shared":
-            descriptor, board = new_board(terms.count, terms.limit_seconds)
-        else:
-            own = dist.TCPStore(self.host, 0, self.count, is_master=True, wait_for_workers=False)
-            terms = terms._replace(store=(self.host, own.port))
+        terms, descriptor, board, _store = _meeting_point(terms, self.host)
         connected: dict[tuple[int, int], socket.socket] = {}
         with socket.create_server((self.host, 0)) as server:
             server.settimeout(_MEET_SECONDS)

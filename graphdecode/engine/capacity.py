@@ -14,7 +14,7 @@ from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.engine.steps.decode import state_bytes
 from graphdecode.engine.steps.step import MIXED_TOKENS, mixed_shapes, prompt_shapes, ring_length
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.cache.kv_format import format_named, format_of
+from graphdecode.kernels.cache.kv_format import format_named
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
 from graphdecode.memory import free_bytes, total_bytes
 from graphdecode.models import ModelShape
@@ -61,39 +61,41 @@ class Capacity:
 
 
 def plan_capacity(
-    config: BucketConfig,
+    settings: EngineConfig,
     model: ModelShape,
     dtype: torch.dtype,
     device: torch.device,
+    *,
     available_bytes: int | None = None,
-    widths: Collection[int] = (1,),
-    prefill_tokens: int | None = None,
+    may_roll: bool = True,
 ) -> Capacity:
     """Return the capacity; `total_num_pages = "auto"` fills the free memory, less an estimate for graphs.
 
     "auto" takes at most the pages of all rows at full length; an ArgumentError if not even one fits.
 
     Args:
-        config: rows, lengths and pages.
+        settings: rows, lengths and pages, and the type of keys and values.
         model: its shape.
-        dtype: of keys and values.
+        dtype: of the model.
         device: of keys and values.
         available_bytes: free memory; None: as the device reports.
-        widths: queries per row of captured steps.
-        prefill_tokens: of a prefill pass at most; with it, layers with a window get rolling pages if that saves memory.
-            None: they get full pages.
+        may_roll: whether model and step support rolling pages, which layers with a window get if that saves memory.
+            Draft models and registered steps need full pages.
     """
+    config = settings.buckets
+    widths = (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
     paged_layers = model.num_hidden_layers - sum(
         state is not None and not state.beside_keys for state in model.recurrent
     )
-    entry_bytes = 2 * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
+    kv_format = format_named(settings.kv_cache_dtype, dtype)
+    entry_bytes = 2 * model.num_key_value_heads * kv_format.entry_bytes(model.head_dim)
     token_bytes = paged_layers * entry_bytes
     page_bytes = token_bytes * config.page_size
     rolling, most = None, config.max_batch_size * pages_per_row
-    if prefill_tokens is not None:
-        rolling = _rolling_pages(config, model, pages_per_row, prefill_tokens, widths)
+    if may_roll and settings.speculation != "model" and settings.step_kind is None:
+        rolling = _rolling_pages(config, model, pages_per_row, settings.prefill_tokens(device.type), widths)
     rolling_page_bytes = 0 if rolling is None else sum(rolling.layers) * entry_bytes * config.page_size
     total = config.total_num_pages
     if isinstance(total, str):
@@ -152,37 +154,17 @@ def graph_bytes(config: BucketConfig, model: ModelShape, widths: Collection[int]
     return nodes * _NODE_BYTES + pool
 
 
-def captured_widths(settings: EngineConfig) -> tuple[int, ...]:
-    """Return the queries per row of captured steps."""
-    return (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
-
-
-def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of keys and values, given `EngineConfig.kv_cache_dtype` and the model's dtype."""
-    return format_named(kv_cache_dtype, dtype).dtype
-
-
-def rolling_prefill_tokens(settings: EngineConfig, device: torch.device) -> int | None:
-    """Return the `prefill_tokens` of `plan_capacity`: None if a draft model or a registered step needs full pages."""
-    is_own = settings.speculation != "model" and settings.step_kind is None
-    return settings.prefill_tokens(device.type) if is_own else None
-
-
 def plan_checked_capacity(
     settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device, *, may_roll: bool = True
 ) -> Capacity:
-    """Return the capacity for some settings, see `plan_capacity`, and check it against the machine's memory.
-
-    `may_roll`: whether model and step support rolling pages.
+    """Return the capacity, see `plan_capacity`, and check it against the machine's memory.
 
     Raises:
         ArgumentError: the machine's memory is too small; names the key that takes most.
     """
-    config, memory = settings.buckets, total_bytes(device)
-    cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, dtype)
-    longest = rolling_prefill_tokens(settings, device) if may_roll else None
-    capacity = plan_capacity(config, model, cache_dtype, device, None, captured_widths(settings), longest)
-    needs = _needs(config, model, capacity, settings.prefill_tokens(device.type))
+    memory = total_bytes(device)
+    capacity = plan_capacity(settings, model, dtype, device, may_roll=may_roll)
+    needs = _needs(settings.buckets, model, capacity, settings.prefill_tokens(device.type))
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:
         key, value, what, nbytes = max(needs, key=lambda need: need[-1])

@@ -18,7 +18,7 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
-from graphdecode.engine.capacity import plan_checked_capacity, resolve_cache_dtype
+from graphdecode.engine.capacity import plan_checked_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
@@ -28,6 +28,7 @@ from graphdecode.engine.steps.step import should_mix, step_maker
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
+from graphdecode.kernels.cache.kv_format import format_named
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_device, resolve_dtype
 from graphdecode.models.split import split_config
 
@@ -244,7 +245,7 @@ def make_runner(
         max_pages_per_row=capacity.pages_per_row,
         num_kv_heads=decoder.config.num_key_value_heads,
         head_dim=decoder.config.head_dim,
-        dtype=resolve_cache_dtype(settings.kv_cache_dtype, decoder.dtype),
+        dtype=format_named(settings.kv_cache_dtype, decoder.dtype).dtype,
         device=device,
         prefix_caching=settings.prefix_cache and not recurrent,
         scales=decoder.cache_scales,

@@ -19,7 +19,7 @@ from graphdecode.engine.pace import ChunkBudget, DraftPace
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
-from graphdecode.engine.scheduler import Scheduler, Sequence, draft_gaps
+from graphdecode.engine.scheduler import Scheduler, Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
@@ -202,8 +202,7 @@ class EngineLoop:
         fresh = [row for row, sequence in enumerate(rows) if not sequence.num_generated]  # filled by `Engine.add`
         for row, mask in _masks(_constrained(rows, fresh)).items():
             np.copyto(rows[row].sampling.token_mask, mask)  # type: ignore[arg-type]
-        cache = self.scheduler.cache
-        self.runner.stage([s.row_inputs(cache.pages_of(s.request_id), cache.state_row_of(s.request_id)) for s in rows])
+        self.runner.stage([sequence.row_inputs(self.scheduler.memory_of(sequence)) for sequence in rows])
         self._staged, self._has_adapters = rows, any(sequence.adapter is not None for sequence in rows)
         self._masked_rows = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
@@ -221,7 +220,7 @@ class EngineLoop:
         if queries > 1 and not drafting.is_cheap:
             self._drain()  # the draft model needs their tokens
             running = (sequence for sequence in self._staged if not sequence.finished)
-            for chunks in draft_gaps(running, self.scheduler.cache, self.runner.setting.prefill_tokens):
+            for chunks in self.scheduler.draft_gaps(running, self.runner.setting.prefill_tokens):
                 self.runner.stage(chunks=chunks)
                 self.runner.launch(LaunchPlan.of_chunks(chunks, catches_up=True))
         return queries

@@ -104,17 +104,17 @@ class EngineStats:
         if self.mixed_steps:
             steps += f", {self.mixed_steps} of them with prompts"
         parts.append(", ".join([steps, *self.step_times()]))
-        parts.append("buckets " + (", ".join(f"{b} x{n}" for b, n in sorted(self.bucket_steps.items())) or "none"))
-        parts.append(f"padding {100 * self.padding_share:.0f}%")
-        return "; ".join([*parts, *self.drafted()])
+        return "; ".join([*parts, *self.shares()])
 
-    def drafted(self) -> list[str]:
-        """Return a summary of drafts; [] without any."""
+    def shares(self) -> list[str]:
+        """Return the steps of each bucket, the padding, and the accepted drafts, if there were any, as text."""
+        buckets = ", ".join(f"{b} x{n}" for b, n in sorted(self.bucket_steps.items())) or "none"
+        parts = [f"buckets {buckets}", f"padding {100 * self.padding_share:.0f}%"]
         drafted, accepted, _ = self.speculation
-        if not drafted:
-            return []
-        mean = 1 + accepted / self.spec_decode_num_drafts
-        return [f"{accepted} of {drafted} drafts accepted, {mean:.2f} tokens a verification"]
+        if drafted:
+            mean = 1 + accepted / self.spec_decode_num_drafts
+            parts.append(f"{accepted} of {drafted} drafts accepted, {mean:.2f} tokens a verification")
+        return parts
 
     def step_times(self) -> list[str]:
         """Return the median and 99th percentile of step times as text; [] without steps."""

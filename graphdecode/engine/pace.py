@@ -29,7 +29,7 @@ class DraftPace:
     The chance of a draft is a moving average of acceptance at its match length; the time of a step is the median of the
     last ones of its kind. Plain steps show whether a cheap draft would have been right, so that speculation is switched
     off and on at no cost. Drafts that are not cheap are tried again for a few launches, after an interval that doubles
-    with each trial in vain.
+    with each trial that does not pay.
     """
 
     def __init__(self, widths: Sequence[int], *, is_fixed: bool = False, is_cheap: bool = True) -> None:

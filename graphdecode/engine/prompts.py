@@ -16,7 +16,7 @@ from graphdecode.buffers import Slot, StepBuffers
 from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import adopt_model, decode_attention_of, or_trash
-from graphdecode.engine.steps.step import StepSetting, prompt_shapes
+from graphdecode.engine.steps.step import SequenceMemory, StepSetting, prompt_shapes
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.logprobs import token_logprobs
 from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, LogprobOutputs
@@ -35,11 +35,9 @@ class PromptChunk:
 
     token_ids: Sequence[int]
     start: int  # tokens of the sequence that are cached already
-    pages: Sequence[int]  # of the sequence, with room for these tokens
+    memory: SequenceMemory  # of the sequence, with pages for these tokens
     scored: Sequence[int] = ()  # if log-probabilities are wanted: the successor of each token of the chunk
     num_logprobs: int = 0  # number of top tokens for each
-    state_row: int | None = None  # of the sequence's recurrent states and rolling pages; None: the trash row
-    adapter: int = NO_ADAPTER  # slot of the sequence's adapter
 
     @property
     def end(self) -> int:
@@ -56,10 +54,7 @@ class Prompts:
     """
 
     def __init__(self, setting: StepSetting) -> None:
-        self._model, self._caches = setting.model, setting.caches
-        self._trash_page, self._trash_state_row = setting.trash_page, setting.trash_state_row
-        self._rolling = setting.rolling
-        self._page_size = setting.page_size
+        self._setting, self._model, self._caches = setting, setting.model, setting.caches
         self._longest = setting.max_pages_per_row * setting.page_size
         self.max_tokens = max_tokens = setting.prefill_tokens
         self._rows = rows = min(setting.config.max_batch_size, max_tokens)
@@ -70,8 +65,8 @@ class Prompts:
             Slot("positions", ("batch",), int32, staged=_CHUNKS),
             Slot("cu_seqlens_q", (rows + 1,), int32, staged=_CHUNKS),
             Slot("cu_seqlens_kv", (rows + 1,), int32, staged=_CHUNKS),
-            Slot("state_rows", (rows,), int32, pad=self._trash_state_row, staged=_CHUNKS),
-            Slot("page_table", (rows, pages), int32, pad=self._trash_page, staged=_CHUNKS),
+            Slot("state_rows", (rows,), int32, pad=setting.trash_state_row, staged=_CHUNKS),
+            Slot("page_table", (rows, pages), int32, pad=setting.trash_page, staged=_CHUNKS),
         ]
         if self._model.adapters is not None:
             slots.append(Slot("adapters", (rows,), torch.int32, pad=NO_ADAPTER, staged=_CHUNKS))
@@ -104,7 +99,7 @@ class Prompts:
             buffers.cu_seqlens_kv[: rows + 1],
             buffers.page_table[:rows],
             buffers.state_rows[:rows],
-            None if self._rolling is None else buffers.rolling_table[:rows],
+            None if self._setting.rolling is None else buffers.rolling_table[:rows],
             buffers.adapters[:rows] if shape.has_adapters else None,
         )
 
@@ -118,23 +113,23 @@ class Prompts:
         passes = []
         for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
             lengths = [min(self._longest, tokens - begin) for begin in range(0, tokens, self._longest)]
-            passes.append([PromptChunk([_DUMMY_TOKEN] * length, 0, ()) for length in lengths])
+            passes.append([PromptChunk([_DUMMY_TOKEN] * length, 0, SequenceMemory()) for length in lengths])
         return passes
 
     def has_finite_logits(self) -> bool:
         """Whether the logits of tokens from the whole vocabulary are finite; writes the trash page only."""
-        count = min(self._page_size, self.max_tokens, _PROBED_TOKENS)
+        count = min(self._setting.page_size, self.max_tokens, _PROBED_TOKENS)
         tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
-        self.stage([PromptChunk(tokens, 0, ())])
+        self.stage([PromptChunk(tokens, 0, SequenceMemory())])
         passed = self.run(self.chunks(StepShape(0, 1, count), 1))
         return bool(self._model.logits(passed, 0, count).isfinite().all())
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:
         """Stage some chunks."""
-        staged = self.buffers.staging(_CHUNKS)
+        staged, setting = self.buffers.staging(_CHUNKS), self._setting
         end = 0
         for row, chunk in enumerate(chunks):
-            length = len(chunk.token_ids)
+            length, memory = len(chunk.token_ids), chunk.memory
             span, cached = slice(end, end + length), chunk.start + length
             staged["tokens"][span] = chunk.token_ids
             staged["rows"][span] = row
@@ -142,12 +137,12 @@ class Prompts:
             end += length
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
-            staged["state_rows"][row] = state_row = or_trash(chunk.state_row, self._trash_state_row)
+            staged["state_rows"][row] = state_row = or_trash(memory.state_row, setting.trash_state_row)
             if "adapters" in staged:
-                staged["adapters"][row] = chunk.adapter
-            if self._rolling is not None:
-                self._rolling.fill(staged["rolling_table"][row], state_row)
-            fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)
+                staged["adapters"][row] = memory.adapter
+            if setting.rolling is not None:
+                setting.rolling.fill(staged["rolling_table"][row], state_row)
+            fill_page_row(staged["page_table"][row], memory.pages, setting.trash_page)
         staged["cu_seqlens_q"][len(chunks) + 1 :] = end
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
         self.buffers.upload(_CHUNKS, end)

@@ -15,7 +15,15 @@ from graphdecode.buffers import Batch, on_device
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prompts import PromptChunk, Prompts
-from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
+from graphdecode.engine.steps import (
+    DecodeStep,
+    RowInputs,
+    SequenceMemory,
+    Step,
+    StepLogprobs,
+    StepSetting,
+    StepTokens,
+)
 from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.native import library as native
@@ -38,7 +46,7 @@ class LaunchPlan(NamedTuple):
         cls, chunks: Sequence[PromptChunk], rows: int = 0, *, catches_up: bool = False, has_adapters: bool = False
     ) -> LaunchPlan:
         """Return the plan of a pass of chunks, with `rows` in a mixed step, some of which may have adapters."""
-        has_adapters = has_adapters or any(chunk.adapter != NO_ADAPTER for chunk in chunks)
+        has_adapters = has_adapters or any(chunk.memory.adapter != NO_ADAPTER for chunk in chunks)
         shape = StepShape(rows, 1, sum(len(chunk.token_ids) for chunk in chunks), has_adapters=has_adapters)
         return cls(shape, 1, chunks, catches_up)
 
@@ -51,7 +59,8 @@ class LaunchPlan(NamedTuple):
     def of_bytes(cls, data: bytes) -> LaunchPlan:
         """Return the plan that `to_bytes` wrote; its chunks have placeholder tokens."""
         wanted, steps, sizes, catches_up = json.loads(data)
-        chunks = [PromptChunk(range(tokens), 0, (), range(scored), logprobs) for tokens, scored, logprobs in sizes]
+        none = SequenceMemory()
+        chunks = [PromptChunk(range(tokens), 0, none, range(scored), logprobs) for tokens, scored, logprobs in sizes]
         return cls(StepShape(*wanted), steps, chunks, catches_up)
 
 

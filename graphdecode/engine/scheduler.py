@@ -6,7 +6,6 @@ import sys
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -17,7 +16,7 @@ from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import TokenLogprobs
-from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
+from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling, SequenceMemory
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_FINITE
 
@@ -110,12 +109,11 @@ class Sequence:
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
         )
 
-    def row_inputs(self, pages: SequenceOf[int], state_row: int | None = None) -> RowInputs:
-        """Return the inputs of its row, given its pages and its row of states."""
+    def row_inputs(self, memory: SequenceMemory) -> RowInputs:
+        """Return the inputs of its row."""
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
-        tokens = (self.token_ids, self.prompt_length, pages)
-        return RowInputs(*tokens, self.sampling, may_draft, guide, state_row, self.slot)
+        return RowInputs(self.token_ids, self.prompt_length, memory, self.sampling, may_draft, guide)
 
 
 class Scheduler:
@@ -170,10 +168,13 @@ class Scheduler:
             return 0
         scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
         likely = sequence.params.prompt_logprobs or 0
-        pages, state_row = self.cache.pages_of(sequence.request_id), self.cache.state_row_of(sequence.request_id)
-        chunk = PromptChunk(tokens[start:end], start, pages, scored, likely, state_row, sequence.slot)
-        chunks.append((sequence, chunk))
+        chunks.append((sequence, PromptChunk(tokens[start:end], start, self.memory_of(sequence), scored, likely)))
         return end - start
+
+    def memory_of(self, sequence: Sequence) -> SequenceMemory:
+        """Return what a sequence with a row owns."""
+        name = sequence.request_id
+        return SequenceMemory(self.cache.pages_of(name), self.cache.state_row_of(name), sequence.slot)
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:
         """Whether a chunk of this step writes a page that the candidate can share in the next step."""
@@ -311,24 +312,23 @@ class Scheduler:
             self.adapters.release(sequence.slot)
             sequence.slot = NO_ADAPTER
 
+    def draft_gaps(self, sequences: Iterable[Sequence], max_tokens: int) -> list[list[PromptChunk]]:
+        """Return the chunks that a draft model has not computed yet, in passes of at most `max_tokens`.
 
-def draft_gaps(sequences: Iterable[Sequence], cache: PagedKVCache, max_tokens: int) -> list[list[PromptChunk]]:
-    """Return the chunks that a draft model has not computed yet, in passes of at most `max_tokens`.
-
-    One missing token is no gap: drafting begins with the last two.
-    """
-    passes: list[list[PromptChunk]] = []
-    room = 0
-    for sequence in sequences:
-        if sequence.drafted_length >= sequence.cached_length - 1:
-            continue
-        pages = cache.pages_of(sequence.request_id)
-        while (start := sequence.drafted_length) < sequence.cached_length:
-            if room == 0:
-                passes.append([])
-                room = max_tokens
-            end = min(start + room, sequence.cached_length)
-            passes[-1].append(PromptChunk(sequence.token_ids[start:end], start, pages))
-            room -= end - start
-            sequence.drafted_length = end
-    return passes
+        One missing token is no gap: drafting begins with the last two.
+        """
+        passes: list[list[PromptChunk]] = []
+        room = 0
+        for sequence in sequences:
+            if sequence.drafted_length >= sequence.cached_length - 1:
+                continue
+            memory = SequenceMemory(self.cache.pages_of(sequence.request_id))
+            while (start := sequence.drafted_length) < sequence.cached_length:
+                if room == 0:
+                    passes.append([])
+                    room = max_tokens
+                end = min(start + room, sequence.cached_length)
+                passes[-1].append(PromptChunk(sequence.token_ids[start:end], start, memory))
+                room -= end - start
+                sequence.drafted_length = end
+        return passes

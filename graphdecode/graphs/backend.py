@@ -68,7 +68,6 @@ class Backend:
         self._warmup_steps = warmup_steps
         self._captures: list[CudaCapture] = []  # the last is in use; earlier ones are spoilt
         self._blocks: list[Tensor] = []  # memory of recorded intermediates
-        self._has_recorded = False
         self._cuda_loops: CudaLoops | None = None
 
     @property
@@ -86,11 +85,9 @@ class Backend:
                 run(step, batch)  # unobserved: some modules take another path then
             return CudaStepGraph(step, batch, shared, self.owners)
         # the recording checks memory itself; the first shape runs more often, as on a GPU
-        warm_up(step, batch, self.owners, self._warmup_steps - 1 if not self._has_recorded else 0)
+        warm_up(step, batch, self.owners, self._warmup_steps - 1 if not self._blocks else 0)
         warm_up(step, batch, self.owners, 1, checks_memory=False)
-        graph = RecordedStepGraph(step, batch, self.owners, self._blocks)
-        self._has_recorded = True
-        return graph
+        return RecordedStepGraph(step, batch, self.owners, self._blocks)
 
     def captured(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
         """Capture a step, and `second` in a graph of its own; build a loop if there is a control."""
@@ -153,7 +150,7 @@ class Backend:
         if is_last:
             for capture in self._captures:
                 capture.close()
-            self._captures, self._blocks, self._cuda_loops, self._has_recorded = [], [], None, False
+            self._captures, self._blocks, self._cuda_loops = [], [], None
 
     def forget(self) -> None:
         """Drop the constants, after the last graph."""

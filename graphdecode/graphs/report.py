@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -87,10 +86,6 @@ class GraphReport:
         """Return the report as plain data, for JSON."""
         buckets = [bucket.as_dict() for bucket in self.buckets]
         return {"backend": self.backend, "computed_in": self.computed_in, "buckets": buckets}
-
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
         lines = [

@@ -7,11 +7,11 @@ import platform
 import shutil
 import subprocess
 import time
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from graphdecode.extensions import version_of
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 
@@ -38,8 +38,8 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         "cores": os.cpu_count() or 0,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
+        "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
         "commit": _commit(),
     }
     if on_gpu:
@@ -47,13 +47,6 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         values = [value.strip() for value in answer.partition("\n")[0].split(",")] if answer else []
         facts |= {f"gpu_{name.replace('.', '_')}": value for name, value in zip(_GPU_FIELDS, values, strict=False)}
     return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def _cpu_fields() -> dict[str, str]:
@@ -64,7 +57,7 @@ def _cpu_fields() -> dict[str, str]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the size of a device's last cache, for a CPU the largest that the first core sees; 0: nothing tells it."""
+    """Return the size of a device's last cache, for a CPU the largest cache of the first core; 0: unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

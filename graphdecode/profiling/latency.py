@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +18,11 @@ from tqdm import tqdm
 from graphdecode.buckets import StepShape
 from graphdecode.cache import LayerCache
 from graphdecode.engine.runner import LaunchPlan, Runner
-from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.engine.steps import RowInputs, RowSampling, SequenceMemory
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
 
-_BARS = 40
-_QUARTILES = 3  # range of a histogram over the distance from the minimum to the third quartile
 NOISY = 0.1  # spread of rounds above which a difference of a tenth cannot be shown
 _HELD_CYCLES = 4_000_000  # some 2 ms, in which the host gets ahead of the device
 SCHEMA_VERSION = 2
@@ -43,24 +40,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Return p50, p90, p99 and max of some values."""
     p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return {"p50": float(p50), "p90": float(p90), "p99": float(p99), "max": float(max(values))}
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Histogram of durations."""
-
-    low: float  # lower end of the first bar
-    high: float  # upper end of the last bar
-    counts: list[int]  # of each bar
-    above: int  # values past the last bar, as stalls of the machine are
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Histogram:
-        """Return the histogram of some durations, in their unit."""
-        low, p75 = float(min(values)), float(np.percentile(values, 75))
-        high = max(min(float(max(values)), low + _QUARTILES * (p75 - low)), low * (1 + 1e-6) + 1e-12)
-        counts, _ = np.histogram(values, bins=_BARS, range=(low, high))
-        return cls(low, high, [int(count) for count in counts], sum(value > high for value in values))
 
 
 def spread_of(round_ms: Sequence[float]) -> float:
@@ -94,7 +73,6 @@ def _row(
         "noisy": noise > NOISY,
         "eager_round_ms": eager_round_ms,
         "eager_noise": spread_of(eager_round_ms),  # of `replay_speedup`
-        "histogram_ms": asdict(Histogram.of([value for each in rounds for value in each["step_ms"]])),
     }
 
 
@@ -140,10 +118,8 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
             entered.append(name)
             cache.reserve(name, length)
         sampling = RowSampling(last_position=length - 1, num_logprobs=logprobs)
-        yield [
-            RowInputs([1] * context, context, cache.pages_of(name), sampling, state_row=cache.state_row_of(name))
-            for name in names
-        ]
+        memories = [SequenceMemory(cache.pages_of(name), cache.state_row_of(name)) for name in names]
+        yield [RowInputs([1] * context, context, memory, sampling) for memory in memories]
     finally:
         for name in entered:
             cache.free(name)
@@ -153,9 +129,9 @@ def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
     """Write to the pages of some rows: unwritten ones share a page of zeros of the system, and are read from cache."""
     rolling, device = runner.cache.rolling, runner.model.device
     for inputs in rows:
-        pages = ring = torch.tensor(inputs.pages, device=device)
-        if rolling is not None and inputs.state_row is not None:
-            ring = torch.tensor(rolling.ring(inputs.state_row), device=device)
+        pages = ring = torch.tensor(inputs.memory.pages, device=device)
+        if rolling is not None and inputs.memory.state_row is not None:
+            ring = torch.tensor(rolling.ring(inputs.memory.state_row), device=device)
         for layer in runner.cache.layers:
             if isinstance(layer, LayerCache):
                 for tensor in layer:
@@ -234,7 +210,7 @@ class LatencyProfiler:
         return path
 
     def _wide_steps(self, context: int, count: int) -> list[dict[str, float]]:
-        """Time steps of each number of queries a row, if there are several; rows are staged anew before each step."""
+        """Time steps of each number of queries a row, if there are several; rows are staged again before each step."""
         graphs = self.runner.graphs
         widths = graphs.ladder.queries
         if len(widths) == 1:

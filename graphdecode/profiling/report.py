@@ -26,8 +26,6 @@ _CAPTIONS = {
     "latency": "Step time of each bucket, from the quickest to the slowest round, and the floor: the bytes that a step "
     "must move over the read bandwidth.",
     "padding": "What a batch costs that has to run in a larger bucket.",
-    "replay": "The same step run operator by operator, and replayed.",
-    "histogram": "How the steps of the smallest and the largest bucket spread.",
 }
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;color:#222;margin:2em auto;max-width:84em;padding:0 1em}"
@@ -42,7 +40,7 @@ _STYLE = (
 def plot_profile(profile: dict) -> dict[str, bytes]:
     """Return the pictures of a profile, name -> PNG."""
     pictures = {}
-    for name, draw in zip(_CAPTIONS, (draw_latency, draw_padding, _draw_replay, _draw_histogram), strict=True):
+    for name, draw in zip(_CAPTIONS, (draw_latency, draw_padding), strict=True):
         figure = new_figure((7.5, 4.5))
         draw(figure, profile)
         for axes in figure.axes:
@@ -66,11 +64,6 @@ def new_figure(inches: tuple[float, float]) -> Any:
 def _by_context(profile: dict) -> dict[int, list[dict]]:
     rows = sorted(profile["rows"], key=lambda row: (row["context"], row["bucket"]))
     return {context: list(group) for context, group in itertools.groupby(rows, key=lambda row: row["context"])}
-
-
-def _shortest(profile: dict) -> tuple[int, list[dict]]:
-    """Return the shortest context and its rows, which pictures of one context show."""
-    return next(iter(_by_context(profile).items()))
 
 
 def draw_latency(figure: Any, profile: dict) -> None:
@@ -117,7 +110,7 @@ def _tick_buckets(axes: Any, buckets: list[int]) -> None:
 def draw_padding(figure: Any, profile: dict) -> None:
     """Draw the step time of each batch size, and the part of it that is padding."""
     axes = figure.add_subplot()
-    context, rows = _shortest(profile)
+    context, rows = next(iter(_by_context(profile).items()))  # the shortest
     cost = {row["bucket"]: row["step_ms"]["p50"] for row in rows}
     buckets, steps = list(cost), list(cost.values())
     sizes = np.arange(1, buckets[-1] + 1)
@@ -135,38 +128,6 @@ def draw_padding(figure: Any, profile: dict) -> None:
     _tick_buckets(axes, buckets)
     axes.set_ylim(0, 1.08 * max(steps))
     axes.legend(fontsize="small", loc="lower right")
-
-
-def _draw_replay(figure: Any, profile: dict) -> None:
-    axes = figure.add_subplot()
-    context, rows = _shortest(profile)
-    places = np.arange(len(rows))
-    eager = axes.bar(places - 0.2, [row["eager_ms"]["p50"] for row in rows], 0.4, label="eager")
-    axes.bar(places + 0.2, [row["step_ms"]["p50"] for row in rows], 0.4, label="replay")
-    labels = [f"{row['replay_speedup']:.1f}x" for row in rows]
-    axes.bar_label(eager, labels, fontsize="small" if len(rows) <= _TICKED_BUCKETS else "xx-small", padding=2)
-    axes.set_xticks(places, [str(row["bucket"]) for row in rows])
-    axes.set(xlabel="bucket (rows)", ylabel="step, median (ms)")
-    axes.set_title(f"Eager against replay and their ratio, context {context}")
-    axes.margins(y=0.1)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _draw_histogram(figure: Any, profile: dict) -> None:
-    context, rows = _shortest(profile)
-    shown = [rows[0], rows[-1]] if len(rows) > 1 else rows
-    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for axes, row in zip(panels, shown, strict=True):
-        histogram, median = row["histogram_ms"], row["step_ms"]["p50"]
-        edges = np.linspace(histogram["low"], histogram["high"], len(histogram["counts"]) + 1)
-        axes.stairs(histogram["counts"], edges, fill=True, alpha=0.7)
-        axes.axvline(median, color="black", linewidth=0.9, label=f"median {median:.3g} ms")
-        above = f"; slower ones: {histogram['above']}" if histogram["above"] else ""
-        axes.set(xlabel=f"step (ms){above}", title=f"bucket {row['bucket']}")
-        axes.locator_params(axis="x", nbins=5)
-        axes.legend(fontsize="small")
-    panels[0].set_ylabel(f"steps, of {profile['steps']}")
-    figure.suptitle(f"Spread of step times, context {context}")
 
 
 Columns = tuple[list[str], list[list[str]]]  # heads and rows

@@ -170,7 +170,7 @@ class BatchOutput:
 
 
 async def answer_request(service: Service, request: BatchRequest) -> tuple[int, dict[str, Any]]:
-    """Return status and body of the response to a request, which is tried again if the engine ends meanwhile."""
+    """Return status and body of the response to a request, which is tried again if the engine ends."""
     for attempt in range(1, ATTEMPTS + 1):
         while not service.client.serves:
             await asyncio.sleep(_POLL_SECONDS)
@@ -198,14 +198,14 @@ async def run_batch(
     window: int,
     on_answer: Callable[[], object],
 ) -> Counter[str]:
-    """Start an engine or several, answer the requests that have no answer yet, and return the sums of their usage.
+    """Start one or several engines, run the requests that have no response yet, and return their summed usage.
 
     Args:
         answer: returns status and body of the response to a request.
         window: requests in flight at a time, which bounds the memory.
 
     Raises:
-        ArgumentError: the model cannot be loaded, or the input was changed meanwhile.
+        ArgumentError: the model cannot be loaded, or the input has changed.
         OSError: an answer cannot be written.
     """
     waiting = (request for request in requests if request.custom_id not in output.answered)

@@ -21,8 +21,9 @@ from graphdecode.server.reply import Cursor, Delta, Prepared, Reply
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
+from graphdecode.text.arguments import as_prompt
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.input_processor import ParentRequest, as_prompt
+from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.outputs import Logprob
 
 B = TypeVar("B", bound=protocol.Body)
@@ -63,19 +64,19 @@ class Endpoint(Generic[B, P, R]):
     def prepared(
         self, preprocessor: Preprocessor, data: bytes, *, in_child: bool
     ) -> tuple[P, tuple[str, ...], str | None] | None:
-        """Parse and prepare a body; return it with the names of its unknown fields and of its model, which a child
-        does not check, or raise `HttpError`.
+        """Parse and prepare a body; return it with the names of its unknown fields and its model's name.
 
         Args:
             in_child: this is a child process; otherwise None is returned for a slow body, or one with a template.
+
+        Raises:
+            HttpError: the body cannot be used; its model is not checked.
         """
         try:
             body = self.kind.model_validate_json(data)
         except ValidationError as error:
             message, place, code = protocol.problem_of(error)
             raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
-        if not in_child:
-            preprocessor.check_model(body.model)
         if not in_child and (body.parts > _MAX_PARTS_HERE or getattr(body, "chat_template", None) is not None):
             return None
         with self._as_http_errors():
@@ -152,7 +153,7 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
     if body.suffix:
         raise HttpError(400, "suffix is not supported: text is generated behind a prompt only", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise HttpError(400, "best_of is not supported: ask for n answers and choose", param="best_of")
+        raise HttpError(400, "best_of is not supported: ask for n outputs and choose", param="best_of")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     params = protocol.sampling_params(

@@ -42,35 +42,22 @@ class HeartbeatTimeouts(NamedTuple):
     serving_seconds: float = 6.0
 
 
-class KeptGrammars:
-    """The grammars that the engine's process holds: those used last, bounded in number and bytes."""
+class KeptGrammars(OrderedDict[str, int]):
+    """The grammars that the engine's process holds, with their bytes: those used last, bounded in number and bytes."""
 
-    def __init__(self) -> None:
-        self._nbytes: OrderedDict[str, int] = OrderedDict()
-        self._sum = 0
-
-    def __contains__(self, grammar: str) -> bool:
+    def use(self, grammar: str) -> bool:
         """Return whether a grammar is held, and mark it as used."""
-        if grammar in self._nbytes:
-            self._nbytes.move_to_end(grammar)
-            return True
-        return False
+        if grammar in self:
+            self.move_to_end(grammar)
+        return grammar in self
 
     def add(self, added: messages.AddGrammar) -> list[str]:
-        """Add a grammar; return the grammars to evict for it."""
-        self._nbytes[added.grammar] = added.nbytes
-        self._sum += added.nbytes
+        """Add a grammar; return the grammars that were evicted for it."""
+        self[added.grammar] = added.nbytes
         evicted = []
-        while len(self._nbytes) > 1 and (len(self._nbytes) > _KEPT or self._sum > KEPT_BYTES):
-            evicted.append(next(iter(self._nbytes)))
-            self.drop(evicted[-1])
+        while len(self) > 1 and (len(self) > _KEPT or sum(self.values()) > KEPT_BYTES):
+            evicted.append(self.popitem(last=False)[0])
         return evicted
-
-    def drop(self, grammar: str) -> bool:
-        """Evict a grammar; return whether it was there."""
-        nbytes = self._nbytes.pop(grammar, None)
-        self._sum -= nbytes or 0
-        return nbytes is not None
 
 
 class EngineClient:
@@ -91,7 +78,7 @@ class EngineClient:
         self._grammars = KeptGrammars()  # that the process holds
         self._numbers = itertools.count()
         self.adapters: dict[str, str] = dict(setup.adapters)  # name -> folder; a restarted process loads them, too
-        self._changes: dict[int, asyncio.Future[str | None]] = {}  # of adapters, in flight
+        self._changes: dict[int, asyncio.Future[None]] = {}  # of adapters, in flight
         self._metrics: dict[int, RequestMetrics] = {}  # of the requests in flight
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -159,9 +146,8 @@ class EngineClient:
                 while True:
                     await self._take(await messages.receive(reader))
             self.serves = False
-            for change in self._changes.values():
-                if not change.done():
-                    change.set_result("the engine's process ended")
+            for number in list(self._changes):
+                self._end_change(number, AnswerError("the engine's process ended", RESTARTING))
             lost, self._metrics = self._metrics, {}
             ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
             self._on_events([event._replace(error_code=RESTARTING) for event in ended])
@@ -201,21 +187,24 @@ class EngineClient:
 
     async def _take(self, message: Any) -> None:
         self._heard = True
-        if isinstance(message, messages.Heartbeat):
-            return
         if isinstance(message, messages.EngineStatus):
             self._on_status(message)
-            return
-        if isinstance(message, messages.AdapterChanged):
-            change = self._changes.get(message.number)
-            if change is not None and not change.done():
-                change.set_result(message.error)
-            return
-        for first in range(0, len(message), _EVENTS_AT_ONCE):
+        elif isinstance(message, messages.AdapterChanged):
+            self._end_change(message.number, None if message.error is None else ArgumentError(message.error))
+        elif isinstance(message, list):
+            await self._take_events(message)
+
+    def _end_change(self, number: int, error: Exception | None) -> None:
+        change = self._changes.get(number)
+        if change is not None and not change.done():
+            change.set_result(None) if error is None else change.set_exception(error)
+
+    async def _take_events(self, events: list[tuple[Any, ...]]) -> None:
+        for first in range(0, len(events), _EVENTS_AT_ONCE):
             if first:
                 await asyncio.sleep(0)  # decoding may take long, and other tasks wait
                 self._heard = True
-            packed = message[first : first + _EVENTS_AT_ONCE]
+            packed = events[first : first + _EVENTS_AT_ONCE]
             known = [messages.unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
             for event in known:
                 if event.finish_reason is not None:
@@ -246,7 +235,7 @@ class EngineClient:
 
     def has_grammar(self, grammar: str) -> bool:
         """Whether the process holds a grammar."""
-        return grammar in self._grammars
+        return self._grammars.use(grammar)
 
     def add_grammar(self, added: messages.AddGrammar) -> None:
         """Send a grammar to the process, and evict others beyond its limits."""
@@ -257,7 +246,7 @@ class EngineClient:
             asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._drop_grammar, added.grammar)
 
     def _drop_grammar(self, grammar: str) -> None:
-        if self._grammars.drop(grammar):
+        if self._grammars.pop(grammar, None) is not None:
             self._write(messages.DropGrammar(grammar))
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
@@ -273,11 +262,9 @@ class EngineClient:
         change = self._changes[number] = asyncio.get_running_loop().create_future()
         self._write(messages.ChangeAdapter(number, name, folder))
         try:
-            error = await change
+            await change
         finally:
             del self._changes[number]
-        if error is not None:
-            raise ArgumentError(error)
         if folder is None:
             self.adapters.pop(name, None)
         else:
@@ -285,10 +272,9 @@ class EngineClient:
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""
-        if self._metrics.pop(request_id, None) is not None:
-            self._write(messages.Abort(request_id))
+        self.finish(request_id, None)
 
-    def finish(self, request_id: int, num_tokens: int) -> None:
+    def finish(self, request_id: int, num_tokens: int | None) -> None:
         """See `Engine.finish`."""
         if self._metrics.pop(request_id, None) is not None:
             self._write(messages.Finish(request_id, num_tokens))

@@ -101,10 +101,8 @@ class EngineProcess:
         elif isinstance(message, messages.ChangeAdapter):
             self._loaders.submit(self._change_adapter, message)  # no step waits for a file
         elif isinstance(message, messages.Finish):
-            self._engine.finish(self._forget(message.request_id), message.num_tokens)
-        elif isinstance(message, messages.Abort):
             self._cancel_unused(self._waiting.pop(message.request_id, (None,))[0])
-            self._engine.abort(self._forget(message.request_id))
+            self._engine.finish(self._forget(message.request_id), message.num_tokens)
 
     def _change_adapter(self, message: messages.ChangeAdapter) -> None:
         adapters, error = self._engine.adapters, None

@@ -9,7 +9,6 @@ has one thread, so that a fork finds no lock held, and ends with the HTTP proces
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import logging
@@ -25,15 +24,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from graphdecode.distributed.child import leave_signals
+from graphdecode.distributed.child import leave_signals, signal_at_end_of
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.fork_pool import STACK_BYTES, Accepted, ChildExited, Job, JobLimits, JobResult
 from graphdecode.server.messages import MessageSocket, framed
 
 _NICE = 10  # steps and HTTP go first
 _MAX_PAUSE_MS = 1000
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _STATM, _TASKS = Path("/proc/self/statm"), Path("/proc/self/task")  # Linux has them
 
 log = logging.getLogger(__name__)
@@ -88,7 +85,7 @@ class ForkServer:
             job.close()
             return False
         if child == 0:
-            _die_with(self._pid)
+            signal_at_end_of(self._pid, signal.SIGKILL)
             for descriptor in (self._control.fileno(), self._woken, self._wake, *self._children):
                 os.close(descriptor)  # else the clients of other jobs would not see them end
             _run(job, self._state)
@@ -112,14 +109,6 @@ def _send_now(job: socket.socket, message: Any) -> None:
     """Send a short message without blocking; errors are ignored."""
     with suppress(OSError):
         job.send(framed(message), socket.MSG_DONTWAIT)
-
-
-def _die_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends (Linux)."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
 
 
 def _run(job: socket.socket, state: Any) -> NoReturn:

@@ -60,16 +60,10 @@ class DropGrammar(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """The text of an output ended it; see `Engine.finish`."""
+    """A request ends: a stop text completed its output, or its client is gone; see `Engine.finish`."""
 
     request_id: int
-    num_tokens: int
-
-
-class Abort(NamedTuple):
-    """The client of a request is gone."""
-
-    request_id: int
+    num_tokens: int | None
 
 
 class ChangeAdapter(NamedTuple):
@@ -113,19 +107,10 @@ class EngineStatus(NamedTuple):
     stats: EngineStats  # since the start; times of steps and launches: since the last message
     adapters: AdapterStats = AdapterStats()
 
-    @property
-    def padding_share(self) -> float:
-        """The share of computed rows that were padding."""
-        computed = sum(bucket * steps for bucket, steps in self.stats.bucket_steps.items())
-        live = sum(size * steps for size, steps in self.stats.batch_sizes.items())
-        return 1.0 - live / computed if computed else 0.0
-
 
 def pack_event(event: Event, request_id: int, *, whole: bool) -> tuple[Any, ...]:
     """Return an event as plain values; `whole`: with the metrics, as the first and the last event of a request."""
-    metrics = event.metrics
-    times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
-    kept = (*times, metrics.num_cached_tokens, metrics.num_preemptions) if whole else None
+    kept = tuple(vars(event.metrics).values()) if whole else None
     return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from graphdecode.config import ServerConfig
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import GraphdecodeError
-from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
 from graphdecode.server.protocol import Generation
@@ -33,16 +32,11 @@ class Preprocessor:
     @cached_property
     def input_processor(self) -> InputProcessor:
         """The input processor: prompts to tokens."""
-        return InputProcessor(self.engine, self.tokenizer)
+        return InputProcessor(self.engine.rules, self.engine.seed, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         known = {name: value for name, value in self.__dict__.items() if name != "input_processor"}
         return known | {"adapters": tuple(self.adapters)}
-
-    @property
-    def mask_words(self) -> int:
-        """32-bit words of a token mask."""
-        return -(-self.engine.rules.vocab_size // MASK_BITS)
 
     def warm(self) -> Preprocessor:
         """Return this, after making what all grammars share; if that fails, each request with a grammar does."""
@@ -72,8 +66,8 @@ class Preprocessor:
             raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
         if prompts * params.n > self.max_open:
             message = (
-                f"n: {prompts} prompts with {params.n} answers each are {prompts * params.n}, and {self.max_open} "
-                "answers at most run and wait at a time (max_batch_size and max_waiting)"
+                f"n: {prompts} prompts with {params.n} outputs each are {prompts * params.n}, and {self.max_open} "
+                "outputs at most run and wait at a time (max_batch_size and max_waiting)"
             )
             raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
         adapter, priority = self.adapter_of(body.model), body.priority or 0

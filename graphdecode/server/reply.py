@@ -64,7 +64,6 @@ class Cursor:
     state: RequestState
     text_length: int = 0  # of the text that was read
     _tokens_read: int = 0
-    _begun: bool = False
     _ended: bool = False
 
     def take(self) -> Delta | None:
@@ -78,9 +77,9 @@ class Cursor:
         if not (text or end > start or self._ended):
             return None
         state.pieces.clear()
+        is_first = not (start or self.text_length)
         self.text_length += len(text)
         self._tokens_read = end
-        is_first, self._begun = not self._begun, True
         logprobs = None if output.logprobs is None else output.logprobs[start:end]
         ending = (output.finish_reason, output.stop_reason) if self._ended else (None, None)
         return Delta(text, output.token_ids[start:end], logprobs, is_first, *ending)
@@ -227,7 +226,7 @@ class Reply(Response, ABC):
 
     def _cut_off(self) -> HttpError:
         log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])
-        return HttpError(503, "the server ends, and the time for running answers is over", code="shutting_down")
+        return HttpError(503, "the server ends, and drain_timeout_s is over", code="shutting_down")
 
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, TimeoutError):

@@ -162,13 +162,11 @@ def _calls(
 class _Results(OrderedDict[bytes, str]):
     """The texts that came of the latest jobs, by digest of the request; bounded in number and characters."""
 
-    _sum = 0
-
     def put(self, digest: bytes, text: str) -> None:
-        self._sum += len(text) - len(self.pop(digest, ""))
         self[digest] = text
-        while len(self) > _RESULTS_KEPT or self._sum > _RESULTS_BYTES:
-            self._sum -= len(self.popitem(last=False)[1])
+        self.move_to_end(digest)
+        while len(self) > _RESULTS_KEPT or sum(map(len, self.values())) > _RESULTS_BYTES:
+            self.popitem(last=False)
 
 
 @dataclass
@@ -240,7 +238,8 @@ def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) ->
     grammar = grammars.grammar(params)
     try:
         compiled = grammars.compiled(grammar)
-        grammars.new_constraint(compiled).fill(np.empty(preprocessor.mask_words, dtype=np.int32), ())
+        constraint = grammars.new_constraint(compiled)
+        constraint.fill(np.empty(constraint.num_words, dtype=np.int32), ())
     except ConstraintError as error:
         raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
     if isinstance(compiled, TokenAutomaton):

@@ -154,14 +154,13 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine's latest status."""
-        status, stats = self.engine_status, self.engine_status.stats
-        adapters = status.adapters
+        status, stats, adapters = self.engine_status, self.engine_status.stats, self.engine_status.adapters
         usage, restarts = status.used_pages / max(status.total_pages, 1), self.client.restarts
         gauges = (
             ("vllm:num_requests_running", "Requests that have a row.", status.running),
             ("vllm:num_requests_waiting", "Requests that wait for a row.", status.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the pages in use.", usage),
-            ("graphdecode:padding_share", "Share of the computed rows that were padding.", status.padding_share),
+            ("graphdecode:padding_share", "Share of the computed rows that were padding.", stats.padding_share),
         )
         counts = (
             ("vllm:num_preemptions", "Preemptions of rows.", status.preemptions),

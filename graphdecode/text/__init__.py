@@ -1,13 +1,12 @@
 """Text in, text out: `LLM`, the face of it all, and `AsyncLLM`, the same from asyncio."""
 
 from graphdecode.engine import EngineStats, RequestMetrics, SamplingParams
+from graphdecode.text.arguments import LoRARequest
 from graphdecode.text.async_llm import AsyncLLM
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.conversation import Conversation
 from graphdecode.text.llm import LLM, Stream
-from graphdecode.text.lora import LoRARequest
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
-from graphdecode.text.summary import RunSummary
 from graphdecode.text.tokenizer import load_tokenizer
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "RenderedChat",
     "RequestMetrics",
     "RequestOutput",
-    "RunSummary",
     "SamplingParams",
     "Stream",
     "load_tokenizer",

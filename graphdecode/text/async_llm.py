@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Unpack
 from graphdecode.config.vllm_names import no_attribute, refusing_calls
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
+from graphdecode.text.arguments import LoRARequest, Prompt, as_params, as_priorities, as_prompt
 from graphdecode.text.chat import ChatOptions, Message, render_chat
-from graphdecode.text.input_processor import ParentRequest, Prompt, as_params, as_priorities, as_prompt
+from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.llm import LLM
-from graphdecode.text.lora import LoRARequest
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.router import Router
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
+from graphdecode.text.arguments import LoRARequest
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.llm import LLM
-from graphdecode.text.lora import LoRARequest
 from graphdecode.text.outputs import RequestOutput
 
 _LEAST_ROOM = 8  # an eighth of all tokens at least is for the output

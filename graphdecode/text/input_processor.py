@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from graphdecode.engine import Request, RequestMetrics, SamplingParams
 from graphdecode.engine.constraint import ConstraintError
@@ -20,62 +19,6 @@ from graphdecode.text.grammar import Grammars
 from graphdecode.text.light_tokenizer import is_tokenizers_own
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 from graphdecode.text.request_state import RequestState
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
-_EXPECTED = "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
-_DICT_KEYS = {"prompt", "prompt_token_ids"}
-
-
-def as_prompt(prompt: Any) -> str | list[int]:
-    """Return one prompt as a text or a list of token ids.
-
-    Args:
-        prompt: a text; integers in a sequence, a NumPy array or a tensor; or vLLM's dict, in which `prompt_token_ids`
-            wins over `prompt`.
-
-    Raises:
-        ValueError: it is none of these, or a text with surrogates.
-    """
-    if isinstance(prompt, Mapping):
-        if not prompt or set(prompt) - _DICT_KEYS:
-            raise ArgumentError(f"{_EXPECTED}, got a dict with {sorted(map(str, prompt))}")
-        return as_prompt(prompt.get("prompt_token_ids", prompt.get("prompt")))
-    if isinstance(prompt, str):
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ArgumentError(f"a prompt is no valid text: {error}") from error
-        return prompt
-    ids = _listed(prompt)
-    if type(ids) is list and set(map(type, ids)) == {int}:  # the quick path for a million
-        return list(ids)
-    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
-        raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
-    return [int(token) for token in ids]
-
-
-def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Return one prompt, or an iterable of prompts, as a list; integers are one prompt.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(prompts, str | Mapping):
-        return [as_prompt(prompts)]
-    prompts = _listed(prompts)
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {shown(prompts)}")
-    items = list(prompts)
-    return [as_prompt(items)] if items and all(map(_is_token, items)) else [as_prompt(item) for item in items]
-
-
-def _listed(given: Any) -> Any:
-    return given.tolist() if hasattr(given, "tolist") else given
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -116,22 +59,17 @@ class TokenizedPrompt(NamedTuple):
     params: TokenizedParams
 
 
-class _Serving(Protocol):
-    """The limits and the seed of an engine, in this process or in another one."""
-
-    @property
-    def rules(self) -> RequestRules: ...
-
-    @property
-    def seed(self) -> int: ...  # for requests without one
-
-
 class InputProcessor:
-    """Tokenizes prompts and textual parameters, and checks them: the engine does not look at them again."""
+    """Tokenizes prompts and textual parameters, and checks them: the engine does not look at them again.
 
-    def __init__(self, engine: _Serving, tokenizer: Any) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
+    Args:
+        rules: the engine's limits of requests.
+        seed: the engine's, for requests without one.
+        tokenizer: of transformers, or from `load_tokenizer`; None: prompts are token ids.
+    """
+
+    def __init__(self, rules: RequestRules, seed: int, tokenizer: Any) -> None:
+        self._rules, self._seed, self._tokenizer = rules, seed, tokenizer
         self._encoding = threading.Lock()  # a tokenizer keeps settings of the running call
         self._numbers = itertools.count()
 
@@ -203,7 +141,7 @@ class InputProcessor:
             ArgumentError: the tokenizer fails.
             RequestError: no prompt can be served with them.
         """
-        words, rules = tuple(dict.fromkeys(params.bad_words or ())), self._engine.rules
+        words, rules = tuple(dict.fromkeys(params.bad_words or ())), self._rules
         rules.check_count("bad_words", len(words), "max_bad_words")  # before tokenizing each
         bad_words = self._spellings(words) if words else []
         named: dict[str, Any] = {
@@ -225,7 +163,7 @@ class InputProcessor:
             RequestError: it can never be served.
         """
         tokenized = self._tokenized_prompt(prompt, token_ids, params)
-        self._engine.rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
+        self._rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
         return tokenized
 
     def _tokenized_prompt(
@@ -246,7 +184,7 @@ class InputProcessor:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         times = RequestMetrics(time.perf_counter())
         output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
-        seed = derived_seed(self._engine.seed, int(output.request_id)) if params.seed is None else params.seed
+        seed = derived_seed(self._seed, int(output.request_id)) if params.seed is None else params.seed
         tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
         children: list[tuple[Request, RequestState]] = []
         for own_output in output.outputs:
@@ -262,8 +200,7 @@ class InputProcessor:
     @cached_property
     def grammars(self) -> Grammars:
         """The compiler of structured outputs."""
-        rules = self._engine.rules
-        return Grammars(self._tokenizer.backend_tokenizer, rules.vocab_size, rules.eos_token_ids)
+        return Grammars(self._tokenizer.backend_tokenizer, self._rules.vocab_size, self._rules.eos_token_ids)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams, *, is_text: bool) -> list[int]:
         """Return the last tokens of a prompt; a text keeps its beginning-of-sequence token."""
@@ -271,7 +208,7 @@ class InputProcessor:
         if kept is None:
             return token_ids
         if kept == -1:
-            limit, room = self._engine.rules.capacity.token_limit, params.max_tokens
+            limit, room = self._rules.capacity.token_limit, params.max_tokens
             kept = max(limit - (room if room is not None and room < limit else 1), 1)
         if len(token_ids) <= kept:
             return token_ids
@@ -297,35 +234,3 @@ class InputProcessor:
                 raise
             wrong = shown(texts[0] if len(texts) == 1 else list(texts))
             raise ArgumentError(f"the tokenizer fails at {name} {wrong}: {type(error).__name__}: {error}") from error
-
-
-def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:
-    """Return a priority for each prompt; None is 0.
-
-    Raises:
-        ArgumentError: there are not as many, or they are no 64-bit integers.
-    """
-    given = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
-    if len(given) != count:
-        raise ArgumentError(f"there are {count} prompts and {len(given)} priorities")
-    wrong = [each for each in given if not isinstance(each, int) or isinstance(each, bool) or as_int64(each) != each]
-    if wrong:
-        raise ArgumentError(f"priority must be a 64-bit integer for each prompt, got {wrong[0]!r:.40}")
-    return given
-
-
-def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Return parameters for each prompt; None means the defaults.
-
-    Raises:
-        ValueError: they are something else, or not as many.
-    """
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    items = params if isinstance(params, Sequence) else [params]
-    wrong = [shown(item) for item in items if not isinstance(item, SamplingParams)]
-    if wrong:
-        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")
-    if len(params) != count:
-        raise ArgumentError(f"there are {count} prompts and {len(params)} sampling_params")
-    return list(params)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
@@ -27,12 +28,6 @@ _HARMLESS = {  # keys of tokenizer_config.json that change no token and no text 
     *("model_input_names", "is_local", "local_files_only", "name_or_path", "clean_up_tokenization_spaces"),
 }
 _FURTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "chat_template.json", "additional_chat_templates")
-
-
-class Encoded(NamedTuple):
-    """The tokens of a text, or of several."""
-
-    input_ids: list[Any]
 
 
 def is_tokenizers_own(error: BaseException) -> bool:
@@ -71,10 +66,10 @@ class LightTokenizer:
     def __call__(self, text: Any, *, add_special_tokens: bool = True, verbose: bool = True, **more: Any) -> Any:
         """Return the tokens of a text, or of a list of texts, as `input_ids`."""
         if not more and isinstance(text, str):
-            return Encoded(self._bare().encode(text, add_special_tokens=add_special_tokens).ids)
+            return SimpleNamespace(input_ids=self._bare().encode(text, add_special_tokens=add_special_tokens).ids)
         if not more and type(text) is list and all(isinstance(each, str) for each in text):
             encoded = self._bare().encode_batch(text, add_special_tokens=add_special_tokens)
-            return Encoded([each.ids for each in encoded])
+            return SimpleNamespace(input_ids=[each.ids for each in encoded])
         return self.whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, answers out."""
+"""`LLM`: prompts in, outputs out."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from graphdecode.errors import AnswerError, ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
 from graphdecode.models import check_model, generation_defaults, resolve_model_path
 from graphdecode.models.checkpoint import GENERATION_FILE
-from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
-from graphdecode.text.input_processor import (
-    InputProcessor,
-    ParentRequest,
+from graphdecode.text.arguments import (
+    LoRARequest,
+    LoRARequests,
     Prompt,
+    as_lora_requests,
     as_params,
     as_priorities,
     as_prompt,
     as_prompts,
 )
-from graphdecode.text.lora import LoRARequest, LoRARequests, as_lora_requests
+from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
+from graphdecode.text.input_processor import InputProcessor, ParentRequest
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.request_state import RequestState
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
@@ -105,8 +106,8 @@ class LLM:
             (max_model_len, max_num_seqs, enforce_eager, ...); what is not supported says what to do instead.
 
     Attributes:
-        engine_config: all settings, with the effective `max_sequence_length`; a warning tells if the model was trained
-            for less than was asked for.
+        engine_config: all settings, with the effective `max_sequence_length`; a warning says if that is less than the
+            requested one, because of the model.
         tokenizer: None with `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
         load_seconds: time to load the model and to capture its graphs.
         model, cache, graphs, capacity, stats: of the engine.
@@ -147,7 +148,7 @@ class LLM:
         self.engine_config = _as_it_holds(settings, self.capacity)
         self.config = self.engine_config.buckets
         self.router = SteppingRouter(engine)
-        self.input_processor = InputProcessor(engine, self.tokenizer)
+        self.input_processor = InputProcessor(engine.rules, engine.seed, self.tokenizer)
         if self.tokenizer is not None:
             engine.constrain = self.input_processor.grammars.constraint
         self.load_seconds = time.perf_counter() - began
@@ -289,7 +290,6 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        refuse: str = "raise",
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> Stream:
@@ -300,7 +300,6 @@ class LLM:
         Args:
             prompt: as for `generate`.
             sampling_params: with `n` 1.
-            refuse: for a prompt that can never fit: `"raise"`, or `"return"` an empty stream with `request.error`.
             priority: the lowest is served first.
             lora_request: the adapter, which is loaded where it is not yet; None: the model as it is.
 
@@ -308,8 +307,6 @@ class LLM:
             ValueError: not a prompt, it can never fit, or `n` is not 1; the adapter cannot be used.
         """
         self._check_open()
-        if refuse not in ("raise", "return"):
-            raise ArgumentError(f"refuse must be 'raise' or 'return', got {refuse!r}")
         if isinstance(sampling_params, SequenceOf):
             raise ArgumentError(
                 f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
@@ -323,9 +320,9 @@ class LLM:
         parent = self.input_processor.process(prompt, params, priority=first, adapter=adapter)
         with DeferredInterrupt():
             self.router.submit([parent])
-        if parent.output.error is not None and refuse == "raise":
+        if parent.output.error is not None:
             raise ArgumentError(parent.output.error)
-        return Stream(parent.output, parent.states[0] if parent.states else None, self.router)
+        return Stream(parent.output, parent.states[0], self.router)
 
     def load_lora_adapter(self, name: str, path: str | Path) -> None:
         """Load an adapter for requests to name; no graph is captured again, and other requests go on.

@@ -1,4 +1,4 @@
-"""One answer in progress: the engine's tokens to text, and stop strings."""
+"""One output in progress: the engine's tokens to text, and stop strings."""
 
 from __future__ import annotations
 

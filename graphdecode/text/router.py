@@ -1,4 +1,4 @@
-"""Routing of the engine's events to answers; where nobody else steps the engine, a waiting caller does."""
+"""Routing of the engine's events to outputs; if no other thread steps the engine, a waiting caller does."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Router:
                 self._forget(state)
 
     def close(self) -> None:
-        """End all answers with an error, and close the engine."""
+        """End all outputs with an error, and close the engine."""
         with self._lock:
             if self.closed:
                 return
@@ -209,6 +209,6 @@ class SteppingRouter(Router):
             self._progress.notify_all()
 
     def close(self) -> None:
-        """End all answers with an error, and close the engine."""
+        """End all outputs with an error, and close the engine."""
         super().close()
         self._announce()

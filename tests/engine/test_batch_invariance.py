@@ -13,11 +13,11 @@ import transformers
 from compiled_kernels import compiled, compiled_or_gpu
 from safetensors.torch import load_file, save_file
 
-from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
 from graphdecode.cache import PagedKVCache
-from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
+from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.loading import make_runner
-from graphdecode.kernels.cache.kv_format import KV_FORMATS, decoded, encoded
+from graphdecode.kernels.cache.kv_format import KV_FORMATS, decoded, encoded, format_named
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models import load_model, resolve_model_path
@@ -206,7 +206,9 @@ def test_the_same_memory_has_room_for_twice_as_many_tokens():
         held = sum(layer.nbytes for layer in runner.cache.layers)
         assert held == runner.capacity.page_bytes * (runner.capacity.total_num_pages + 1)
     plans = [
-        plan_capacity(config, model.config, resolve_cache_dtype(name, model.dtype), model.device, available_bytes=2**18)
+        plan_capacity(
+            EngineConfig(config, kv_cache_dtype=name), model.config, model.dtype, model.device, available_bytes=2**18
+        )
         for name in ("auto", "fp8", "int8")
     ]
     assert plans[1].total_num_pages >= 2 * plans[0].total_num_pages
@@ -308,7 +310,7 @@ def test_another_type_is_a_record(monkeypatch):
     others = KV_FORMATS[torch.float8_e5m2]._replace(names=("fp8",), has_layer_scales=True)
     monkeypatch.setitem(KV_FORMATS, torch.float8_e5m2, others)
     monkeypatch.setitem(KV_FORMATS, torch.float8_e4m3fn, KV_FORMATS[torch.float8_e4m3fn]._replace(names=()))
-    assert resolve_cache_dtype("fp8", torch.bfloat16) == torch.float8_e5m2
+    assert format_named("fp8", torch.bfloat16).dtype == torch.float8_e5m2
     with LLM("demo", kv_cache_dtype="fp8", max_batch_size=3, dtype="float32") as llm:
         assert llm.engine.runner.cache.layers[0].keys.dtype == torch.float8_e5m2
         assert answers_of(llm) == list(PROMPTS.values())

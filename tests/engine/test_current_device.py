@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode import BucketConfig, GraphManager, Slot, StepBuffers, memory
+from graphdecode import BucketConfig, EngineConfig, GraphManager, Slot, StepBuffers, memory
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import LaunchPlan, Runner
-from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.engine.steps import RowInputs, RowSampling, SequenceMemory
 from graphdecode.graphs import table
 from graphdecode.kernels.native.registration import Written, operator
 from graphdecode.memory import Memory, host_memory
@@ -97,10 +97,10 @@ def runner(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest
 
 
 def test_every_entry_of_the_runner_makes_its_device_the_current_one(runner: Runner, devices: Devices) -> None:
-    chunks = [PromptChunk([97, 98, 99], 0, (0,))]
+    chunks = [PromptChunk([97, 98, 99], 0, SequenceMemory((0,)))]
     runner.stage(chunks=chunks)
     runner.launch(LaunchPlan.of_chunks(chunks))
-    runner.stage([RowInputs([97, 98, 99, 100], 4, (0,), RowSampling())])
+    runner.stage([RowInputs([97, 98, 99, 100], 4, SequenceMemory((0,)), RowSampling())])
     with runner.device_guard():
         runner.step.stage_pages([(0, 1)])
     assert runner.read(runner.launch(LaunchPlan(StepShape(1))))[0].tokens[0] >= 0
@@ -197,8 +197,8 @@ def test_a_system_that_does_not_tell_has_something(tmp_path: Path) -> None:
 
 
 def test_pages_of_a_cpu_are_made_of_what_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = BucketConfig(max_batch_size=1024, max_sequence_length=512, memory_fraction=0.5)
+    settings = EngineConfig(BucketConfig(max_batch_size=1024, max_sequence_length=512, memory_fraction=0.5))
     model, device = describe_model("demo"), torch.device("cpu")
     monkeypatch.setattr(memory, "host_memory", lambda: Memory(64 * MIB, 40 * MIB))
-    capacity = plan_capacity(config, model, torch.float32, device)
+    capacity = plan_capacity(settings, model, torch.float32, device)
     assert capacity.total_num_pages == 20 * MIB // capacity.page_bytes - 1

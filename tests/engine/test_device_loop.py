@@ -11,6 +11,7 @@ import torch
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan
+from graphdecode.engine.steps import SequenceMemory
 from graphdecode.graphs import cuda_loop
 from graphdecode.text.outputs import CompletionOutput
 
@@ -220,7 +221,7 @@ def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_pe
     for sequence in rows:  # what a launch of one step needs, and no more
         llm.cache.truncate(sequence.request_id, sequence.cached_length)
         llm.cache.reserve(sequence.request_id, len(sequence.token_ids))
-    runner.stage([sequence.row_inputs(llm.cache.pages_of(sequence.request_id)) for sequence in rows])
+    runner.stage([sequence.row_inputs(SequenceMemory(llm.cache.pages_of(sequence.request_id))) for sequence in rows])
     owned = {page for sequence in rows for page in llm.cache.pages_of(sequence.request_id)}
     others = [page for page in range(64) if page not in owned]
     caches = [cache for pair in llm.cache.layers for cache in pair]

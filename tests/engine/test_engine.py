@@ -20,7 +20,7 @@ from graphdecode.engine.pace import ChunkBudget
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan
 from graphdecode.engine.scheduler import Scheduler, Sequence
-from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.engine.steps import RowInputs, RowSampling, SequenceMemory
 from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT
 from graphdecode.models import load_model, resolve_model_path
 
@@ -301,7 +301,7 @@ def test_a_stream_with_a_low_priority_overtakes(make_llm: MakeLLM) -> None:
 @pytest.mark.parametrize("priority", [[1, 2], [1.5], ["a"], [True], [2**63]], ids=str)
 def test_what_is_no_priority_is_refused(make_llm: MakeLLM, priority: list) -> None:
     llm = make_llm(max_batch_size=1, backend="eager")
-    with pytest.raises(ArgumentError, match=r"1 prompts and 2 priorities|priority must be a 64-bit integer"):
+    with pytest.raises(ArgumentError, match=r"1 prompts and 2 priority|priority must be a 64-bit integer"):
         llm.generate("a", priority=priority)
     assert not llm.engine.has_work
 
@@ -375,7 +375,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def staged_counts(llm: LLM, prompt: list[int], generated: list[int], sampling: RowSampling) -> np.ndarray:
-    llm.engine.runner.stage([RowInputs(prompt + generated, len(prompt), (0,), sampling)])
+    llm.engine.runner.stage([RowInputs(prompt + generated, len(prompt), SequenceMemory((0,)), sampling)])
     return llm.engine.runner.buffers.token_counts[0].numpy()
 
 
@@ -514,19 +514,14 @@ def admitted(scheduler: Scheduler, *lengths: int) -> list[bool]:
     return entered
 
 
-def test_who_enters_leaves_a_page_for_each_that_runs(scheduler: Scheduler) -> None:
-    assert admitted(scheduler, 2 * PAGE, 2 * PAGE, PAGE) == [True, False, True]
-    assert scheduler.cache.available_pages == 1
-
-
-def test_with_two_at_work_two_pages_stay_free(scheduler: Scheduler) -> None:
-    assert admitted(scheduler, PAGE, PAGE, PAGE) == [True, True, False]
-    assert scheduler.cache.available_pages == 2
-
-
-def test_alone_a_sequence_may_take_every_page(scheduler: Scheduler) -> None:
-    assert admitted(scheduler, 4 * PAGE) == [True]
-    assert scheduler.cache.available_pages == 0
+@pytest.mark.parametrize(
+    ("pages", "enters", "free"),
+    [((2, 2, 1), [True, False, True], 1), ((1, 1, 1), [True, True, False], 2), ((4,), [True], 0)],
+    ids=["one runs", "two run", "alone"],
+)
+def test_who_enters_leaves_a_page_for_each_that_runs(scheduler, pages, enters, free) -> None:
+    assert admitted(scheduler, *(PAGE * count for count in pages)) == enters
+    assert scheduler.cache.available_pages == free
 
 
 @pytest.mark.parametrize("length", [2 * PAGE, 3 * PAGE], ids=["no spare page", "no page"])

@@ -7,6 +7,7 @@ import torch
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.engine.scheduler import Sequence
+from graphdecode.engine.steps import SequenceMemory
 
 MakeLLM = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -37,7 +38,9 @@ class Rows:
         for sequence in self.sequences:
             self.llm.cache.reserve(sequence.request_id, len(sequence.token_ids) + 8)
         pages = self.llm.cache.pages_of
-        self.runner.stage([sequence.row_inputs(pages(sequence.request_id)) for sequence in self.sequences])
+        self.runner.stage(
+            [sequence.row_inputs(SequenceMemory(pages(sequence.request_id))) for sequence in self.sequences]
+        )
 
     def restore(self) -> None:
         for name, tensor in self.runner.buffers.tensors.items():

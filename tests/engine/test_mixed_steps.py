@@ -16,6 +16,7 @@ from graphdecode.buffers import Batch
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan
+from graphdecode.engine.steps import SequenceMemory
 from graphdecode.engine.steps import step as step_module
 from graphdecode.engine.steps.step import mixed_shapes, prompt_shapes
 from graphdecode.graphs import GraphTable
@@ -134,7 +135,7 @@ def test_who_gives_way_in_the_round_of_its_chunk_writes_into_nobodys_pages(model
     def checked(plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
         served_now = [*scheduler.decoding, *scheduler.prefilling]
         held = {page for sequence in served_now for page in scheduler.cache.pages_of(sequence.request_id)}
-        assert all(held.issuperset(chunk.pages) for chunk in plan.chunks)
+        assert all(held.issuperset(chunk.memory.pages) for chunk in plan.chunks)
         return launch(plan, meanwhile)
 
     monkeypatch.setattr(engine.runner, "launch", checked)
@@ -239,7 +240,7 @@ def test_hostile_padding_changes_no_bit_of_a_row_or_a_page(model: Model) -> None
         assert runner.reports()["mixed"].buckets
         sequence = engine.scheduler.decoding[0]
         pages = engine.scheduler.cache.pages_of(sequence.request_id)
-        chunk = PromptChunk(sequence.token_ids[2:5], 2, pages)  # what it computes is there already
+        chunk = PromptChunk(sequence.token_ids[2:5], 2, SequenceMemory(pages))  # what it computes is there already
         runner.stage(chunks=[chunk])
         if poisoned:
             runner.buffers.poison(3)

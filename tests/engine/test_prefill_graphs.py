@@ -15,6 +15,7 @@ from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import LaunchPlan, Runner
+from graphdecode.engine.steps import SequenceMemory
 from graphdecode.graphs import CaptureError
 from graphdecode.graphs.backend import Backend
 from graphdecode.kernels.native.registration import versions
@@ -162,7 +163,8 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
 def prefill(runner: Runner, lengths: list[int]) -> None:
     pages = LENGTH // PAGE
     chunks = [
-        PromptChunk([97 + row] * length, 0, range(row * pages, (row + 1) * pages)) for row, length in enumerate(lengths)
+        PromptChunk([97 + row] * length, 0, SequenceMemory(range(row * pages, (row + 1) * pages)))
+        for row, length in enumerate(lengths)
     ]
     with WouldLaunch():
         runner.stage(chunks=chunks)

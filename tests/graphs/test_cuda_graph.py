@@ -118,20 +118,22 @@ def test_a_capture_that_the_driver_refuses_names_the_line_and_leaves_the_process
 
 
 @pytest.mark.gpu
-def test_a_hundred_captures_leave_no_memory_behind(step, weight: Tensor) -> None:
+def test_a_hundred_captures_leave_no_memory_behind_in_torch_and_in_the_driver(step, weight: Tensor) -> None:
     buffers = make_buffers("cuda")
 
-    def capture_and_close() -> int:
+    def capture_and_close() -> tuple[int, int]:
         graphs = GraphManager(step, buffers, [1, 2, CAPACITY], constants=[weight])
         graphs.capture(progress=False)
         graphs.replay(2)
         torch.cuda.synchronize()
         graphs.close()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
+        return torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
 
-    after_a_few = [capture_and_close() for _ in range(5)][-1]
-    assert [capture_and_close() for _ in range(100)][-1] <= after_a_few
+    reserved, free = [capture_and_close() for _ in range(10)][-1]
+    reserved_later, free_later = [capture_and_close() for _ in range(100)][-1]
+    assert reserved_later <= reserved
+    assert free_later >= free - (2 << 20)
 
 
 @pytest.mark.gpu
@@ -179,20 +181,3 @@ def test_the_audit_names_memory_that_was_freed_and_strict_graphs_refuse_it(weigh
     assert OTHERS in {pointer.owner for pointer in graphs.audit()}
     with pytest.raises(StalePointerError, match="nothing is there now"):
         graphs.replay(CAPACITY)
-
-
-@pytest.mark.gpu
-def test_a_hundred_captures_leave_the_drivers_memory_as_it_was(step, weight: Tensor) -> None:
-    buffers = make_buffers("cuda")
-
-    def capture_and_close() -> int:
-        graphs = GraphManager(step, buffers, [1, CAPACITY], constants=[weight])
-        graphs.capture(progress=False)
-        graphs.replay(1)
-        torch.cuda.synchronize()
-        graphs.close()
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
-
-    after_a_few = [capture_and_close() for _ in range(10)][-1]
-    assert [capture_and_close() for _ in range(100)][-1] >= after_a_few - (2 << 20)

@@ -211,6 +211,8 @@ def test_frozen_graphs_refuse_every_way_to_change_what_they_point_at(buffers) ->
     assert torch.equal(module.weight, before)
     with pytest.raises(FrozenError, match="frozen"):
         graphs.capture(progress=False)
+    with pytest.raises(FrozenError, match="cannot adopt"):
+        buffers.adopt("other", torch.zeros(1, device=buffers.device))
     graphs.replay(2)
     cache.resize_(1 << 16)
     with pytest.raises(FrozenError, match="k_cache"):
@@ -222,28 +224,16 @@ def test_frozen_graphs_refuse_every_way_to_change_what_they_point_at(buffers) ->
         graphs.replay(2)
 
 
-def test_a_frozen_slot_that_is_reallocated_is_named(step, buffers, weight) -> None:
+def test_a_frozen_slot_that_is_reallocated_is_named_and_thawed_graphs_are_captured_again(step, buffers, weight) -> None:
     graphs = captured(step, buffers, weight)
+    graphs.freeze()
+    graphs.thaw()
+    graphs.capture(progress=False)
     graphs.freeze()
     graphs.replay(2)
     buffers.tensors["x"].set_(torch.zeros_like(buffers.x))
     with pytest.raises(FrozenError, match="x"):
         graphs.replay(3)
-
-
-def test_frozen_graphs_refuse_to_capture_until_thawed(step, buffers, weight) -> None:
-    graphs = captured(step, buffers, weight)
-    graphs.freeze()
-    with pytest.raises(FrozenError, match="frozen"):
-        graphs.capture(progress=False)
-    with pytest.raises(FrozenError, match="cannot adopt"):
-        buffers.adopt("other", torch.zeros(1, device=buffers.device))
-    graphs.replay(3)
-    graphs.thaw()
-    with pytest.raises(RuntimeError, match="was not captured"):
-        graphs.replay(3)
-    graphs.capture(progress=False)
-    graphs.replay(3)
 
 
 def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> None:
@@ -321,13 +311,10 @@ def test_impossible_options_are_refused(step, buffers, options: dict, message: s
         GraphManager(step, buffers, [1, 2], **options)
 
 
-def test_a_backend_of_another_device_is_refused(step, buffers, weight) -> None:
+def test_what_does_not_fit_the_buffers_is_refused(step, buffers, weight) -> None:
     other = "recorded" if buffers.device.type == "cuda" else "cuda"
     with pytest.raises(ValueError, match=f"backend '{other}' does not work on {buffers.device.type}"):
         manager(step, buffers, weight, backend=other)
-
-
-def test_a_ladder_larger_than_the_buffers_is_refused(step, buffers, weight) -> None:
     with pytest.raises(ValueError, match="the ladder goes up to 16 rows, the buffers hold 8"):
         GraphManager(step, buffers, BucketLadder([1], 16))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compiled_kernels import compiled_or_gpu
 
-from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
 from graphdecode.errors import ArgumentError
 
 # one of each kind of layer: Mamba2 beside attention and in its place, gated delta net, short convolution, nothing
@@ -172,7 +172,8 @@ def test_pages_and_states_are_counted_as_they_are_kept(checkpoint, name, paged, 
     assert len(states) == stateful
     assert state_bytes_of(buckets, shape) == 5 * sum(states)
     device = torch.device("cpu")
-    capacity = plan_capacity(buckets, shape, torch.float32, device, available_bytes=2**30)
+    given = (EngineConfig(buckets), shape, torch.float32, device)
+    capacity = plan_capacity(*given, available_bytes=2**30)
     assert capacity.token_bytes == 2 * paged * shape.num_key_value_heads * shape.head_dim * 4
     with pytest.raises(ArgumentError, match="no memory is left"):
-        plan_capacity(buckets, shape, torch.float32, device, available_bytes=state_bytes_of(buckets, shape))
+        plan_capacity(*given, available_bytes=state_bytes_of(buckets, shape))

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from adopted_models import ADOPTED, TINY, save_random
-from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams
+from graphdecode import LLM, BucketConfig, CaptureError, EngineConfig, GraphManager, SamplingParams
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import check
@@ -150,7 +150,8 @@ def test_a_step_reads_all_weights_but_the_tables(adopted: Callable[[str], Path])
 def test_a_cache_is_planned_before_any_weight_is_read(adopted: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copy(adopted("cohere") / "config.json", tmp_path)  # and nothing else
     config = describe_model(tmp_path)
-    capacity = plan_capacity(BucketConfig(max_batch_size=1), config, torch.float32, torch.device("cpu"), 2**30)
+    settings = EngineConfig(BucketConfig(max_batch_size=1))
+    capacity = plan_capacity(settings, config, torch.float32, torch.device("cpu"), available_bytes=2**30)
     assert capacity.max_sequence_length == TINY.max_position_embeddings
     assert capacity.token_bytes == 2 * TINY.num_hidden_layers * TINY.hidden_size // 2 * 4
     stored = load_file(adopted("cohere") / "model.safetensors").values()

@@ -192,9 +192,9 @@ SHAPES = {  # and the share of today's memory that their keys and values may tak
 def test_keys_and_values_of_32k_tokens_take_a_part_of_what_full_pages_take(name: str, device_type: str) -> None:
     settings, share = SHAPES[name]
     config = BucketConfig(max_batch_size=8, max_sequence_length=32768)
-    given = (config, config_of(settings), torch.bfloat16, torch.device("cpu"), 2**45, (1,))
     prefill_tokens = EngineConfig().prefill_tokens(device_type)
-    full, rolling = plan_capacity(*given), plan_capacity(*given, prefill_tokens=prefill_tokens)
+    given = (EngineConfig(config, prefill_tokens), config_of(settings), torch.bfloat16, torch.device("cpu"))
+    full, rolling = (plan_capacity(*given, available_bytes=2**45, may_roll=rolls) for rolls in (False, True))
     assert full.rolling is None
     assert full.cache_bytes == (full.total_num_pages + 1) * full.page_bytes
     assert rolling.total_num_pages == full.total_num_pages == 8 * 2048
@@ -230,17 +230,19 @@ def test_the_plan_of_memory_counts_both_kinds_of_layers(checkpoint: Callable[[st
 
 def test_pages_roll_only_where_that_takes_less_memory(checkpoint: Callable[[str], Path]) -> None:
     model = load_model(checkpoint("gemma3"), device="cpu", dtype="float32", max_sequence_length=LENGTH).config
-    config = BucketConfig(max_batch_size=4, max_sequence_length=LENGTH, page_size=4)
+    settings = EngineConfig(BucketConfig(max_batch_size=4, max_sequence_length=LENGTH, page_size=4), 7)
     given = (model, torch.float32, torch.device("cpu"))
     ring = -(-(19 + 7 + 1) // 4)
     for pages, rolls in ((4 * ring, False), (4 * ring + 1, True)):
-        found = plan_capacity(config.with_limits(total_num_pages=pages), *given, prefill_tokens=7)
+        found = plan_capacity(settings.with_settings(total_num_pages=pages), *given)
         assert (found.rolling is not None) == rolls
         assert found.total_num_pages == pages
     least = 10**9
     for available in range(10_000, 4_000_000, 30_000):  # more memory never gives fewer pages, and all of it suffices
         try:
-            found, full = (plan_capacity(config, *given, available, (1,), tokens) for tokens in (7, None))
+            found, full = (
+                plan_capacity(settings, *given, available_bytes=available, may_roll=rolls) for rolls in (True, False)
+            )
         except ValueError:
             continue
         assert found.cache_bytes <= 0.9 * available

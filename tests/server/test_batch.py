@@ -8,7 +8,6 @@ import random
 import resource
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 from command_line import run_command
-from served import AT_LENGTH
+from served import AT_LENGTH, until
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.cli import main
@@ -88,13 +87,6 @@ def sums(count: int) -> str:
 
 def engines_of(process: ForkServerProcess) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def until(what: str, holds: Any) -> None:
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.001)
 
 
 def num_lines(file: Path) -> int:
@@ -176,14 +168,14 @@ def test_every_request_is_answered_once_though_the_run_is_killed_three_times(run
     for _ in range(3):
         moment = written.count(b"\n") + chosen.randrange(NUM_LINES // 4)
         process = runs.start("--max-batch-size", "4")
-        until("so many lines", lambda moment=moment: num_lines(runs.output) >= moment)
+        until(lambda moment=moment: num_lines(runs.output) >= moment, "so many lines")
         (engine,) = engines_of(process) or [None]
         process.kill()
         process.join()
         assert num_lines(runs.output) < NUM_LINES, "it had ended before it was killed"
         with runs.output.open("ab") as file:  # as a kill between two halves of a line would leave it
             file.write(b'{"id": "batch_req_1f", "custom_id": "sum-1", "resp'[: chosen.randrange(50)])
-        until("the engine ends", lambda engine=engine: engine is None or not Path(f"/proc/{engine}/exe").exists())
+        until(lambda engine=engine: engine is None or not Path(f"/proc/{engine}/exe").exists(), "the engine ends")
         torn = runs.output.read_bytes()
         assert torn.startswith(written), (seed, moment)
         written = torn[: torn.rfind(b"\n") + 1]
@@ -197,7 +189,7 @@ def test_every_request_is_answered_once_though_the_run_is_killed_three_times(run
 def test_ctrl_c_leaves_whole_lines_and_no_engine(runs: Runs) -> None:
     runs.input.write_text(sums(300))
     process = runs.start("--max-batch-size", "4")
-    until("some lines", lambda: num_lines(runs.output) >= 20)
+    until(lambda: num_lines(runs.output) >= 20, "some lines")
     (engine,) = engines_of(process)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
@@ -212,7 +204,7 @@ def test_ctrl_c_leaves_whole_lines_and_no_engine(runs: Runs) -> None:
 def test_requests_under_way_are_asked_again_where_their_engine_died(runs: Runs) -> None:
     runs.input.write_text(sums(NUM_LINES))
     process = runs.start("--max-batch-size", "4")
-    until("some lines", lambda: num_lines(runs.output) >= NUM_LINES // 3)
+    until(lambda: num_lines(runs.output) >= NUM_LINES // 3, "some lines")
     os.kill(engines_of(process)[0], signal.SIGKILL)
     assert num_lines(runs.output) < NUM_LINES, "it had ended before the engine was killed"
     process.join(DEADLINE_SECONDS)

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from served import Served, children_of, health_beside, serving
+from served import Served, children_of, health_beside, serving, until
 
 from graphdecode.server.http import MAX_LARGE_BODIES
 
@@ -55,10 +54,7 @@ def readers_children(served: Served) -> list[int]:
 
 def read_seconds(served: Served) -> float:
     """Wait until nothing is read; return the processor time of all that has been read."""
-    end = time.monotonic() + HANG_SECONDS
-    while readers_children(served):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: not readers_children(served))
     fields = Path(f"/proc/{reader_of(served)}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")  # cutime, cstime
 
@@ -87,15 +83,12 @@ def test_a_form_that_never_ends_is_refused_in_plain_words_and_remembered(served:
 
 def test_who_leaves_takes_the_reading_of_the_form_along(served: Served) -> None:
     before = read_seconds(served)
-    host, port = served.address.removeprefix("http://").split(":")
-    connections = [socket.create_connection((host, int(port))) for _ in range(8)]
+    connections = [served.connection() for _ in range(8)]
     for number, connection in enumerate(connections):
         content = json.dumps(endless(str(number))).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    end = time.monotonic() + HANG_SECONDS
-    while not readers_children(served):
-        assert time.monotonic() < end
+    until(lambda: readers_children(served))
     for connection in connections:
         connection.close()
     with served.client() as http:
@@ -190,24 +183,21 @@ def test_of_many_who_come_at_once_only_as_many_are_taken_as_there_is_room_for(se
 
 
 def test_bodies_that_are_not_finished_take_no_more_memory_than_some(served: Served) -> None:
-    host, port = served.address.removeprefix("http://").split(":")
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connections = []
     for _ in range(MAX_LARGE_BODIES + 3):
-        connection = socket.create_connection((host, int(port)), timeout=HANG_SECONDS)
+        connection = served.connection()
         connections.append(connection)
         connection.sendall(f"{head}Content-Length: {BODY_BYTES}\r\n\r\n".encode() + b" " * (BODY_BYTES - 1))
-    end = time.monotonic() + HANG_SECONDS
-    while len(select.select(connections, [], [], 0.1)[0]) < 3:
-        assert time.monotonic() < end
+    until(lambda: len(select.select(connections, [], [], 0.1)[0]) == 3)
     with served.client() as http:
         assert told(http, SHORT) == (200, "42")
         replied, _, _ = select.select(connections, [], [], 0)
         assert [b" 429 " in connection.recv(4096) for connection in replied] == [True] * 3
         for connection in connections:
             connection.close()
-        while http.post("/tokenize", json={"prompt": " " * 100_000}).status_code != 200:  # those are gone soon
-            assert time.monotonic() < end
+        large = {"prompt": " " * 100_000}
+        until(lambda: http.post("/tokenize", json=large).status_code == 200)  # those are gone soon
 
 
 @pytest.mark.slow

@@ -5,13 +5,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from served import until
 
 from graphdecode import SamplingParams
 from graphdecode.config import EngineConfig
@@ -27,13 +27,13 @@ from graphdecode.server import engine_client
 from graphdecode.server.engine_client import KEPT_BYTES, EngineClient, HeartbeatTimeouts
 from graphdecode.server.engine_process import EngineProcess
 from graphdecode.server.messages import (
-    Abort,
     Add,
     AddGrammar,
     DropGrammar,
     EngineReady,
     EngineSetup,
     EngineStatus,
+    Finish,
     Heartbeat,
     MessageSocket,
     framed,
@@ -74,7 +74,7 @@ class Idle:
         self.added.append((request.grammar, constraint))
         return len(self.added)
 
-    def abort(self, request_id: int) -> None: ...
+    def finish(self, request_id: int, num_tokens: int | None) -> None: ...
 
 
 class Panic(BaseException):
@@ -128,13 +128,6 @@ def asks(number: int, grammar: str) -> Add:
     return Add(number, Request([1], SamplingParams(), grammar=grammar))
 
 
-def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANG_SECONDS
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: Any) -> None:
     engine, grammars, send, _ = process
     for number in range(40):
@@ -143,7 +136,7 @@ def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: A
         send(asks(number, f"form {number}"))
     until(lambda: len(grammars.begun) == 2)
     for number in range(39):
-        send(Abort(number))
+        send(Finish(number, None))
     send(DropGrammar("form 5"))
     send(asks(100, "form 7"))  # was left, and is wanted again
     send(Add(200, Request([1], SamplingParams())))

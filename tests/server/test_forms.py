@@ -53,7 +53,7 @@ class Reader:
         return AddGrammar(f"grammar of {text}", None, 1 << 20)
 
     def has_grammar(self, grammar: str) -> bool:
-        return grammar in self.taught
+        return self.taught.use(grammar)
 
     def add_grammar(self, form: AddGrammar) -> None:
         assert form.grammar not in self.taught
@@ -132,7 +132,7 @@ def test_an_engine_keeps_no_more_forms_than_fit_in_some_memory_and_those_that_we
             expected.append(kept.pop(0)[0])
         assert gone == expected
         used = rng.choice(kept)
-        assert used[0] in taught
+        assert taught.use(used[0])
         kept.remove(used)
         kept.append(used)
         assert not any(each in taught for each in gone)

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from mutated_requests import mutated_request
-from served import AT_LENGTH, Served, serving
+from served import AT_LENGTH, Served, serving, until
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.models import resolve_model_path
@@ -162,11 +162,8 @@ def test_in_a_storm_with_cancellations_every_answer_is_the_one_of_the_library(se
 
 
 def until_healthy(served: Served) -> None:
-    end = time.monotonic() + 120
+    served.until_healthy()
     with served.client() as http:
-        while http.get("/health").status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.1)
         assert http.post("/v1/completions", json=SHORT).json()["choices"][0]["text"].strip() == "42"
 
 
@@ -202,10 +199,7 @@ def test_an_engine_that_cannot_start_waits_longer_each_time_until_it_can(served:
     os.kill(served.engine_pid, signal.SIGKILL)
     pauses = [f"the next attempt is in {seconds} s" for seconds in ((1, 2, 4, 8) if AT_LENGTH else (1,))]
     started = len(served.lines)
-    end = time.monotonic() + 120
-    while not any(pauses[-1] in line for line in served.lines[started:]):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    served.until_said(pauses[-1], since=started)
     said = [line for line in served.lines[started:] if "next attempt" in line]
     assert [pause in line for pause, line in zip(pauses, said, strict=True)] == [True] * len(pauses)
     with served.client() as http:
@@ -227,11 +221,8 @@ def children(pid: int) -> list[int]:
     return own + [each for child in own for each in children(child)]
 
 
-def until_ended(pids: list[int], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
+def until_ended(pids: list[int]) -> None:
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), pids)
 
 
 def answer(server: Served) -> str:
@@ -255,13 +246,9 @@ def test_a_killed_rank_is_named_new_ranks_serve_and_ctrl_c_leaves_none() -> None
         assert '"error"' in rest
         assert "rank 1 of 2 was ended by SIGKILL" in rest
         until_ended([rank, engine])
-        seen = set()
-        end = time.monotonic() + 120
-        while (status := http.get("/health").status_code) != 200:
-            seen.add(status)
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        assert seen == {503}
+        seen: list[int] = []
+        until(lambda: seen.append(http.get("/health").status_code) or seen[-1] == 200)
+        assert set(seen[:-1]) == {503}
         assert any("rank 1 of 2 was ended by SIGKILL" in line for line in server.lines)
         started = children(server.process.pid)
         assert len(started) == 2

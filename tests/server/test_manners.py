@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx2 as httpx
 import openai
 import pytest
-from served import AT_LENGTH, ROOT, Served, children_of, serving
+from served import AT_LENGTH, ROOT, Served, children_of, serving, until
 
 from graphdecode.config import ServerConfig
 from graphdecode.server.app import own_names
@@ -67,6 +67,11 @@ def begin(served: Served, body: dict[str, object], *, times: int = 1, window: in
     return connection
 
 
+def received_by(connection: socket.socket) -> bytes:
+    """Return what comes until the server closes a connection."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
 def test_who_leaves_frees_row_and_pages(served: Served) -> None:
     half, whole = (
         lambda connection: connection.shutdown(socket.SHUT_WR),
@@ -88,10 +93,7 @@ def test_who_takes_nothing_is_let_go(served: Served) -> None:
     descriptors = served.descriptors
     with begin(served, wordy, times=20, window=4096) as connection:
         assert served.descriptors > descriptors
-        end = time.monotonic() + HANG_SECONDS
-        while served.descriptors > descriptors:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        until(lambda: served.descriptors <= descriptors)
         served.until_idle()
         received = b""
         with contextlib.suppress(ConnectionResetError):
@@ -102,17 +104,14 @@ def test_who_takes_nothing_is_let_go(served: Served) -> None:
 
 
 def test_requests_in_one_piece_are_answered_in_their_order(served: Served) -> None:
-    host, port = served.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+    with served.connection() as connection:
         requests = []
         for a in range(1, 5):
             content = json.dumps(SHORT | {"prompt": f"{a}0+{a}0="}).encode()
             head = f"POST /v1/completions HTTP/1.1\r\n{HEADERS}Content-Length: {len(content)}\r\n\r\n"
             requests.append(head.encode() + content)
         connection.sendall(b"".join(requests) + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        received = b""
-        while piece := connection.recv(1 << 16):
-            received += piece
+        received = received_by(connection)
     assert [text.strip() for text in re.findall(r'"text":"([^"]*)"', received.decode())] == ["20", "40", "60", "80"]
     assert received.count(b"200 OK") == 5
 
@@ -147,11 +146,10 @@ def test_openais_client_comes_again_when_it_is_told_to_and_leaves_when_it_has_wa
 def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> None:
     with served.client() as http:
         assert http.post("/v1/completions", json=SHORT | {"prompt": "1" * 30_000}).status_code == 413
-    host, port = served.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+    with served.connection() as connection:
         connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{HEADERS}Content-Length: 100\r\n\r\n{{".encode())
         assert b"408" in connection.recv(4096)
-    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+    with served.connection() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHo")  # and never ends its headers
         assert b"200" not in connection.recv(4096)  # the server hangs up
     assert answers(served) == "42"
@@ -177,10 +175,9 @@ def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much_and_priori
     options = ("--max-batch-size", "1", "--api-key", "greedy", "--api-key", "modest", "--log-requests")
     with serving(*options) as server:
         asyncio.run(main(server))
-        end = time.monotonic() + HANG_SECONDS
-        while len(ended := re.findall(r" 0: '(\w+)' -> ", "".join(server.lines))) < 5:  # they come through a pipe
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        answered = re.compile(r" 0: '(\w+)' -> ")
+        until(lambda: len(answered.findall("".join(server.lines))) == 5)  # they come through a pipe
+        ended = answered.findall("".join(server.lines))
     _, second, _ = (place for place, prompt in enumerate(ended) if prompt == "much")
     assert ended.index("modest") < second  # it waited for what ran, and for nothing that only waited
     assert ended.index("urgent") < ended.index("modest")
@@ -194,12 +191,11 @@ def test_origins_are_let_in_by_name_alone(served: Served) -> None:
 
 
 def test_connections_that_come_and_go_leave_nothing(served: Served) -> None:
-    host, port = served.address.removeprefix("http://").split(":")
 
     def storm(count: int) -> None:
         draw = random.Random(count)
         for _ in range(count):
-            with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+            with served.connection() as connection:
                 if draw.random() < 0.5:
                     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"[: draw.randrange(40)])
 
@@ -208,10 +204,7 @@ def test_connections_that_come_and_go_leave_nothing(served: Served) -> None:
     time.sleep(1.5)
     before, memory = served.descriptors, served.resident_bytes
     storm(count)
-    end = time.monotonic() + HANG_SECONDS
-    while served.descriptors > before and time.monotonic() < end:
-        time.sleep(0.1)
-    assert served.descriptors <= before
+    until(lambda: served.descriptors <= before)
     assert served.resident_bytes - memory < 8 << 20
     assert answers(served) == "42"
 
@@ -251,24 +244,16 @@ def answers_on(connection: socket.socket) -> None:
 
 
 def test_one_connection_too_many_is_told_so_and_a_flood_is_not_kept(served: Served) -> None:
-    host, port = served.address.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
-
-        def connected() -> socket.socket:
-            return stack.enter_context(socket.create_connection((host, int(port)), timeout=HANG_SECONDS))
-
-        opened = [connected() for _ in range(40)]
-        told = connected()
+        opened = [stack.enter_context(served.connection()) for _ in range(40)]
+        told = stack.enter_context(served.connection())
         told.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        refusal = b""
-        while piece := told.recv(4096):
-            refusal += piece
-        head, _, body = refusal.partition(b"\r\n\r\n")
+        head, _, body = received_by(told).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 1" in head
         assert json.loads(body)["error"]["type"] == "server_error"
         for number in range(300):
-            connected()
+            stack.enter_context(served.connection())
             if number % 20 == 0:  # else it has been idle for a second where the machine is slow
                 answers_on(opened[0])
         end = time.monotonic() + HANG_SECONDS
@@ -279,13 +264,13 @@ def test_one_connection_too_many_is_told_so_and_a_flood_is_not_kept(served: Serv
             answers_on(opened[0])
             time.sleep(0.05)
         answers_on(opened[0])  # who was there is still served
-    end = time.monotonic() + HANG_SECONDS
-    while True:
+
+    def is_answered() -> bool:
         with contextlib.suppress(httpx.TransportError, KeyError):
-            if answers(served) == "42":
-                break
-        assert time.monotonic() < end
-        time.sleep(0.1)
+            return answers(served) == "42"
+        return False
+
+    until(is_answered)
 
 
 @pytest.mark.parametrize(
@@ -300,9 +285,8 @@ def test_one_connection_too_many_is_told_so_and_a_flood_is_not_kept(served: Serv
     ids=["target", "header", "headers", "trailer", "lines"],
 )
 def test_a_head_without_end_ends(served: Served, endless: bytes) -> None:
-    host, port = served.address.removeprefix("http://").split(":")
     memory = served.resident_bytes
-    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+    with served.connection() as connection:
         sent, received, end = 0, b"", time.monotonic() + HANG_SECONDS
         connection.sendall(endless)
         more = endless if endless.startswith(b"\r") else b"X-Many: x\r\n" * 100 if b"Many" in endless else b"x" * 1000
@@ -334,37 +318,23 @@ def test_a_killed_engine_is_an_error_and_not_silence_and_comes_back(served: Serv
     outcomes = asyncio.run(main())
     for outcome in outcomes:
         assert '"error"' in outcome or '"finish_reason":"length"' in outcome, outcome
-    end = time.monotonic() + 2 * HANG_SECONDS
-    with served.client() as http:
-        while http.get("/health").status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        assert http.post("/v1/completions", json=SHORT).status_code == 200
+    served.until_healthy()
     assert served.metric("graphdecode:recaptures_total") == 1
     assert not any("abc" in line for line in served.lines)  # nobody's text is logged unless it is asked for
     assert answers(served) == "42"
-
-
-def until_draining(server: Served) -> None:
-    end = time.monotonic() + HANG_SECONDS
-    while not any("ask again to end at once" in line for line in server.lines):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096", "--log-requests") as server:
         connection = begin(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGTERM)
-        until_draining(server)
+        server.until_said("ask again to end at once")
         with server.client() as http:
             assert http.get("/health").status_code == 503
             refused = http.post("/v1/completions", json=SHORT)
             assert refused.status_code == 503
             assert refused.headers["Retry-After"]
-        received = b""
-        while piece := connection.recv(1 << 16):
-            received += piece
+        received = received_by(connection)
         assert b'"finish_reason":"length"' in received
         assert b"[DONE]" in received
         assert server.process.wait(HANG_SECONDS) == 0
@@ -377,9 +347,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_ends_with_an_error(tm
     with serving(*options) as server:
         connection = begin(server, LONG | {"n": 120})
         server.process.send_signal(signal.SIGTERM)
-        received = b""
-        while piece := connection.recv(1 << 16):
-            received += piece
+        received = received_by(connection)
         assert b'"code":"shutting_down"' in received
         assert b"[DONE]" in received[-100:]
         assert server.process.wait(HANG_SECONDS) == 0
@@ -406,11 +374,9 @@ def test_told_twice_it_ends_at_once() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
         connection = begin(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGTERM)
-        until_draining(server)
+        server.until_said("ask again to end at once")
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(HANG_SECONDS)
-        received = b""
-        while piece := connection.recv(1 << 16):
-            received += piece
+        received = received_by(connection)
         assert b'"message":"the server was ended"' in received
         connection.close()

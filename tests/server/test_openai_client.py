@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,10 +216,7 @@ def test_unknown_fields_are_ignored_and_named_once(served: Served, client: opena
             model="demo", prompt="12+30=", max_tokens=8, temperature=0, user="me", extra_body={"frobnicate": 1}
         )
         assert answer.choices[0].text.strip() == "42"
-    end = time.monotonic() + 60
-    while not any("frobnicate" in line for line in served.lines):  # they come through a pipe
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    served.until_said("frobnicate")
     assert sum("frobnicate" in line for line in served.lines) == 1
 
 

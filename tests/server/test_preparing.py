@@ -90,7 +90,7 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(preprocessor, m
 
 @pytest.mark.parametrize(("prompts", "answers"), [(301, 1), (100, 4), (3, 101)])
 def test_more_answers_than_can_ever_be_open_are_refused_for_good(preprocessor, prompts, answers):
-    with pytest.raises(HttpError, match="300 answers at most run and wait at a time") as refused:
+    with pytest.raises(HttpError, match="300 outputs at most run and wait at a time") as refused:
         prepared(preprocessor, prompt=["a"] * prompts, n=answers)
     assert (refused.value.status, refused.value.headers) == (400, {})
 
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_too_long_is_told_so(preprocessor: Preprocessor) -> Non
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
-    input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(RULES, 0, load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
     alone = [
@@ -164,6 +164,6 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
-    input_processor = InputProcessor(EngineReady(RULES, 0, (), None), load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(RULES, 0, load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bad_words"):
         input_processor.tokenized_params(SamplingParams(bad_words=["\ud800"]))

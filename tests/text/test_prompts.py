@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from graphdecode import LLM, ArgumentError, AsyncLLM, EngineStats, SamplingParams
 from graphdecode.models import resolve_model_path
+from graphdecode.text.arguments import as_prompt, as_prompts
 from graphdecode.text.detokenizer import Detokenizer
-from graphdecode.text.input_processor import as_prompt, as_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -106,9 +106,12 @@ def test_an_id_outside_the_vocabulary_refuses_its_own_prompt_and_no_other(wrong,
 
 
 @pytest.mark.parametrize("wrong", [5, "greedy", {"temperature": 0.0}, [None], [GREEDY, GREEDY]], ids=repr)
-def test_wrong_parameters_are_refused(wrong, llm):
+def test_wrong_parameters_are_refused_and_leave_no_prompt_behind(wrong, llm):
     with pytest.raises(ValueError, match="sampling_params"):
         llm.generate("abc", wrong)
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        llm.generate(["12+30=", "1+1="], [GREEDY, None])
+    assert llm.num_waiting == 0
 
 
 def test_a_stream_takes_no_list_of_parameters(llm):
@@ -125,34 +128,42 @@ def test_a_model_is_named_by_text_or_path(wrong):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("stop", 5),
-        ("stop", [5]),
-        ("stop", b"a"),
-        ("stop_token_ids", 5),
-        ("stop_token_ids", "5"),
-        ("stop_token_ids", [1.5]),
-        ("logit_bias", [1]),
-        ("logit_bias", {"a": 1.0}),
-        ("logit_bias", {1: "a"}),
-        ("seed", "x"),
-        ("seed", True),
-        ("temperature", "hot"),
-        ("temperature", float("nan")),
-        ("max_tokens", 1.5),
-        ("max_tokens", True),
-        ("top_k", 1.5),
-        ("logprobs", "a"),
-        ("n", None),
-        ("ignore_eos", "no"),
-        ("skip_special_tokens", 3),
+        (name, value)
+        for name, values in {
+            "n": (0, 1025, None),
+            "temperature": (-0.1, float("nan"), "hot"),
+            "top_k": (-2, 1.5),
+            "top_p": (0.0, 1.1),
+            "min_p": (-0.1,),
+            "seed": (2**63, "x", True),
+            "repetition_penalty": (0,),
+            "presence_penalty": (2.1,),
+            "frequency_penalty": (float("inf"),),
+            "max_tokens": (0, 1.5, True),
+            "min_tokens": (-1, 17),
+            "logprobs": (-2, True, "a"),
+            "prompt_logprobs": (-2, 1.5),
+            "truncate_prompt_tokens": (0, -2, 1.5, True),
+            "logit_bias": ({-1: 1.0}, {1: float("inf")}, [1], {"a": 1.0}, {1: "a"}),
+            "stop_token_ids": ([-1], 5, "5", [1.5]),
+            "allowed_token_ids": ([], [1.5], 5),
+            "bad_words": ("abc", ["a", " "], [1]),
+            "stop": ("", ["a", ""], 5, [5], b"a"),
+            "ignore_eos": ("no",),
+            "skip_special_tokens": (3,),
+        }.items()
+        for value in values
     ],
 )
-def test_parameters_of_a_wrong_type_are_named(name, value):
-    with pytest.raises(ValueError, match=f"^{name} must be"):
+def test_a_value_of_a_wrong_type_or_outside_its_range_is_named(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be .*got "):
         SamplingParams(**{name: value})
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_borders_and_numbers_of_numpy_are_allowed():
+    SamplingParams(
+        temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), logprobs=20, max_tokens=1, min_tokens=1, stop=["a"]
+    )
     params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=(np.int32(4),))
     assert params.max_tokens == 3
 
@@ -194,10 +205,11 @@ def test_what_a_tokenizer_puts_in_front_of_a_text_stays(small_llm: LLM, monkeypa
     assert kept(small_llm, ids, 8, 12) == ids[-12:], "token ids are the caller's own"
 
 
-@pytest.mark.parametrize("value", [0, -2, 1.5, True])
-def test_what_cannot_be_kept_is_named(value: object) -> None:
+def test_what_cannot_be_is_named_with_the_range() -> None:
     with pytest.raises(ArgumentError, match="truncate_prompt_tokens must be None, -1 or an integer >= 1"):
-        SamplingParams(truncate_prompt_tokens=value)  # type: ignore[arg-type]
+        SamplingParams(truncate_prompt_tokens=0)
+    with pytest.raises(ArgumentError, match=r"n must be an integer in 1\.\.1024, got 1025"):
+        SamplingParams(n=1025)
 
 
 def test_each_of_n_answers_is_the_one_of_the_next_seed(small_llm: LLM) -> None:
@@ -219,11 +231,6 @@ def test_n_answers_compute_their_prompt_once_and_hold_its_pages_once() -> None:
             "eight pages of the prompt are found by all but the first"
         )
         assert output.metrics.num_cached_tokens == 128
-
-
-def test_more_answers_than_there_may_be_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"n must be an integer in 1\.\.1024, got 1025"):
-        SamplingParams(n=1025)
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ class TokenizerAttack:
         tokenizer = load_tokenizer(model)
         theirs = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         llm = self._llm
-        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine, tokenizer)
+        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine.rules, llm.engine.seed, tokenizer)
         refusal: GraphdecodeError | None = None
         for text in self._TEXTS:
             try:

@@ -197,7 +197,7 @@ class GgufTokenizerAttack:
         file.write_bytes(mutated_bytes(rng, content) if rng.random() < 0.2 else content)
         tokenizer = load_tokenizer(file)
         llm, refusal = self._llm, None
-        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine, tokenizer)
+        llm.tokenizer, llm.input_processor = tokenizer, InputProcessor(llm.engine.rules, llm.engine.seed, tokenizer)
         for text in _TEXTS:
             try:
                 ids, expected = llm.input_processor.encode(text), _plain_ids(file, text)

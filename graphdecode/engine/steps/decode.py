@@ -140,7 +140,6 @@ class DecodeStep(Step):
         config, model = setting.config, setting.model
         rows, entries = config.max_batch_size, setting.ring_length * queries
         self._setting, self._model, self._caches = setting, model, setting.caches
-        self._trash_page = setting.trash_page
         self._attention = decode_attention_of(setting, rows * queries, batch_invariant=setting.batch_invariant)
         self._specs = sampling_slots(setting.sampling_capacity, model.config.vocab_size)
         self._logprobs = min(config.max_logprobs, model.config.vocab_size)
@@ -167,7 +166,7 @@ class DecodeStep(Step):
             Slot("automaton", ("batch",), int32, staged=_ROWS),
             Slot("state_rows", ("batch",), int32, pad=setting.trash_state_row, staged=_ROWS),
             Slot("automaton_state", ("batch",), int32, pad=NO_AUTOMATON, staged=_ROWS),
-            Slot("page_table", ("batch", pages), int32, pad=self._trash_page, staged=_PAGES),
+            Slot("page_table", ("batch", pages), int32, pad=setting.trash_page, staged=_PAGES),
             Slot("logits", ("batch", vocab_size), float32),
             Slot("sampled", ("batch",), int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), int32),
@@ -236,10 +235,10 @@ class DecodeStep(Step):
         staged["finished"][:count] = 0
         staged["rows"][:count] = np.arange(count, dtype=np.int32)
         rolling = self._setting.rolling
-        state_rows = [or_trash(each.state_row, self._setting.trash_state_row) for each in rows]
+        state_rows = [or_trash(each.memory.state_row, self._setting.trash_state_row) for each in rows]
         staged["state_rows"][:count] = state_rows
         if self._model.adapters is not None:
-            staged["adapters"][:count] = [inputs.adapter for inputs in rows]
+            staged["adapters"][:count] = [inputs.memory.adapter for inputs in rows]
         if rolling is not None:
             table = self.buffers.staging(_ROLLING)["rolling_table"]
             for row, state_row in enumerate(state_rows):
@@ -250,7 +249,7 @@ class DecodeStep(Step):
         for row, inputs in enumerate(rows):
             if inputs.sampling.uses_penalties:
                 self._count_tokens(row, inputs)
-        self.stage_pages([inputs.pages for inputs in rows])
+        self.stage_pages([inputs.memory.pages for inputs in rows])
 
     def _stage_guides(self, staged: dict[str, np.ndarray], rows: Sequence[RowInputs]) -> None:
         staged["automaton_state"][: len(rows)] = NO_AUTOMATON
@@ -291,7 +290,7 @@ class DecodeStep(Step):
         """Write the page table."""
         table = self.buffers.staging(_PAGES)["page_table"]
         for row, owned in enumerate(pages):
-            fill_page_row(table[row], owned, self._trash_page)
+            fill_page_row(table[row], owned, self._setting.trash_page)
         self.buffers.upload(_PAGES, len(pages))
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:

@@ -86,7 +86,7 @@ class ModelDrafts(DraftSource):
 
     Its own caches use the target's page numbers. Drafting begins with the last two tokens, since the last draft of a
     step was fed to the target alone. Tokens of plain steps are prefilled before the next drafts. Keys of a prefix that
-    another row computed meanwhile may be missing; drafts are worse then.
+    another row has computed may be missing, which makes drafts worse.
     """
 
     is_cheap = False
@@ -229,7 +229,7 @@ class SpeculativeStep(DecodeStep):
         sizes = ((count,), (count, table.shape[1]), (1,))
         spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
         of_rows, rolling = slots_of(DraftRows, batch), self._setting.rolling
-        spread_queries(spread, of_rows, table, queries=queries, trash_page=self._trash_page)
+        spread_queries(spread, of_rows, table, queries=queries, trash_page=self._setting.trash_page)
         rows = {
             "tokens": spread.query_tokens,
             "rows": batch.query_rows[:count],

@@ -169,18 +169,24 @@ def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
+class SequenceMemory(NamedTuple):
+    """What a sequence owns of the device's memory."""
+
+    pages: Sequence[int] = ()  # in order, for cached tokens and some of the next
+    state_row: int | None = None  # of its recurrent states and rolling pages; None: the trash row
+    adapter: int = NO_ADAPTER  # slot of its adapter
+
+
 @dataclass(frozen=True)
 class RowInputs:
     """One row of a batch before the next step."""
 
     token_ids: Sequence[int]  # prompt and output; the last one is fed, the others are cached
     prompt_length: int
-    pages: Sequence[int]  # in order, for cached tokens and some of the next
+    memory: SequenceMemory
     sampling: RowSampling
     may_draft: bool = True  # False if the host writes a token mask before each step
     guide: Guide | None = None  # the automaton of the structured output, if the device can follow it
-    state_row: int | None = None  # of its recurrent states and rolling pages; None: the trash row
-    adapter: int = NO_ADAPTER  # slot of its adapter
 
 
 class StepLogprobs(NamedTuple):

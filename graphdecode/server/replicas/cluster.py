@@ -222,7 +222,7 @@ class Cluster:
 
 
 def _join_ray(replicas: ReplicaConfig) -> None:
-    """Join a cluster, or start a Ray on this machine that nobody else can reach."""
+    """Join a cluster, or start a local Ray that listens on the loopback interface only."""
     if replicas.ray_address is None:
         ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, log_to_driver=False)
         return

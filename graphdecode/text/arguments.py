@@ -1,0 +1,135 @@
+"""What callers give: prompts, and what goes with each of them, in any of the forms that vLLM takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from graphdecode.engine import SamplingParams
+from graphdecode.engine.engine import as_int64
+from graphdecode.errors import ArgumentError, shown
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_EXPECTED = "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
+_DICT_KEYS = {"prompt", "prompt_token_ids"}
+
+
+def as_prompt(prompt: Any) -> str | list[int]:
+    """Return one prompt as a text or a list of token ids.
+
+    Args:
+        prompt: a text; integers in a sequence, a NumPy array or a tensor; or vLLM's dict, in which `prompt_token_ids`
+            wins over `prompt`.
+
+    Raises:
+        ValueError: it is none of these, or a text with surrogates.
+    """
+    if isinstance(prompt, Mapping):
+        if not prompt or set(prompt) - _DICT_KEYS:
+            raise ArgumentError(f"{_EXPECTED}, got a dict with {sorted(map(str, prompt))}")
+        return as_prompt(prompt.get("prompt_token_ids", prompt.get("prompt")))
+    if isinstance(prompt, str):
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"a prompt is no valid text: {error}") from error
+        return prompt
+    ids = _listed(prompt)
+    if type(ids) is list and set(map(type, ids)) == {int}:  # the quick path for a million
+        return list(ids)
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
+        raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
+    return [int(token) for token in ids]
+
+
+def as_prompts(prompts: Any) -> list[str | list[int]]:
+    """Return one prompt, or an iterable of prompts, as a list; integers are one prompt.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [as_prompt(prompts)]
+    prompts = _listed(prompts)
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {shown(prompts)}")
+    items = list(prompts)
+    return [as_prompt(items)] if items and all(map(_is_token, items)) else [as_prompt(item) for item in items]
+
+
+def _listed(given: Any) -> Any:
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a request is to have, as vLLM's class of this name.
+
+    Attributes:
+        lora_name: names it; the first request with a name loads the adapter.
+        lora_int_id: vLLM's number of it, >= 1; names tell adapters apart here.
+        lora_path: a folder as PEFT saves it.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | Path
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ArgumentError(f"lora_name must be a text that is not empty, got {shown(self.lora_name)}")
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise ArgumentError(f"lora_int_id must be an integer >= 1, got {shown(self.lora_int_id)}")
+        if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
+            raise ArgumentError(f"lora_path must be a folder, got {shown(self.lora_path)}")
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Return parameters for each prompt; None means the defaults; see `_one_each`."""
+    given, expected = SamplingParams() if params is None else params, "SamplingParams, one or a list"
+    return _one_each(given, count, "sampling_params", expected, lambda each: isinstance(each, SamplingParams))
+
+
+def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:
+    """Return a priority for each prompt; None is 0; see `_one_each`."""
+    return _one_each(
+        0 if priority is None else priority, count, "priority", "a 64-bit integer for each prompt", _is_int64
+    )
+
+
+def as_lora_requests(given: LoRARequests, count: int) -> list[LoRARequest | None]:
+    """Return an adapter for each prompt; None: the model as it is; see `_one_each`."""
+    expected = "a LoRARequest, a list of them, or None"
+    return _one_each(given, count, "lora_request", expected, lambda each: each is None or isinstance(each, LoRARequest))
+
+
+def _one_each(given: Any, count: int, name: str, expected: str, is_one: Callable[[Any], bool]) -> list[Any]:
+    """Return one for each prompt, given one for all of them or as many as there are.
+
+    Raises:
+        ArgumentError: it is something else, or there are not as many.
+    """
+    if is_one(given):
+        return [given] * count
+    items = list(given) if isinstance(given, Iterable) else [given]
+    wrong = [item for item in items if not is_one(item)]
+    if wrong:
+        raise ArgumentError(f"{name} must be {expected}, got {shown(wrong[0])}")
+    if len(items) != count:
+        raise ArgumentError(f"there are {count} prompts and {len(items)} {name}")
+    return items
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and as_int64(value) == value
