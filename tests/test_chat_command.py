@@ -18,9 +18,9 @@ import pytest
 from command_line import ROOT, run_command
 from rich.cells import cell_len
 
-from graphdecode import LLM, SamplingParams
-from graphdecode.cli.answer_terminal import WrappedText, prompt_progress
-from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session
+from graphdecode import LLM, SamplingParams, StructuredOutputsParams
+from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, repeats_at_the_end
+from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, print_figures
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
 
@@ -237,6 +237,23 @@ def test_a_long_prompt_shows_how_much_of_it_is_read(monkeypatch: pytest.MonkeyPa
             assert time.monotonic() < end
             time.sleep(0.01)
     assert terminal.getvalue().endswith("\r\x1b[K"), "the line is taken away for the answer"
+
+
+def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = StructuredOutputsParams(regex="(ab){30}")
+    params = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=loop)
+    conversation = Conversation(llm, sampling_params=params, chat_template=LAST)
+    answer(conversation, "1+1=")
+    print_figures(conversation)
+    assert "it says the same 30 times in a row" in capsys.readouterr().err
+
+
+def test_what_repeats_itself() -> None:
+    assert repeats_at_the_end([5, 6, *[1, 2, 3] * 30]) == 30
+    assert repeats_at_the_end([7] * 48) == 48
+    assert repeats_at_the_end([7] * 47) == 0
+    assert repeats_at_the_end([*range(20)] * 3) == 0, "three times is no loop yet"
+    assert repeats_at_the_end([]) == repeats_at_the_end(list(range(500))) == 0
 
 
 @pytest.mark.parametrize(

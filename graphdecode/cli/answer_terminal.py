@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SILENT_SECONDS = 1.0  # until the progress of the prompt is shown
 _TAB = 8
+_LONGEST_PERIOD = 64  # tokens
+_REPEATS, _REPEATED_TOKENS = 4, 48  # both at least
 _CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # of bidirectional text
 
@@ -141,3 +143,14 @@ def run_beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[N
     finally:
         done.set()
         thread.join()
+
+
+def repeats_at_the_end(token_ids: Sequence[int]) -> int:
+    """Return how often an output repeats itself at its end; 0: not at all."""
+    for period in range(1, _LONGEST_PERIOD + 1):
+        run = 0
+        while run + period < len(token_ids) and token_ids[-1 - run] == token_ids[-1 - run - period]:
+            run += 1
+        if run + period >= max(_REPEATED_TOKENS, _REPEATS * period):
+            return (run + period) // period
+    return 0

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, run_beside, run_summary, typing_hidden
+from graphdecode.cli.answer_terminal import (
+    WrappedText,
+    prompt_progress,
+    repeats_at_the_end,
+    run_beside,
+    run_summary,
+    typing_hidden,
+)
 from graphdecode.cli.checkpoint import find_checkpoint, fitted
 from graphdecode.cli.options import (
     CHAT_OPTIONS,
@@ -133,6 +140,7 @@ class ChatSession:
                 _print_message("stopped before the first token; the message is dropped")
             else:
                 _print_message("stopped; the output so far stays in the conversation")
+                _warn_of_repeats(self._conversation)
         else:
             print_figures(self._conversation)
 
@@ -183,6 +191,7 @@ def answer(conversation: Conversation, text: str) -> None:
         is_full = len(request.prompt_token_ids) + tokens >= limit
         why = f"the room of {limit} tokens is used up (--max-sequence-length)" if is_full else "that is --max-tokens"
         _print_message(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
+    _warn_of_repeats(conversation)
     if conversation.num_forgotten != forgotten:
         _print_message(
             f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
@@ -206,6 +215,15 @@ def print_figures(conversation: Conversation) -> None:
     parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
     parts.append(f"{prompt + tokens} of {limit} tokens of room")
     _print_message("; ".join(parts))
+
+
+def _warn_of_repeats(conversation: Conversation) -> None:
+    times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
+    if times:
+        _print_message(
+            f"it says the same {times} times in a row: small models fall into that; Ctrl-C stops an answer, "
+            "--repetition-penalty 1.1 makes it less likely"
+        )
 
 
 @sampling(*CHAT_OPTIONS)
