@@ -25,6 +25,14 @@ class ClosedError(GraphdecodeError, RuntimeError):
     """The object was closed."""
 
 
+class EngineStateError(GraphdecodeError, RuntimeError):
+    """What was asked for cannot be done now: requests run, or the engine sleeps; nothing was changed."""
+
+
+class NotSupportedError(GraphdecodeError, NotImplementedError):
+    """It cannot be done on this device or system."""
+
+
 class AnswerError(GraphdecodeError, RuntimeError):
     """An output was aborted after it had begun; the message says why, `code` names the reason for programs."""
 

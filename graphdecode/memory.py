@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from graphdecode.errors import NotSupportedError
+
+_DONTNEED = 4  # MADV_DONTNEED: private memory is zeros when it is next touched
 _ASSUMED_FREE_BYTES = 4 * 2**30  # without /proc/meminfo
 _BOUNDLESS = 2**63
+
+
+def advise(spans: Iterable[tuple[int, int]], advice: int) -> None:
+    """Call Linux's `madvise` for spans of addresses, as far as the system grants it."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin, end in spans:
+        madvise(begin, end - begin, advice)
+
+
+def storage_spans(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:
+    """Return the addresses of tensors' memory, begin and end; without those of opaque layouts."""
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
+    return {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+
+
+def give_back(tensors: Iterable[Tensor]) -> int:
+    """Give tensors' memory back to the system, and return by how many bytes this process became smaller.
+
+    Addresses stay reserved: memory returns, as zeros, when it is next touched. Pages that a tensor shares with others
+    stay, and so do opaque layouts.
+
+    Raises:
+        NotSupportedError: a tensor is not on a CPU, or the system is not Linux.
+    """
+    tensors = list(tensors)
+    other = next((each.device.type for each in tensors if each.device.type != "cpu"), None)
+    if other is not None or sys.platform != "linux":
+        raise NotSupportedError(
+            f"memory is given back by Linux's madvise on a CPU alone, and this is {other or sys.platform}: torch's "
+            "allocator for CUDA can not unmap memory and keep its addresses; close() frees all of it"
+        )
+    size, before = os.sysconf("SC_PAGE_SIZE"), resident_bytes()
+    pages = ((-(-begin // size) * size, end // size * size) for begin, end in storage_spans(tensors))
+    advise((span for span in pages if span[0] < span[1]), _DONTNEED)
+    return max(before - resident_bytes(), 0)
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory (Linux), counted page by page."""
+    return 1024 * _numbers(Path("/proc/self/smaps_rollup")).get("Rss", 0)
 
 
 class Memory(NamedTuple):

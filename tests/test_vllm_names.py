@@ -33,7 +33,7 @@ decode_context_parallel_size enable_eplb enable_prompt_embeds fully_sharded_lora
 media_io_kwargs model_loader_extra_config num_speculative_tokens optimization_level speculative_model stream_interval
 use_tqdm_on_load"""
 # of vLLM's LLM, beside those that there are
-METHODS = """beam_search sleep wake_up embed encode score classify reward collective_rpc apply_model start_profile
+METHODS = """beam_search is_sleeping embed encode score classify reward collective_rpc apply_model start_profile
 stop_profile reset_prefix_cache get_metrics llm_engine preprocess_chat"""
 OWN_SETTINGS = {each.name for config in (EngineConfig, BucketConfig) for each in fields(config)} | {"tokenizer"}
 
@@ -83,6 +83,15 @@ def test_a_method_that_there_is_not_says_what_there_is_instead(renamed: LLM, nam
     with pytest.raises(AttributeError, match=f"^'AsyncLLM' object has no attribute '{name}': "):
         getattr(AsyncLLM.__new__(AsyncLLM), name)
     assert not hasattr(renamed, "anything_else")
+
+
+@pytest.mark.parametrize("name", ["sleep", "wake_up"])
+def test_methods_of_llm_are_named_to_who_looks_for_them_in_async_llm(name: str) -> None:
+    assert hasattr(LLM, name)
+    with pytest.raises(
+        AttributeError, match=f"^'AsyncLLM' object has no attribute '{name}': AsyncLLM.llm, an LLM, has"
+    ):
+        getattr(AsyncLLM.__new__(AsyncLLM), name)
 
 
 def test_keywords_of_vllms_calls_work_or_say_what_to_do_instead(renamed: LLM) -> None:

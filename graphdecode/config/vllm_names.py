@@ -158,7 +158,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "lora_modules": Unsupported("LLM.load_lora_adapter(name, path) loads one, as lora_request does", (None,)),
     "lora_dtype": _LORA._replace(neutral=(None, "auto")),
     **_each("pooler_config override_pooler_config", _NO_POOLING),
-    "enable_sleep_mode": Unsupported("close() gives the memory back", (None, False)),
+    "enable_sleep_mode": Unsupported("LLM.sleep needs no mode", (None, False, True)),
     "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
     "preemption_mode": Unsupported("a preempted sequence is recomputed", (None, "recompute")),
     "use_v2_block_manager": Unsupported("there is one", (None, True, False)),
@@ -180,11 +180,12 @@ CALL_KEYWORDS: dict[str, Unsupported] = {
 }
 _POOLING = "there is none: " + _NO_POOLING.instead
 _WORKERS = "there is none: no worker takes calls; LLM.model and LLM.engine are the objects themselves"
-_SLEEP = "there is none: close() gives the memory back, and another LLM reads the weights again"
+_SLEEP = "AsyncLLM.llm, an LLM, has it"
 _PROFILE = "there is none: `graphdecode profile` measures each bucket, with --trace as a Chrome trace"
 LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what to use instead
     "beam_search": "there is none: sample n outputs with logprobs=0 and keep that of the best cumulative_logprob",
-    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
+    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
+    "is_sleeping": "there is none: an EngineStateError refuses requests meanwhile",
     **dict.fromkeys(("embed", "encode", "score", "classify", "reward"), _POOLING),
     **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),

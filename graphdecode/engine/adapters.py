@@ -133,6 +133,10 @@ class EngineAdapters:
         """Let a row's slot be another's."""
         self._pins[slot] -= 1
 
+    def forget_slots(self) -> None:
+        """Take all slots for empty: the next request of each adapter writes it again."""
+        self._holders.clear()
+
     def reset(self) -> None:
         """Forget which rows use slots: there are none any more."""
         self._pins.clear()

@@ -7,8 +7,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ from graphdecode.engine.request import Event, Request, RequestError, RequestRule
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler, Sequence
 from graphdecode.engine.steps import RowSampling
-from graphdecode.errors import ArgumentError, ClosedError, shown
+from graphdecode.errors import ArgumentError, ClosedError, EngineStateError, shown
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
+from graphdecode.models.updates import NamedTensors
 
 _INTERRUPTED = "the engine's step was interrupted"
+_SLEEPERS = ("weights", "kv_cache")  # vLLM's tags
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
 
 
@@ -70,6 +73,8 @@ class Engine:
         self._finished_ids: list[int] = []  # dropped at the next step: a stop text may still call `finish`
         self._has_aborted = False  # whether the next events may belong to aborted requests
         self._undelivered: list[Event] = []  # errors that the next step returns
+        self._asleep: set[str] = set()
+        self._has_weights = True  # False: `sleep(level=2)` has dropped them
         self._broken: str | None = None  # set during a change of state: found set, the change was interrupted
         self._closed = False
 
@@ -101,9 +106,12 @@ class Engine:
         Raises:
             RequestError: it can never be served; nothing has changed.
             ClosedError: the engine was closed.
+            EngineStateError: it sleeps, or has no weights.
         """
         if self._closed:
             raise ClosedError("this engine was closed")
+        if (why_not := self._why_not()) is not None:
+            raise EngineStateError(why_not)
         rules, params, adapter = self.rules, request.sampling_params, self.adapters.named(request.adapter)
         if not request.is_checked:
             rules.check(request)
@@ -235,6 +243,8 @@ class Engine:
             if self._closed:
                 raise ClosedError("this engine was closed")
             self._take_inbox()
+            if self.loop.has_work and (why_not := self._why_not()) is not None:
+                self._fail_all(why_not)  # added while the engine fell asleep
             while self._finished_ids:
                 self._sequences.pop(self._finished_ids.pop(), None)
             self._broken = _INTERRUPTED
@@ -255,7 +265,96 @@ class Engine:
     def capture_waiting(self) -> bool:
         """If idle, capture one graph that waits for that (`capture_when="idle"`); return whether one was captured."""
         with self._stepping:
-            return not (self._closed or self.has_work) and self.runner.capture_waiting()
+            return not (self._closed or self.has_work or self._why_not()) and self.runner.capture_waiting()
+
+    def update_weights(self, weights: str | Path | NamedTensors) -> None:
+        """Copy other values into the weights, in place; no graph is captured again. Cached prefixes are dropped.
+
+        The new weights are loaded beside the old ones, checked, and then copied: memory for both is needed meanwhile.
+        Configuration, tokenizer and adapters stay; slots of adapters are written again when they are next used.
+
+        Args:
+            weights: a checkpoint folder, a GGUF file or a repository id, of the same configuration; or tensors of any
+                float type by their names in the checkpoint (in the module, of a model that transformers runs), as a
+                mapping or pairs. They are rounded and quantized as the model was on loading. Tensors that are not named
+                have the values of the files that were loaded last: each call names all that differ from these.
+
+        Raises:
+            EngineStateError: requests are running or waiting, or the weights sleep.
+            NotSupportedError: several ranks share the model, or it was not loaded by its name.
+            ValueError: a tensor is unknown, has another shape, is not finite, or is quantized otherwise; the
+                configuration or the layout differs; a file cannot be read. Nothing was changed.
+        """
+        with self._while_idle("update_weights"):
+            if "weights" in self._asleep:
+                raise EngineStateError("the weights sleep: wake_up(tags=['weights']) comes before update_weights")
+            self.runner.update_weights(weights)
+            self._has_weights = True
+            self.loop.reset()
+            self.adapters.forget_slots()
+
+    def sleep(self, level: int = 1) -> int:
+        """Give memory back to the system until `wake_up`; its addresses stay reserved, and the graphs valid.
+
+        Requests are refused meanwhile, and cached prefixes are dropped. An engine that sleeps already gives back what
+        is left.
+
+        Args:
+            level: 1: keys, values and states; weights stay, which on a CPU have no other place. 2: the weights, too,
+                which `update_weights` has to give again.
+
+        Returns:
+            Bytes by which the process became smaller: what was never touched, or shares a page, does not count.
+
+        Raises:
+            ArgumentError: there is no such level.
+            EngineStateError: requests are running or waiting.
+            NotSupportedError: the device is not a CPU, the system is not Linux; or ranks share the weights of level 2.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise ArgumentError(f"level must be 1 or 2, got {shown(level)}")
+        with self._while_idle("sleep"):
+            nbytes = self.runner.give_memory_back(weights=level == 2)
+            self.loop.reset()
+            self._asleep.update(_SLEEPERS)
+            if level == 2:
+                self._has_weights = False
+                self.adapters.forget_slots()
+        return nbytes
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """End the sleep, of all or of what the tags name; what does not sleep stays as it is.
+
+        Args:
+            tags: "weights", "kv_cache"; None: both. Requests are served when both are awake.
+
+        Raises:
+            ArgumentError: there is no such tag.
+        """
+        woken = set(_SLEEPERS if tags is None else [tags] if isinstance(tags, str) else tags)
+        if unknown := woken.difference(_SLEEPERS):
+            raise ArgumentError(f"tags must be of {', '.join(_SLEEPERS)}, got {shown(min(unknown, key=str))}")
+        with self._stepping:
+            self._asleep -= woken
+
+    def _why_not(self) -> str | None:
+        """Return why no request can be served; None if requests can be."""
+        if self._asleep:
+            return f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake_up() first"
+        return None if self._has_weights else "sleep(level=2) has dropped the weights: update_weights(...) first"
+
+    @contextlib.contextmanager
+    def _while_idle(self, what: str) -> Iterator[None]:
+        """Hold back steps; an EngineStateError if there is work."""
+        with self._stepping:
+            if self._closed:
+                raise ClosedError("this engine was closed")
+            self._take_inbox()
+            if self.has_work:
+                count = self.num_running + self.num_waiting
+                raise EngineStateError(f"{what} is for an engine without requests, and {count} are running or waiting")
+            yield
+        self._try_inbox()
 
     def close(self) -> None:
         """Drop all requests, and release graphs and buffers; the engine cannot be used afterwards."""

@@ -29,8 +29,25 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
 from graphdecode.kernels.cache.kv_format import format_named
-from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_device, resolve_dtype
+from graphdecode.models import (
+    Model,
+    ModelShape,
+    describe_model,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+    resolve_model_path,
+)
+from graphdecode.models.load import open_source
 from graphdecode.models.split import split_config
+from graphdecode.models.updates import (
+    NamedTensors,
+    ReplacedTensors,
+    as_named_tensors,
+    check_config,
+    check_layout,
+    check_stored,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +96,9 @@ def load_runner(
     if settings.speculation == "model" and settings.draft_model is not None:
         draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
     runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
+    if ranks is None:
+        options["dtype"] = str(decoder.dtype).removeprefix("torch.")
+        runner.reload = WeightReload(model, decoder, partial(load, **options), settings)
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
     is_finite = runner.prompts.has_finite_logits()
@@ -90,6 +110,44 @@ def load_runner(
     warnings.warn(f"{why}; dtype='float32' avoids this warning", RuntimeWarning, stacklevel=2)
     settings = settings.with_settings(dtype="float32")
     return load_runner(model, settings, progress=progress, ranks=ranks)
+
+
+class WeightReload:
+    """Loads other values of a model's weights, by the path and the options by which it was loaded.
+
+    Args:
+        name: of the model, for `open_source`.
+        model: that the values are for; nothing of it changes here.
+        load: `load_model` with its options.
+        settings: of the engine.
+    """
+
+    def __init__(self, name: str | Path, model: Model, load: Callable[..., Model], settings: EngineConfig) -> None:
+        self._name, self._model, self._load = name, model, load
+        self._describe = partial(
+            describe_model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code
+        )
+        self._expands = settings.quantize == "none"
+        self._given: set[str] = set()  # tensors whose values are in no file
+
+    def __call__(self, weights: str | Path | NamedTensors) -> Model:
+        """Return a model of the same layout with other values; see `Engine.update_weights`."""
+        name, given = self._name, {}
+        if isinstance(weights, (str, Path)):
+            name = resolve_model_path(weights)
+        else:
+            given = as_named_tensors(weights)
+            if missing := self._given - given.keys():
+                raise ArgumentError(
+                    f"weights: {min(missing)} was given before and is in no file: name it again, or give a folder"
+                )
+        check_config(self._model.config, self._describe(name))
+        if not self._expands:
+            check_stored(open_source(self._name), ReplacedTensors(open_source(name), given))
+        loaded = self._load(name, replaced=given)
+        check_layout(self._model, loaded)
+        self._name, self._given = name, set(given)
+        return loaded
 
 
 def _load_outside(settings: EngineConfig) -> None:

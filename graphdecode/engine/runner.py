@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,15 @@ from graphdecode.engine.steps import (
     StepSetting,
     StepTokens,
 )
+from graphdecode.errors import NotSupportedError
 from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
+from graphdecode.memory import give_back
 from graphdecode.models import Model
+from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
+from graphdecode.models.updates import NamedTensors, copy_weights
 
 _NO_GUARD = nullcontext()
 
@@ -103,7 +108,10 @@ class Runner:
         graphs: of steps and prompts, by shape; its buckets are those of steps with one query per row.
         buffers: slots of the step.
         prompts: prefill passes, with their slots.
+        reload: loads other values of the weights, in the same layout; None: nobody knows where they are from.
     """
+
+    reload: Callable[[str | Path | NamedTensors], Model] | None = None
 
     def __init__(
         self,
@@ -209,6 +217,30 @@ class Runner:
             prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
         return {kind: report for kind, report in found.items() if kind != "mixed" or report.buckets}
 
+    def update_weights(self, weights: str | Path | NamedTensors) -> None:
+        """Copy other values into the weights; see `Engine.update_weights`."""
+        if self.reload is None:
+            raise NotSupportedError("weights are updated of a model that was loaded by its name, and by one rank alone")
+        with self.device_guard():
+            loaded = self.reload(weights)
+            self._synchronize()
+            copy_weights(self.model, loaded)
+            self._synchronize()
+        if self.is_cpu:
+            start_joining_pages(self.model)
+
+    def give_memory_back(self, *, weights: bool) -> int:
+        """Give the cache's memory, and perhaps the weights', back to the system; return the bytes. See `give_back`."""
+        if self.reload is None and weights:
+            raise NotSupportedError("weights are dropped of a model that can be loaded again, by one rank alone")
+        wait_for_joined_pages()
+        states = [tensor for layer in self.cache.layers for tensor in layer]
+        return give_back([*states, *self.model.constants] if weights else states)
+
+    def _synchronize(self) -> None:
+        if not self.is_cpu:
+            torch.cuda.synchronize(self.model.device)
+
     def capture_waiting(self) -> bool:
         """Capture one graph that waits for idle time; return whether there was one."""
         return self.graphs.capture_waiting()
@@ -216,6 +248,5 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and release the graphs."""
         with self.device_guard():
-            if not self.is_cpu:
-                torch.cuda.synchronize(self.model.device)
+            self._synchronize()
             self.graphs.close()

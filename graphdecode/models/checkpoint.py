@@ -147,8 +147,8 @@ class Checkpoint:
         if ADAPTER_FILE in held:
             base = read_json(self.folder / ADAPTER_FILE).get("base_model_name_or_path")
             model = f"of {shown(base, plain=True)} " if isinstance(base, str) and base else ""
-            what = f"is an adapter (LoRA) {model}and no whole model: {ADAPTER_FILE} says what to merge it into"
-            return f"{self.folder} {what}, as peft's merge_and_unload does, and the merged folder is run"
+            what = f"is an adapter (LoRA) {model}and no whole model: run that model with it, by lora_request of"
+            return f"{self.folder} {what} LLM.generate, chat --lora or serve --lora-modules"
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not held:
             return f"{self.folder} is empty; {expected}"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
+from graphdecode.memory import advise, storage_spans
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import DTYPES, ModelConfig, ModelShape, read_json
@@ -41,6 +43,7 @@ from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, RoundedSource,
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
+from graphdecode.models.updates import ReplacedTensors
 from graphdecode.models.weight_map import CheckpointError, Part, check, parts, runs_of
 from graphdecode.models.weights import Weights
 
@@ -107,6 +110,7 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
 
 HUGE_PAGE = 2 << 20
 _LEAST_SHARE = 0.75  # of a huge page that weights must fill: the rest of it is wasted
+_JOINING = "graphdecode-huge-pages"  # name of the threads that do it
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: synchronous, and works where huge pages are only on request
 
 
@@ -114,11 +118,7 @@ def join_pages(tensors: Iterable[Tensor]) -> None:
     """Back tensors on a CPU with huge pages where the system has them; values and addresses do not change."""
     if sys.platform != "linux" or HUGE_PAGE % os.sysconf("SC_PAGE_SIZE"):
         return
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
-    for begin, end in filled_pages({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}):
-        advise(begin, end - begin, _COLLAPSE)  # best effort
+    advise(filled_pages(storage_spans(tensors)), _COLLAPSE)
 
 
 def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -321,6 +321,7 @@ def load_model(
     shared: Collectives | None = None,
     max_adapters: int = 0,
     max_adapter_rank: int = 16,
+    replaced: Mapping[str, Tensor] | None = None,
 ) -> Model:
     """Load a decoder.
 
@@ -342,12 +343,16 @@ def load_model(
         shared: collectives of the ranks, to load the shard of one of them.
         max_adapters: slots of adapters in each product; 0: none.
         max_adapter_rank: the largest rank of an adapter.
+        replaced: plain tensors that take the place of some of the model's, by name; a model with these is copied into
+            another, and so gets no huge pages.
 
     Raises:
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
     """
     device = torch.device(device)
     source = open_source(model)
+    if replaced:
+        source = ReplacedTensors(source, replaced)  # type: ignore[assignment]  # the rest is the source's
     if quantize == "gguf" and not _keeps_blocks(source):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     quantize = _unless_stored_so(quantize, source)
@@ -367,7 +372,9 @@ def load_model(
         if shared is not None:
             split_config(by_transformers.config, shared.count)
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
-        return _load_adopted(by_transformers, source, options, None if expands else quantize, progress)
+        quantize = None if expands else quantize
+        modules = _load_adopted(by_transformers, source, options, quantize, progress, replaced or {})
+        return _with_memory_returned(modules, device, joins_pages=replaced is None)
     config = source.config()
     family = family_of(config.architecture)
     if expands or quantize is None:
@@ -386,17 +393,22 @@ def load_model(
         config, weight_map = split_config(config, shared.count), shard.weight_map
     adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
     weights = Weights(weights_from, weight_map, options, positions, family.norm_offset, shared, adapters)
-    return _with_memory_returned(_build(config, weights, scales, progress), device)
+    return _with_memory_returned(_build(config, weights, scales, progress), device, joins_pages=replaced is None)
 
 
 def _load_adopted(
-    folder: AdoptedFolder, source: Source, options: FormOptions, quantize: str | None, progress: bool
+    folder: AdoptedFolder,
+    source: Source,
+    options: FormOptions,
+    quantize: str | None,
+    progress: bool,
+    replaced: Mapping[str, Tensor],
 ) -> Model:
     """Load a model that transformers runs; an ArgumentError says that it has no form `quantize`."""
     if options.quantize != quantize:
         raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
     folder.check_files(source)
-    return _with_memory_returned(folder.load(options, progress=progress), options.device)
+    return folder.load(options, progress=progress, replaced=replaced)
 
 
 def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:
@@ -495,14 +507,25 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     return decoder
 
 
-def _with_memory_returned(model: Model, device: torch.device) -> Model:
+def _with_memory_returned(model: Model, device: torch.device, *, joins_pages: bool) -> Model:
     return_free_memory()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache is sized by free memory, and linear tuning allocated much
-    elif device.type == "cpu":
-        # in another thread: addresses do not change, and the system copies half a gigabyte a second
-        Thread(target=join_pages, args=([*model.constants],), name="graphdecode-huge-pages", daemon=True).start()
+    elif device.type == "cpu" and joins_pages:
+        start_joining_pages(model)
     return model
+
+
+def start_joining_pages(model: Model) -> None:
+    """Call `join_pages` in another thread: addresses do not change, and the system copies half a gigabyte a second."""
+    Thread(target=join_pages, args=([*model.constants],), name=_JOINING, daemon=True).start()
+
+
+def wait_for_joined_pages() -> None:
+    """Wait for the threads of `start_joining_pages`, which make memory resident."""
+    for thread in enumerate_threads():
+        if thread.name == _JOINING:
+            thread.join()
 
 
 def _check_invariance(config: ModelShape, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from graphdecode.errors import AnswerError, ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
 from graphdecode.models import check_model, generation_defaults, resolve_model_path
 from graphdecode.models.checkpoint import GENERATION_FILE
+from graphdecode.models.updates import NamedTensors
 from graphdecode.text.arguments import (
     LoRARequest,
     LoRARequests,
@@ -347,6 +348,26 @@ class LLM:
         for request in dict.fromkeys(each for each in requests if each is not None):
             self.engine.adapters.load_once(request.lora_name, request.lora_path)
         return [None if each is None else each.lora_name for each in requests]
+
+    def update_weights(self, weights: str | Path | NamedTensors) -> None:
+        """Copy other values into the weights, without a capture: of a folder or file, or tensors by name.
+
+        The tokenizer and the defaults for sampling stay. See `Engine.update_weights` for arguments and errors.
+        """
+        with DeferredInterrupt():
+            self.engine.update_weights(weights)
+
+    def sleep(self, level: int = 1) -> int:
+        """Give the memory of the cache (level 1), and of the weights (2), back to the system; return how many bytes.
+
+        On a CPU under Linux; graphs stay valid, and prefixes are dropped. See `Engine.sleep`.
+        """
+        with DeferredInterrupt():
+            return self.engine.sleep(level)
+
+    def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
+        """End the sleep of what the tags name, "weights" and "kv_cache"; None: both. See `Engine.wake_up`."""
+        self.engine.wake_up(tags)
 
     def step(self) -> None:
         """Run one step of the engine, for callers that drive their streams themselves; Ctrl-C is deferred."""

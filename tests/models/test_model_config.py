@@ -322,7 +322,9 @@ def test_a_folder_of_other_things_is_named_with_what_it_holds(tmp_path: Path) ->
 def test_an_adapter_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    assert "is an adapter (LoRA) of some/base and no whole model: adapter_config.json says" in refusal(tmp_path)
+    refused = refusal(tmp_path)
+    assert "is an adapter (LoRA) of some/base and no whole model: run that model with it" in refused
+    assert all(name in refused for name in ("lora_request", "--lora ", "--lora-modules"))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from graphdecode.models.transformers_backend.module_decoder import (
     register,
     set_attention,
 )
+from graphdecode.models.updates import copy_finite
 from graphdecode.models.weight_map import CheckpointError
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # types of layers without other states than keys and values
@@ -110,8 +111,10 @@ class AdoptedFolder:
                 f"{self.config.architecture} has {self.config.num_parameters}"
             )
 
-    def load(self, options: FormOptions, *, progress: bool) -> ModuleDecoder:
+    def load(self, options: FormOptions, *, progress: bool, replaced: Mapping[str, Tensor]) -> ModuleDecoder:
         """Read the weights, from safetensors only, and replace linear layers by forms.
+
+        `replaced` are tensors by the module's names that take the place of those of the files.
 
         Raises:
             CheckpointError: tensors are missing, of wrong shapes or unreadable.
@@ -137,6 +140,7 @@ class AdoptedFolder:
             missing = ", ".join(sorted(found["missing_keys"]))
             raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {missing}")
         module = module.to(options.device).eval().requires_grad_(False)
+        _replace_tensors(module, replaced)
         keep_quantiles(module)
         return ModuleDecoder(config, module, replace_linears(module, options))
 
@@ -197,6 +201,17 @@ class AdoptedFolder:
         forwards = [inspect.signature(part.forward) for part in (module, module.base_model)]
         if any("position_ids" not in forward.parameters for forward in forwards):
             raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
+
+
+def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a module; a CheckpointError names one that it has not, or that has another shape."""
+    held = module.state_dict()
+    for name, tensor in replaced.items():
+        if name not in held:
+            raise CheckpointError(f"{type(module).__name__} has no tensor {name}")
+        if tensor.shape != held[name].shape:
+            raise CheckpointError(f"{name} is {[*tensor.shape]} and should be {[*held[name].shape]}")
+        copy_finite(name, held[name], tensor)
 
 
 _Shape = tuple[int, int, int, int, int]  # query heads, key heads, channels of queries, keys and values

@@ -1,0 +1,142 @@
+"""New values for the weights of a loaded model, copied into its tensors: addresses stay, and graphs are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.errors import ArgumentError, shown
+from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.models.config import ModelShape
+from graphdecode.models.decoder import Decoder
+from graphdecode.models.model import Model
+from graphdecode.models.quantized.on_load import PLAIN
+from graphdecode.models.weight_map import CheckpointError
+
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+_KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
+_MAY_DIFFER = ("dtype", "integer_quantized")  # of configurations: how weights are stored, not what they are
+_NOT_LAYOUT = ("choices", "config")  # fields of forms: measurements, which may differ between two runs
+
+
+class ReplacedTensors:
+    """A source of weights, some of which are given in memory instead, by the names that the source has for them.
+
+    A float of another size than the source's counts as the source's: it is quantized as that would be.
+    """
+
+    def __init__(self, source: Any, given: Mapping[str, Tensor]) -> None:
+        self._source, self._given = source, given
+        self.tensors: dict[str, Stored] = {**source.tensors}
+        for name, tensor in given.items():
+            kind, held = _KINDS.get(tensor.dtype, str(tensor.dtype)), source.tensors.get(name)
+            kind = held.dtype if held is not None and {held.dtype, kind} <= PLAIN.keys() else kind
+            self.tensors[name] = Stored((*tensor.shape,), kind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Write a tensor, or a shard of it, into `out`; a CheckpointError if a given one is not finite in its dtype."""
+        tensor = self._given.get(name)
+        if tensor is None:
+            self._source.read(name, out, shard)
+        else:
+            copy_finite(name, out, tensor if shard is None else tensor[shard.slices((*tensor.shape,))])
+
+    def read_quantized(
+        self, name: str, shard: Shard | None = None, expert: int | None = None
+    ) -> QuantizedWeight | None:
+        """Return a quantized weight of the source; None if a plain one is given instead."""
+        found: QuantizedWeight | None = None
+        if name not in self._given:
+            found = self._source.read_quantized(name, shard, expert)
+        return found
+
+
+def copy_finite(name: str, out: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor; a CheckpointError if it has numbers that are not finite in the dtype of `out`."""
+    out.copy_(tensor)
+    if not bool(out.isfinite().all()):
+        raise CheckpointError(f"{name} has numbers that are not finite in {str(out.dtype).removeprefix('torch.')}")
+
+
+def as_named_tensors(given: NamedTensors) -> dict[str, Tensor]:
+    """Return tensors by name, without gradients; an ArgumentError if they are something else, none, or one is twice."""
+    named: dict[str, Tensor] = {}
+    pairs = given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else [given]
+    for pair in pairs:
+        match pair:
+            case (str(name), Tensor() as tensor) if name not in named:
+                named[name] = tensor.detach()
+            case (str(name), Tensor()):
+                raise ArgumentError(f"weights: {name} is given twice")
+            case _:
+                raise ArgumentError(f"weights must be a folder, a file, or names with their tensors, got {shown(pair)}")
+    if not named:
+        raise ArgumentError("weights: no tensor is given")
+    return named
+
+
+def check_config(held: ModelShape, other: ModelShape) -> None:
+    """Raise ArgumentError if weights of another configuration cannot take the place of a model's."""
+    if type(held) is not type(other):
+        raise ArgumentError(f"weights are of {other.architecture}, and the model is {held.architecture}")
+    for entry in fields(held):
+        own, its = getattr(held, entry.name), getattr(other, entry.name)
+        if entry.name not in _MAY_DIFFER and own != its:
+            raise ArgumentError(f"weights have {entry.name} {shown(its)}, and the model has {shown(own)}")
+
+
+def check_stored(held: TensorSource, other: TensorSource) -> None:
+    """Raise ArgumentError, which names the tensor, if one has another shape or is quantized otherwise."""
+    for name in held.tensors.keys() & other.tensors.keys():
+        (shape, kind), (other_shape, other_kind) = held.tensors[name], other.tensors[name]
+        if shape != other_shape:
+            raise ArgumentError(f"weights: {name} is {[*other_shape]}, and the model's is {[*shape]}")
+        if kind != other_kind and not {kind, other_kind} <= PLAIN.keys():
+            raise ArgumentError(f"weights: {name} is stored as {other_kind}, and the model's as {kind}")
+
+
+def check_layout(held: Model, other: Model) -> None:
+    """Raise ArgumentError, which names the place, if the tensors of two models cannot be copied one by one."""
+    for (place, own), (_, its) in zip(_parts(held), _parts(other), strict=True):
+        if _layout(own) != _layout(its):
+            raise ArgumentError(
+                f"weights: {place} is stored or quantized otherwise than the model's, which is captured"
+            )
+    if held.cache_scales != other.cache_scales:
+        raise ArgumentError("weights come with other scales of cached keys and values, which are captured")
+
+
+def copy_weights(held: Model, other: Model) -> None:
+    """Copy the weights of a model of the same layout into those of another, in place."""
+    with torch.no_grad():
+        for own, its in zip(held.constants, other.constants, strict=True):
+            own.copy_(its)
+
+
+def _parts(model: Model) -> Iterator[tuple[str, Any]]:
+    """Yield what a step reads, by place."""
+    if isinstance(model, Decoder):
+        for index, block in enumerate(model.blocks):
+            place = f"layers.{index - 1}" if 0 < index <= model.num_layers else type(block).__name__.lower()
+            yield from ((f"{place}.{name}", value) for name, value in block.leaves())
+    else:
+        yield from model.products()
+        yield from ((f"tensor {index}", tensor) for index, tensor in enumerate(model.constants))
+
+
+def _layout(value: Any) -> Any:
+    """Return all of a form or tensor but numbers: what two of them must share for one to be copied into the other."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.layout
+    if is_dataclass(value):
+        held = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.name not in _NOT_LAYOUT}
+        return type(value), {name: _layout(each) for name, each in held.items()}
+    return tuple(map(_layout, value)) if isinstance(value, tuple) else value

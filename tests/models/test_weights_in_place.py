@@ -1,0 +1,362 @@
+"""Weights are changed where captured steps read them, and give their memory back: tokens follow, no graph does."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from compiled_kernels import compiled
+from family_checkpoints import edit_config, save_checkpoint
+from gguf_checkpoints import quantized_file
+from quantized_checkpoints import FORMS, write_pair
+from safetensors.torch import load_file, save_file
+from test_adapters import linear_modules, write_adapter
+from torch import Tensor
+
+from adopted_models import ADOPTED, TINY, save_random
+from graphdecode import LLM, BucketConfig, LoRARequest, SamplingParams
+from graphdecode.engine import Engine
+from graphdecode.engine.loading import make_runner
+from graphdecode.errors import ArgumentError, EngineStateError, NotSupportedError
+from graphdecode.memory import give_back
+from graphdecode.models import load_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[1, 2, 3], list(range(5, 40)), [7] * 20]
+FILE = "model.safetensors"
+# biases, tied weights, norms with an offset, experts in two layouts, sinks, states, gains that a family computes
+FAMILIES = ("llama-biases", "qwen3-tied", "gemma3", "gpt-oss", "qwen2-moe", "falcon-h1-biases", "qwen3.5", "mamba2")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4", "dtype": "bfloat16"},
+    "drafts": {"speculation": "ngram"},
+    "eager": {"backend": "eager"},
+    "batch-invariant": {"batch_invariant": True},
+    "room for adapters": {"max_adapters": 2},
+}
+
+
+def flipped(folder: Path, into: Path) -> Path:
+    """Write a checkpoint of the same shapes and other numbers."""
+    into.mkdir()
+    for file in folder.iterdir():
+        (into / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / FILE)
+    changed = {name: tensor if name.endswith("g_idx") else tensor.flip(0) for name, tensor in tensors.items()}
+    save_file(changed, into / FILE, {"format": "pt"})
+    return into
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Return two checkpoints of a family."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def of(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name.replace(".", "-"))
+            first = save_checkpoint(name, folder / "first")
+            made[name] = (first, flipped(first, folder / "second"))
+        return made[name]
+
+    return of
+
+
+def make(model: Path, **options: Any) -> LLM:
+    sizes = {"max_batch_size": 3, "max_sequence_length": 96, "page_size": 8, "dtype": "float32"}
+    return LLM(model, skip_tokenizer_init=True, **sizes | options)
+
+
+def tokens_of(llm: LLM, **options: Any) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False, **options)]
+
+
+def check_updates(first: Path, second: Path, given: Any = None, **options: Any) -> None:
+    """Check that an update gives the tokens of an engine of its own, there and back, without a capture."""
+    with make(second, **options) as other:
+        wanted = tokens_of(other)
+    with make(first, **options) as llm:
+        own, captured, addresses = tokens_of(llm), dict(llm.graphs.graphs), [t.data_ptr() for t in addressed(llm)]
+        assert own != wanted
+        for weights, tokens in ((second, wanted), (first, own), (second if given is None else given, wanted)):
+            llm.update_weights(weights)
+            assert tokens_of(llm) == tokens, f"after {type(weights).__name__}"
+        assert llm.graphs.graphs == captured
+        assert [t.data_ptr() for t in addressed(llm)] == addresses
+
+
+def addressed(llm: LLM) -> list[Tensor]:
+    return [tensor for tensor in llm.model.constants if tensor.layout == torch.strided]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_or_its_tensors_give_that_folders_tokens(pair, family):
+    first, second = pair(family)
+    check_updates(first, second, load_file(second / FILE))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_weights_are_rounded_and_quantized_as_on_loading(pair, options):
+    first, second = pair("qwen3-tied")
+    check_updates(first, second, [(name, each.double()) for name, each in load_file(second / FILE).items()], **options)
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_blocks_of_gguf_files_take_the_place_of_one_another(tmp_path, kind):
+    files = [quantized_file(tmp_path / f"{name}.gguf", "llama", {"weight": kind}) for name in ("first", "second")]
+    for tensor in gguf.GGUFReader(files[1], "r+").tensors:
+        tensor.data[:] = tensor.data[::-1].copy()
+    check_updates(*files)
+    other = quantized_file(tmp_path / "other.gguf", "llama", {"ffn_down.weight": "Q5_0", "weight": kind})
+    with make(files[0]) as llm, pytest.raises(ArgumentError, match=rf"down_proj.weight is .* Q5_0, .* as {kind}"):
+        llm.update_weights(other)
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8 block"])
+def test_quantized_checkpoints_take_the_place_of_one_another(tmp_path, name):
+    packed, plain = write_pair(FORMS[name], tmp_path)
+    check_updates(packed, flipped(packed, tmp_path / "second"))
+    with (
+        make(packed) as llm,
+        pytest.raises(ArgumentError, match=r"_proj.weight is stored as F32, and the model's as"),
+    ):
+        llm.update_weights(load_file(plain / FILE))
+
+
+@pytest.mark.parametrize("name", ["gpt-neox", "stablelm"])
+def test_modules_of_transformers_are_updated_by_their_names(tmp_path, name):
+    first = save_random(ADOPTED[name](TINY), tmp_path / "first")
+    second = flipped(first, tmp_path / "second")
+    module = transformers.AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32)
+    check_updates(first, second, module.state_dict())
+    with make(first) as llm:
+        with pytest.raises(ValueError, match="has no tensor no_such"):
+            llm.update_weights({"no_such": torch.ones(1)})
+        name = next(iter(module.state_dict()))
+        with pytest.raises(ValueError, match=rf"{name} is \[1\], and the model's is"):
+            llm.update_weights({name: torch.ones(1)})
+
+
+def test_tensors_that_are_not_named_are_those_of_the_last_files(pair, tmp_path):
+    first, second = pair("llama-biases")
+    names = [f"model.layers.1.self_attn.{each}_proj.weight" for each in "qo"]
+    tensors = load_file(first / FILE)
+    mixed = flipped(first, tmp_path / "mixed")
+    given = {name: each for name, each in load_file(second / FILE).items() if name in names}
+    save_file(tensors | given, mixed / FILE, {"format": "pt"})
+    with make(mixed) as llm:
+        wanted = tokens_of(llm)
+    with make(first) as llm:
+        llm.update_weights(given)  # one part of a fused product, and a product of its own
+        assert tokens_of(llm) == wanted
+        with pytest.raises(ArgumentError, match=f"{names[1]} was given before and is in no file: name it again"):
+            llm.update_weights({names[0]: given[names[0]]})
+        assert tokens_of(llm) == wanted
+        llm.update_weights(given | {"lm_head.weight": tensors["lm_head.weight"]})
+        assert tokens_of(llm) == wanted
+
+
+def test_an_update_drops_prefixes_and_adapters_are_written_again(pair, tmp_path):
+    first, second = pair("qwen3-tied")
+    model = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
+    write_adapter(tmp_path / "adapter", linear_modules(model), 1, 4)
+    request = LoRARequest("one", 1, tmp_path / "adapter")
+    with make(second, max_adapters=1) as other:
+        wanted = tokens_of(other, lora_request=request)
+    with make(first, max_adapters=1) as llm:
+        assert tokens_of(llm, lora_request=request) != wanted
+        for weights in (second, first, second):
+            llm.update_weights(weights)
+        output = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False, lora_request=request)[0]
+        assert output.metrics.num_cached_tokens == 0
+        assert tokens_of(llm, lora_request=request) == wanted
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.update_weights(second)
+        assert tokens_of(llm, lora_request=request) == wanted
+
+
+def _without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda found: {each: tensor for each, tensor in found.items() if each != name}
+
+
+NORM = "model.norm.weight"
+FAULTS: dict[str, tuple[Any, str]] = {
+    "another shape": ({NORM: torch.ones(63)}, rf"{NORM} is \[63\], and the model's is \[64\]"),
+    "another name": ({"model.norm.wieght": torch.ones(64)}, "unexpected: model.norm.wieght"),
+    "integers": ({NORM: torch.ones(64, dtype=torch.int32)}, f"{NORM} is stored as torch.int32, and the model's as F32"),
+    "NaN": ({NORM: torch.full((64,), torch.nan)}, f"{NORM} has numbers that are not finite in float32"),
+    "too large": (
+        {NORM: torch.full((64,), 1e300, dtype=torch.float64)},
+        f"{NORM} has numbers that are not finite in float32",
+    ),
+    "twice": ([(NORM, torch.ones(64)), (NORM, torch.ones(64))], f"{NORM} is given twice"),
+    "none": ({}, "no tensor is given"),
+    "no tensors": ([1, 2], "weights must be a folder, a file, or names with their tensors, got 1"),
+    "nothing": (None, "weights must be a folder, a file, or names with their tensors, got None"),
+    "a name alone": ({NORM: 1.0}, "weights must be a folder"),
+    "no folder": ("./no-such-folder", "no-such-folder"),
+}
+
+
+@pytest.fixture(scope="module")
+def small(pair) -> Any:
+    with make(pair("llama-2")[0]) as llm:
+        yield llm
+
+
+def unchanged(llm: LLM) -> list[Tensor]:
+    return [tensor.clone() for tensor in addressed(llm)]
+
+
+@pytest.mark.parametrize(("weights", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(small, weights, message):
+    before = unchanged(small)
+    with pytest.raises(ValueError, match=message):
+        small.update_weights(weights)
+    assert all(map(torch.equal, before, unchanged(small)))
+
+
+def test_folders_that_do_not_fit_are_refused_and_nothing_changes(small, pair, tmp_path):
+    second, before = pair("llama-2")[1], unchanged(small)
+    missing = flipped(second, tmp_path / "missing")
+    save_file(_without(NORM)(load_file(second / FILE)), missing / FILE, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"missing: {NORM}"):
+        small.update_weights(missing)
+    cut = flipped(second, tmp_path / "cut")
+    (cut / FILE).write_bytes((cut / FILE).read_bytes()[:-100])
+    with pytest.raises(ValueError, match="it was cut"):
+        small.update_weights(cut)
+    edit_config(missing, lambda settings: settings.update(rms_norm_eps=0.5))
+    with pytest.raises(ArgumentError, match="weights have rms_norm_eps 0.5, and the model has 1e-06"):
+        small.update_weights(missing)
+    with pytest.raises(ArgumentError, match="weights have architecture 'Qwen3ForCausalLM', and the model has 'Llama"):
+        small.update_weights(pair("qwen3-tied")[1])
+    assert all(map(torch.equal, before, unchanged(small)))
+
+
+def test_running_requests_are_not_disturbed(small):
+    wanted = tokens_of(small)
+    stream = small.stream(PROMPTS[0], GREEDY)
+    small.step()
+    for change in (lambda: small.update_weights({NORM: torch.ones(64)}), small.sleep, lambda: small.sleep(2)):
+        with pytest.raises(EngineStateError, match=r"is for an engine without requests, and 1 are running or waiting"):
+            change()
+    list(stream)
+    assert stream.request.outputs[0].token_ids == wanted[0]
+
+
+def test_requests_of_other_threads_see_one_set_of_weights(pair):
+    first, second = pair("llama-2")
+    with make(second) as other:
+        new = tokens_of(other)
+    with make(first) as llm:
+        old, seen, done = tokens_of(llm), [], threading.Event()
+
+        def ask() -> None:
+            while not done.is_set():
+                seen.append(tokens_of(llm))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while True:
+            try:
+                llm.update_weights(second)
+            except EngineStateError:
+                continue
+            break
+        seen_before = len(seen)
+        done.set()
+        thread.join()
+        assert tokens_of(llm) == new
+        assert all(tokens == old for tokens in seen[: seen_before - 1])
+        assert all(tokens in (old, new) for tokens in seen)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An engine of 50 MB of weights, and twice that of cache."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 8192}
+    folder = tmp_path_factory.mktemp("large")
+    torch.manual_seed(1)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    with make(folder, total_num_pages=1600) as llm:
+        yield folder, llm
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_back_what_it_says_and_tokens_are_the_same_afterwards(large, level):
+    folder, llm = large
+    wanted, captured, addresses = tokens_of(llm), dict(llm.graphs.graphs), [t.data_ptr() for t in addressed(llm)]
+    cache = [tensor for layer in llm.cache.layers for tensor in layer]
+    for tensor in cache:
+        tensor.fill_(1.0)  # resident: a cache in use
+    weights = llm.model.constants if level == 2 else []
+    before, expected = resident(), sum(tensor.nbytes for tensor in [*cache, *weights])
+    given_back = llm.sleep(level)
+    assert before - resident() >= 0.95 * given_back
+    assert 0.95 * expected <= given_back <= 1.05 * expected
+    assert llm.sleep(level) < 0.01 * expected  # twice: there is nothing left
+    with pytest.raises(EngineStateError, match=r"the engine sleeps \(kv_cache, weights\): wake_up\(\) first"):
+        tokens_of(llm)
+    with pytest.raises(EngineStateError, match=r"wake_up\(tags=\['weights'\]\) comes before update_weights"):
+        llm.update_weights(folder)
+    llm.wake_up(tags=["weights"])
+    if level == 2:
+        llm.update_weights(folder)
+    with pytest.raises(EngineStateError, match=r"the engine sleeps \(kv_cache\)"):
+        llm.stream(PROMPTS[0], GREEDY)
+    llm.wake_up()
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 0, 0]
+    assert llm.graphs.graphs == captured
+    assert [t.data_ptr() for t in addressed(llm)] == addresses
+
+
+def test_weights_that_were_dropped_have_to_come_back_before_a_request(large):
+    folder, llm = large
+    wanted = tokens_of(llm)
+    llm.wake_up()  # awake already
+    assert tokens_of(llm) == wanted
+    llm.sleep()
+    llm.sleep(level=2)  # deeper
+    llm.wake_up(["kv_cache", "weights"])
+    with pytest.raises(EngineStateError, match=r"sleep\(level=2\) has dropped the weights: update_weights"):
+        tokens_of(llm)
+    llm.update_weights(load_file(folder / FILE))
+    assert tokens_of(llm) == wanted
+
+
+def test_levels_tags_engines_and_devices_that_there_are_not(small, monkeypatch):
+    for level in (0, 3, "1", True, None):
+        with pytest.raises(ArgumentError, match="level must be 1 or 2, got"):
+            small.sleep(level)
+    with pytest.raises(ArgumentError, match="tags must be of weights, kv_cache, got 'cache'"):
+        small.wake_up(["cache"])
+    model = load_model("demo", device="cpu")
+    engine = Engine(make_runner(model, BucketConfig(max_batch_size=1, max_sequence_length=64)))
+    for change in (lambda: engine.update_weights({NORM: torch.ones(1)}), lambda: engine.sleep(2)):
+        with pytest.raises(NotSupportedError, match="of a model that"):
+            change()
+    engine.close()
+    with pytest.raises(NotSupportedError, match=r"madvise on a CPU alone, and this is meta: .* close\(\) frees all"):
+        give_back([torch.empty(1, device="meta")])
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(NotSupportedError, match="and this is darwin"):
+        small.sleep()
+    monkeypatch.undo()
+    assert len(tokens_of(small)) == len(PROMPTS)
