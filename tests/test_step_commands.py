@@ -224,6 +224,19 @@ def test_weights_and_pages_are_counted_in_the_dtype_they_will_have(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("two_gib_free")
+def test_slots_of_adapters_are_part_of_the_plan(tmp_path: Path) -> None:
+    text = "[capacity]\ntotal_num_pages = 100\n[adapters]\nmax_adapters = 4\nmax_adapter_rank = 8\n"
+    output = show(tmp_path, text, "--model", "shape:llama-100m", "--dtype", "bfloat16")
+    found = plan(output)
+    hidden, inner, of_keys = 768, 2048, 256
+    down, up = 3 * hidden + hidden + 2 * hidden + inner, hidden + 2 * of_keys + hidden + 2 * inner + hidden
+    assert found["adapters"] == pytest.approx(12 * 4 * 8 * (down + up) * 2 / MIB, abs=0.1)
+    assert "4 slots of rank 8" in output
+    assert found["left for pages"] == pytest.approx(2048 - found["weights"] - found["adapters"], abs=0.1)
+    assert found["left"] == pytest.approx(found["left for pages"] - found["key-value cache"], abs=0.2)
+
+
+@pytest.mark.usefixtures("two_gib_free")
 def test_auto_pages_come_from_what_the_weights_leave(tmp_path: Path) -> None:
     text = "[capacity]\nmax_batch_size = 4096\nmax_sequence_length = 4096\nmemory_fraction = 0.5\n"
     found = plan(show(tmp_path, text, "--model", "shape:llama-100m", "--dtype", "float32"))

@@ -233,17 +233,18 @@ def _memory_table(
 ) -> Table:
     from graphdecode.engine.capacity import plan_capacity, state_bytes_of
     from graphdecode.memory import free_bytes
-    from graphdecode.models import num_parameters, weight_bytes
+    from graphdecode.models import adapter_bytes, num_parameters, weight_bytes
 
     config = engine.buckets
     free, weights = free_bytes(device), weight_bytes(model, settings, dtype, device, quantize=engine.quantize)
     parameters = num_parameters(settings)
     keeps = ", most of them quantized as stored" if weights < parameters * dtype.itemsize else ""
-    capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights, 0))
+    adapters = adapter_bytes(settings, engine.max_adapters, engine.max_adapter_rank, dtype)
+    capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights - adapters, 0))
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)
     states = state_bytes_of(config, settings)
-    left = free - weights - capacity.cache_bytes - states
+    left = free - weights - adapters - capacity.cache_bytes - states
     name = str(dtype).removeprefix("torch.")
     of_states = f"of {config.max_batch_size} rows, and one for padding; prefixes are not shared"
     limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
@@ -254,7 +255,12 @@ def _memory_table(
     lines = (
         ("free now", free, f"on {device.type}"),
         ("weights", weights, f"{parameters / 1e6:.1f} million parameters in {name}{keeps}"),
-        ("left for pages", free - weights, f"what the weights leave{limit}"),
+        *(
+            [("adapters", adapters, f"{engine.max_adapters} slots of rank {engine.max_adapter_rank}")]
+            if adapters
+            else []
+        ),
+        ("left for pages", free - weights - adapters, f"what the weights leave{limit}"),
         (
             "key-value cache",
             cache,

@@ -17,7 +17,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_named
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
 from graphdecode.memory import free_bytes, total_bytes
-from graphdecode.models import ModelShape
+from graphdecode.models import ModelShape, adapter_bytes
 
 # estimates for graphs
 _NODE_BYTES = 16 * 2**10  # of the driver, per kernel
@@ -165,6 +165,9 @@ def plan_checked_capacity(
     memory = total_bytes(device)
     capacity = plan_capacity(settings, model, dtype, device, may_roll=may_roll)
     needs = _needs(settings.buckets, model, capacity, settings.prefill_tokens(device.type))
+    slots = settings.max_adapters
+    of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype)
+    needs.append(("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", of_slots))
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:
         key, value, what, nbytes = max(needs, key=lambda need: need[-1])

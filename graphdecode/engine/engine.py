@@ -243,8 +243,8 @@ class Engine:
             if self._closed:
                 raise ClosedError("this engine was closed")
             self._take_inbox()
-            if self.loop.has_work and (why_not := self._why_not()) is not None:
-                self._fail_all(why_not)  # added while the engine fell asleep
+            if (self._asleep or not self._has_weights) and self.loop.has_work:
+                self._fail_all(self._why_not() or _INTERRUPTED)  # added while the engine fell asleep
             while self._finished_ids:
                 self._sequences.pop(self._finished_ids.pop(), None)
             self._broken = _INTERRUPTED

@@ -42,7 +42,6 @@ from graphdecode.models.load import open_source
 from graphdecode.models.split import split_config
 from graphdecode.models.updates import (
     NamedTensors,
-    ReplacedTensors,
     as_named_tensors,
     check_config,
     check_layout,
@@ -143,7 +142,7 @@ class WeightReload:
                 )
         check_config(self._model.config, self._describe(name))
         if not self._expands:
-            check_stored(open_source(self._name), ReplacedTensors(open_source(name), given))
+            check_stored(open_source(self._name), open_source(name, given))
         loaded = self._load(name, replaced=given)
         check_layout(self._model, loaded)
         self._name, self._given = name, set(given)

@@ -5,6 +5,7 @@ from graphdecode.models.config import ModelConfig, ModelShape, UnsupportedModelE
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import (
+    adapter_bytes,
     check_model,
     describe_model,
     load_model,
@@ -29,6 +30,7 @@ __all__ = [
     "ModelShape",
     "ModelSourceError",
     "UnsupportedModelError",
+    "adapter_bytes",
     "check_model",
     "config_of",
     "describe_model",

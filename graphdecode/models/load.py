@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from threading import enumerate as enumerate_threads
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.updates import ReplacedTensors
 from graphdecode.models.weight_map import CheckpointError, Part, check, parts, runs_of
-from graphdecode.models.weights import Weights
+from graphdecode.models.weights import Weights, can_adapt
 
 
 class Source(TensorSource, Protocol):
@@ -79,10 +79,14 @@ def register_source(source: type[Source], *, replace: bool = False) -> None:
 _OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(source), SOURCES)
 
 
-def open_source(model: str | Path) -> Source:
-    """Return the source of a model: random weights of a shape, a GGUF file, a folder, or a registered kind."""
+def open_source(model: str | Path, replaced: Mapping[str, Tensor] | None = None) -> Source:
+    """Return the source of a model: random weights of a shape, a GGUF file, a folder, or a registered kind.
+
+    `replaced` are tensors that take the place of some of the source's; see `ReplacedTensors`.
+    """
     _OUTSIDE.find()
-    return next(source for source in SOURCES if source.opens(model))(model)
+    source = next(source for source in SOURCES if source.opens(model))(model)
+    return cast(Source, ReplacedTensors(source, replaced)) if replaced else source
 
 
 _Compiled = Callable[[torch.dtype | None], object]  # returns a true value if there are compiled kernels for a dtype
@@ -277,6 +281,16 @@ def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
     return sum(math.prod(part.shape) for part in parts(family_of(config.architecture).weights(config)))
 
 
+def adapter_bytes(config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype) -> int:
+    """Return the bytes of slots of adapters; at most, since families that scale a product's results adapt it not."""
+    if not slots or not isinstance(config, ModelConfig):
+        return 0
+    weight_map = family_of(config.architecture).weights(config)
+    adapted = [found for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
+    features = sum(len(found) * found[0].shape[1] + sum(part.shape[0] for part in found) for found in adapted)
+    return slots * max_rank * features * dtype.itemsize
+
+
 def weight_bytes(
     model: str | Path,
     config: ModelConfig | AdoptedConfig,
@@ -350,9 +364,7 @@ def load_model(
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
     """
     device = torch.device(device)
-    source = open_source(model)
-    if replaced:
-        source = ReplacedTensors(source, replaced)  # type: ignore[assignment]  # the rest is the source's
+    source = open_source(model, replaced)
     if quantize == "gguf" and not _keeps_blocks(source):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     quantize = _unless_stored_so(quantize, source)
@@ -372,9 +384,7 @@ def load_model(
         if shared is not None:
             split_config(by_transformers.config, shared.count)
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
-        quantize = None if expands else quantize
-        modules = _load_adopted(by_transformers, source, options, quantize, progress, replaced or {})
-        return _with_memory_returned(modules, device, joins_pages=replaced is None)
+        return _load_adopted(by_transformers, source, options, None if expands else quantize, progress, replaced)
     config = source.config()
     family = family_of(config.architecture)
     if expands or quantize is None:
@@ -402,13 +412,14 @@ def _load_adopted(
     options: FormOptions,
     quantize: str | None,
     progress: bool,
-    replaced: Mapping[str, Tensor],
+    replaced: Mapping[str, Tensor] | None,
 ) -> Model:
     """Load a model that transformers runs; an ArgumentError says that it has no form `quantize`."""
     if options.quantize != quantize:
         raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
     folder.check_files(source)
-    return folder.load(options, progress=progress, replaced=replaced)
+    loaded = folder.load(options, progress=progress, replaced=replaced or {})
+    return _with_memory_returned(loaded, options.device, joins_pages=replaced is None)
 
 
 def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:

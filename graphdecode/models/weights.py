@@ -18,7 +18,13 @@ from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
 
-_NEVER_ADAPTED = ("lm_head", "router")
+_NEVER_ADAPTED = ("embedding", "lm_head", "router")
+
+
+def can_adapt(place: str) -> bool:
+    """Whether the product at a place has room for adapters; those of single experts have none."""
+    *above, name = place.split(".")
+    return name not in _NEVER_ADAPTED and "experts" not in above
 
 
 class Weights:
@@ -120,7 +126,7 @@ class Weights:
         if self.shared is not None and split == 1:
             options = replace(options, row_maxima=self.shared.greatest)
         form = load_linear(self._source, names, options)
-        if self.adapters is not None and place.rpartition(".")[2] not in _NEVER_ADAPTED:
+        if self.adapters is not None and can_adapt(place):
             return self.adapters.around(form, place, self._map[place])
         if self.shared is None or split == 0 or is_partial:
             return form

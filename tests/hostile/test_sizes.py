@@ -36,6 +36,10 @@ GIB = 2**30
             rf"max_bad_words=65536 takes {65536 * 16 * 4 * 8192} bytes for forbidden words of 8192 rows",
         ),
         ({"max_prefill_tokens": 2**31 - 1}, r"max_prefill_tokens=2147483647 takes \d+ bytes for tokens of prompts"),
+        (
+            {"max_adapters": 1024, "max_adapter_rank": 512},
+            r"max_adapters=1024 takes \d{11} bytes for adapters of rank 512",
+        ),
     ],
 )
 def test_what_no_memory_holds_is_refused_by_key_and_bytes(settings, said, monkeypatch):

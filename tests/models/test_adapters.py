@@ -19,6 +19,7 @@ from torch import Tensor
 from graphdecode import LLM, BucketConfig, LoRARequest, SamplingParams
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ArgumentError
+from graphdecode.models import adapter_bytes
 from graphdecode.models.adapters import AdapterError
 
 # split and fused names, norms of heads, windows, scaled residuals, a shared expert that every token takes
@@ -134,6 +135,9 @@ def test_any_mixture_has_the_tokens_of_merged_weights(adapted, name):
         stats = llm.engine.adapters.stats
         assert (stats.slots, stats.requests.total()) == (2, 8)
         assert stats.evictions > 0  # four adapters shared two slots
+        held = [*llm.model.adapters.products.values()]
+        counted = adapter_bytes(llm.model.config, 2, 8, llm.model.dtype)
+        assert counted == sum(product.down.nbytes + product.up.nbytes for product in held)
 
 
 @pytest.mark.parametrize("options", [{"speculation": "ngram"}, {"backend": "eager"}, {"batch_invariant": True}])
