@@ -27,7 +27,7 @@ def _tests(name: str, scratch: Path, limit_s: float, tests: list[str], rehearsed
     def command(seconds: float, *arguments: str) -> list[str]:
         return [*_PYTHON, "-m", "gpu_checks.isolated", "--limit", str(seconds - 15), "--out", out, *arguments]
 
-    return Part(name, command(limit_s, "-m", "gpu", *tests), limit_s, command(60, *rehearsed))
+    return Part(name, command(limit_s, "-m", "gpu", *tests), limit_s, command(150, *rehearsed))
 
 
 def call_a(scratch: Path) -> list[Part]:
