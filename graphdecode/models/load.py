@@ -340,8 +340,7 @@ def load_model(
     """Load a decoder.
 
     Args:
-        model: a checkpoint folder, a `.gguf` file, a repository id, `"demo"`, or a shape such as
-            `"shape:llama-3.1-8b"` with random weights.
+        model: a folder, a `.gguf` file, a repository id, `"demo"`, or random weights: `"shape:llama-3.1-8b"`.
         device: where the weights go.
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions of the rotary table; None means all that the model has.
@@ -357,16 +356,13 @@ def load_model(
         shared: collectives of the ranks, to load the shard of one of them.
         max_adapters: slots of adapters in each product; 0: none.
         max_adapter_rank: the largest rank of an adapter.
-        replaced: plain tensors that take the place of some of the model's, by name; a model with these is copied into
-            another, and so gets no huge pages.
+        replaced: plain tensors in place of some of the model's, by name, for a copy into another: no huge pages.
 
     Raises:
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
     """
     device = torch.device(device)
     source = open_source(model, replaced)
-    if quantize == "gguf" and not _keeps_blocks(source):
-        raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     quantize = _unless_stored_so(quantize, source)
     expands = quantize == _EXPANDED
 
@@ -377,9 +373,8 @@ def load_model(
         return _checked_options(given, config, quantize_group_size)
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
-    if max_adapters and (by_transformers is not None or shared is not None):
-        who = "a model that transformers runs" if by_transformers is not None else "a model that several ranks share"
-        raise ArgumentError(f"max_adapters={max_adapters}: {who} has no room for adapters")
+    if by_transformers is not None or shared is not None:
+        _check_no_adapters(max_adapters, by_transformers)
     if by_transformers is not None:
         if shared is not None:
             split_config(by_transformers.config, shared.count)
@@ -404,6 +399,12 @@ def load_model(
     adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
     weights = Weights(weights_from, weight_map, options, positions, family.norm_offset, shared, adapters)
     return _with_memory_returned(_build(config, weights, scales, progress), device, joins_pages=replaced is None)
+
+
+def _check_no_adapters(max_adapters: int, adopted: AdoptedFolder | None) -> None:
+    if max_adapters:
+        who = "a model that transformers runs" if adopted is not None else "a model that several ranks share"
+        raise ArgumentError(f"max_adapters={max_adapters}: {who} has no room for adapters")
 
 
 def _load_adopted(
@@ -460,6 +461,8 @@ def _rounded(
 
 def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
     """Return `quantize`, or None if it names the method by which the weights are stored: that is the default."""
+    if quantize == "gguf" and not _keeps_blocks(source):
+        raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     stored = getattr(source, "quant_method", None)
     if quantize in METHODS and quantize not in FORMS_OF and quantize != stored:
         raise ArgumentError(
