@@ -49,13 +49,11 @@ class ReplacedTensors:
         else:
             copy_finite(name, out, tensor if shard is None else tensor[shard.slices((*tensor.shape,))])
 
-    def read_quantized(
-        self, name: str, shard: Shard | None = None, expert: int | None = None
-    ) -> QuantizedWeight | None:
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a quantized weight of the source; None if a plain one is given instead."""
         found: QuantizedWeight | None = None
         if name not in self._given:
-            found = self._source.read_quantized(name, shard, expert)
+            found = self._source.read_quantized(name, expert)
         return found
 
 
