@@ -25,6 +25,7 @@ from graphdecode.text import RequestOutput
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
+BEHIND = 1.05  # of a committed figure
 Found = TypeVar("Found")
 Out = Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.", dir_okay=False)]
 OutFolder = Annotated[Path | None, typer.Option(help="A folder for the figures, as JSON.", file_okay=False)]
@@ -124,6 +125,31 @@ def write(out: Path | None, found: Mapping[str, Any]) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def tell_behind(
+    file: str,
+    found: Mapping[str, Any],
+    figures: Callable[[Any], Mapping[str, float]],
+    results: Path = TOOLS / "results",
+) -> None:
+    """Print what takes over 5% longer than as committed for the same processor and instruction set.
+
+    Args:
+        file: name of the result, in a machine's folder.
+        found: the new result.
+        figures: returns a result's figures by name. Less is better, and each is a ratio to something of its own run.
+        results: the folder of the machines.
+    """
+    environment = found["environment"]
+    known: Mapping[str, float] = {}
+    for path in sorted(results.glob(f"*/{file}")):
+        committed = json.loads(path.read_text())
+        if all(committed["environment"].get(key) == environment[key] for key in ("device_name", "instructions")):
+            known = figures(committed)
+    for name, figure in figures(found).items():
+        if figure > BEHIND * known.get(name, math.inf):
+            print(f"behind: {name} takes {figure / known[name]:.2f} of what was committed")
 
 
 def replaced(rows: Iterable[Mapping[str, Any]], new: Mapping[str, Any], *keys: str) -> list[Mapping[str, Any]]:

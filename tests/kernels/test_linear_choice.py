@@ -7,13 +7,13 @@ import pytest
 import torch
 from command_line import run_python
 
+from gpu_checks.models import with_choices
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_config
 from graphdecode.linear import linear_choice
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import ChoiceCache, LinearChoice, LinearTuner, cache_folder
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions
-from harness import with_choices
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)

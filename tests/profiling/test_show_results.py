@@ -5,8 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import harness
+from benchmarks import generate, prompts, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,3 +110,23 @@ def test_the_tools_that_write_results_are_there() -> None:
     assert {("bench", "serving"), ("bench", "step"), ("check", "replicas")} <= subjects
     rooms = {"bench": "benchmarks", "check": "checks"}
     assert all((RESULTS.parent / rooms[kind] / f"{name.replace('-', '_')}.py").exists() for kind, name in subjects)
+
+
+def test_what_falls_behind_the_committed_result_of_the_same_processor_is_named(tmp_path, capsys):
+    def started(name: str, **times: float) -> dict[str, Any]:
+        return {"environment": {"device_name": name, "instructions": "avx2"}, "times": times}
+
+    for machine, times in (("own", {"one": 2.0, "two": 2.0}), ("other", {"one": 1.0})):
+        (tmp_path / machine).mkdir()
+        (tmp_path / machine / "start.json").write_text(json.dumps(started(machine, **times)))
+    found = started("own", one=2.09, two=2.2, three=9.0)
+    harness.tell_behind("start.json", found, lambda each: each["times"], tmp_path)
+    assert capsys.readouterr().out == "behind: two takes 1.10 of what was committed\n"
+    harness.tell_behind("start.json", started("unknown", one=9.0), lambda each: each["times"], tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_each_benchmark_finds_its_figures_in_the_committed_results():
+    for benchmark, pattern in ((start, "start"), (generate, "generate-*"), (prompts, "prompts-llama-100m-bfloat16")):
+        for path in (ROOT / "tools" / "results").glob(f"*/{pattern}.json"):
+            assert min(benchmark.figures_of(json.loads(path.read_text())).values()) > 0

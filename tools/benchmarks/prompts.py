@@ -28,7 +28,19 @@ from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native.compiler import Compiler
 from graphdecode.models import resolve_model_path
 from graphdecode.profiling.environment import read_bandwidth
-from harness import Answering, LlamaPython, Out, Rounds, elsewhere, in_turn, moments, record, seconds_of, write
+from harness import (
+    Answering,
+    LlamaPython,
+    Out,
+    Rounds,
+    elsewhere,
+    in_turn,
+    moments,
+    record,
+    seconds_of,
+    tell_behind,
+    write,
+)
 from peers.peer import Transformers, Workload
 
 STEP = (32, 33)  # tokens of the prompt, and new ones
@@ -154,6 +166,16 @@ def long_contexts(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def figures_of(result: Any) -> dict[str, float]:
+    """Return times over their floors, and over those at the processor's peak."""
+    found = {"batch_1": result["times_floor"]}
+    found |= {f"long contexts, {name}": each["times_floor"] for name, each in result.get("long_contexts", {}).items()}
+    for name, engines in result["workloads"].items():
+        if shares := engines.get("graphdecode", {}).get("of_peak"):
+            found[name] = 1 / max(shares.values())
+    return found
+
+
 def main(
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a .gguf file, or a name that leads to one.")],
     llama_python: LlamaPython = None,
@@ -188,4 +210,6 @@ def main(
     else:
         result |= {"dtype": "bfloat16", "peaks": beside_peaks(llm.model, figures)}
         result["long_contexts"] = long_contexts(path, rounds)
+    if out is not None:
+        tell_behind(out.name, result, figures_of)
     write(out, result)

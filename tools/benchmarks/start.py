@@ -8,7 +8,6 @@ what takes more than 5% longer is named.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -19,11 +18,10 @@ from functools import partial
 from typing import Any
 
 from graphdecode.models.source import installable
-from harness import ROOT, Out, Rounds, in_turn, record, show, write
+from harness import Out, Rounds, in_turn, record, show, tell_behind, write
 
 QUESTION = "What is the capital of France?"
 SERVED = ("--max-batch-size", "32", "--port", "0")
-BEHIND = 1.05
 
 
 def seconds_to(said: str, *arguments: str, stream: str = "stdout") -> float:
@@ -61,13 +59,8 @@ def subjects() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def last_of(environment: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the committed result of the same processor and instruction set."""
-    for file in sorted((ROOT / "tools" / "results").glob("*/start.json")):
-        found: dict[str, Any] = json.loads(file.read_text())
-        if all(found["environment"][key] == environment[key] for key in ("device_name", "instructions")):
-            return found
-    return None
+def figures_of(result: Any) -> dict[str, float]:
+    return {row["subject"]: row["times_import"] for row in result["rows"]}
 
 
 def main(rounds: Rounds = 7, out: Out = None) -> None:
@@ -77,9 +70,6 @@ def main(rounds: Rounds = 7, out: Out = None) -> None:
     }
     turns = in_turn(calls, rounds, warm=1)
     imports = turns["import torch"]
-    found = record(schema=1, rounds=rounds)
-    before = last_of(found["environment"])
-    known = {} if before is None else {row["subject"]: row for row in before["rows"]}
     rows = []
     for name, seconds in turns.items():
         beyond = [each - one for each, one in zip(seconds, imports, strict=True)]
@@ -90,7 +80,6 @@ def main(rounds: Rounds = 7, out: Out = None) -> None:
                 "beyond_import_seconds": statistics.median(beyond),
                 "times_import": statistics.median(each / one for each, one in zip(seconds, imports, strict=True)),
                 "turns_seconds": seconds,
-                "committed_times_import": known.get(name, {}).get("times_import"),
             }
         )
     columns = {
@@ -98,11 +87,8 @@ def main(rounds: Rounds = 7, out: Out = None) -> None:
         "seconds": "{seconds:.2f}",
         "beyond import torch": "{beyond_import_seconds:.2f}",
         "times import torch": "{times_import:.2f}",
-        "as committed": "{committed_times_import:.2f}",
     }
     show(columns, rows)
-    for row in rows:
-        was = row["committed_times_import"]
-        if was is not None and row["times_import"] > BEHIND * was:
-            print(f"behind: {row['subject']} takes {row['times_import'] / was:.2f} of what was committed")
-    write(out, found | {"rows": [{key: row[key] for key in row if key != "committed_times_import"} for row in rows]})
+    found = record(schema=1, rounds=rounds, rows=rows)
+    tell_behind("start.json", found, figures_of)
+    write(out, found)
