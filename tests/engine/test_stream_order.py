@@ -128,7 +128,7 @@ FAULTS = [
     Fault(Runner, "read", "launch.done.synchronize()", "pass"),
     Fault(Runner, "launch", "done.record()", "pass"),
     Fault(Runner, "launch", "self.step.rewind(first)", "pass"),
-    Fault(Runner, "close", "torch.cuda.synchronize(self.model.device)", "pass"),
+    Fault(Runner, "close", "self._synchronize()", "pass"),
     # staging
     Fault(StagingBlock, "wait", "self._copied.synchronize()", "pass"),
     Fault(StagingBlock, "upload", "current_stream(self.device.device)", "Stream(self.device.device)"),
