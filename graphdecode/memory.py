@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,18 @@ from graphdecode.errors import NotSupportedError
 _DONTNEED = 4  # MADV_DONTNEED: private memory is zeros when it is next touched
 _ASSUMED_FREE_BYTES = 4 * 2**30  # without /proc/meminfo
 _BOUNDLESS = 2**63
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the cyclic garbage collector, which would look through all of torch again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def advise(spans: Iterable[tuple[int, int]], advice: int) -> None:

@@ -29,6 +29,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
 from graphdecode.kernels.cache.kv_format import format_named
+from graphdecode.memory import collector_paused
 from graphdecode.models import (
     Model,
     ModelShape,
@@ -211,6 +212,7 @@ def start_ranks_of(config: EngineConfig) -> Leader:
     return met
 
 
+@collector_paused()
 def captured_runner(
     model: str | Path, config: EngineConfig, ranks: Ranks | None = None, *, progress: bool = False
 ) -> Runner:

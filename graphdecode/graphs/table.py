@@ -39,8 +39,8 @@ class GraphTable:
         warmup_steps: eager steps before each capture; recordings after the first need one.
         prompts: buffers of prompts, whose rows are tokens; None if no shape has prompts.
         capture_when: "startup", or "first-use": a shape is captured after the first step that needed it; that step runs
-            padded to the next captured shape, or eagerly. "idle": as first-use, but a shape with prompts is captured
-            after its second step, and any shape by `capture_waiting`.
+            padded to the next captured shape, or eagerly. "idle": as first-use, but a shape is captured after its
+            second step, or by `capture_waiting`.
         strict: refuse a replay if an address in its graph has lost its owner.
         choices, computed_in: facts for the report: for a number of tokens, and for all.
         loop: allows several steps per launch.
@@ -248,7 +248,7 @@ class GraphTable:
         report.replays += ran
         report.live_rows += size * ran
         if is_first and not self._frozen:
-            if self._captures_when_idle and fitting.prompt_tokens and fitting not in self._requested:
+            if self._captures_when_idle and fitting not in self._requested:
                 self._requested[fitting] = None
             else:
                 self._capture_or_stay_eager(fitting)

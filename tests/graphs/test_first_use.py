@@ -93,13 +93,23 @@ def test_at_leisure_what_is_left_is_captured_the_largest_first(buffers: StepBuff
     assert not graphs.capture_waiting(), "nothing is ready for it before capture()"
     graphs.capture(progress=False)
     graphs.replay(3)
-    assert states(graphs) == {2: "waiting", 4: "captured", 8: "waiting"}
+    assert states(graphs) == {2: "waiting", 4: "waiting", 8: "waiting"}, "a first output does not wait for a capture"
+    assert graphs.capture_waiting()
+    assert states(graphs) == {2: "waiting", 4: "captured", 8: "waiting"}, "what was asked for comes first"
     assert graphs.capture_waiting()
     assert states(graphs) == {2: "waiting", 4: "captured", 8: "captured"}
     assert graphs.capture_waiting()
     assert not graphs.capture_waiting()
     assert set(states(graphs).values()) == {"captured"}
     assert buffers.steps.item() == 1, "no step of these was anybody's"
+
+
+def test_between_two_steps_idle_captures_what_is_asked_for_again(buffers: StepBuffers) -> None:
+    graphs = GraphManager(step, buffers, [2, 4, 8], capture_when="idle")
+    graphs.capture(progress=False)
+    for count, state in ((1, "waiting"), (2, "captured")):
+        graphs.replay(3)
+        assert (states(graphs)[4], buffers.steps.item()) == (state, count)
 
 
 def test_at_other_times_and_when_frozen_leisure_is_not_used(buffers: StepBuffers) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from gguf_checkpoints import finish
 
@@ -159,7 +160,7 @@ def test_merges_that_make_no_token_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_an_answer_ends_with_what_the_file_names_and_what_ends_a_turn(tokens, named, expected):
-    fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * len(tokens)}
+    fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.full(len(tokens), 3)}
     fields |= {f"tokenizer.ggml.{name}_token_id": index for name, index in named.items()}
     assert stop_token_ids(fields) == expected
 

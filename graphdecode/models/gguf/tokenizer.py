@@ -170,12 +170,9 @@ def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
     named = [fields.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = fields.get(f"{_PREFIX}tokens"), fields.get(f"{_PREFIX}token_type")
     known = {}
-    if isinstance(tokens, list) and isinstance(kinds, (list, np.ndarray)):  # else `_Vocabulary` reports it
-        known = {
-            token: index
-            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-            if token in _ENDS and kind == _CONTROL
-        }
+    if isinstance(tokens, list) and isinstance(kinds, np.ndarray):  # else `_Vocabulary` reports it
+        control = np.flatnonzero(kinds[: len(tokens)] == _CONTROL).tolist()
+        known = {tokens[index]: index for index in control if tokens[index] in _ENDS}
     if known.keys() >= _HARMONY:
         known.pop("<|end|>", None)
     return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
