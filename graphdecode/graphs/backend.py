@@ -84,9 +84,10 @@ class Backend:
                 warm_up(step, batch, self.owners, self._warmup_steps)
                 run(step, batch)  # unobserved: some modules take another path then
             return CudaStepGraph(step, batch, shared, self.owners)
-        # the recording checks memory itself; the first shape runs more often, as on a GPU
-        warm_up(step, batch, self.owners, self._warmup_steps - 1 if not self._blocks else 0)
-        warm_up(step, batch, self.owners, 1, checks_memory=False)
+        if not self._blocks:  # the first shape runs as often as on a GPU
+            warm_up(step, batch, self.owners, self._warmup_steps - 1)
+        # the recording checks memory itself, and replays
+        warm_up(step, batch, self.owners, 1, checks_memory=False, computes=False)
         return RecordedStepGraph(step, batch, self.owners, self._blocks)
 
     def captured(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
@@ -158,12 +159,15 @@ class Backend:
         self.owners = Owners(self._buffers)
 
 
-def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_memory: bool = True) -> None:
+def warm_up(
+    step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_memory: bool = True, computes: bool = True
+) -> None:
     """Run a step under observation: hazards raise, and one-time initialization is done before the capture.
 
-    A tensor that the first run makes and Python keeps has no owner in the second, and is refused.
+    A tensor that the first run makes and Python keeps has no owner in the second, and is refused. For `checks_memory`
+    and `computes` see `StepObserver`.
     """
-    observer = StepObserver(owners, checks_memory=checks_memory)
+    observer = StepObserver(owners, checks_memory=checks_memory, computes=computes)
     for _ in range(num_steps):
         observer.made.clear()
         with observed(observer, batch, step=step) as watched:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from graphdecode import buffers
@@ -111,6 +112,7 @@ class CaptureError(GraphdecodeError, RuntimeError):
 Refuse = Callable[[CaptureError], None]
 
 
+@functools.cache
 def _is_own(path: str) -> bool:
     is_librarys = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
     return is_librarys or path.startswith((*_OWN_FOLDERS, *_OWN_FILES, "<frozen"))
@@ -118,9 +120,10 @@ def _is_own(path: str) -> bool:
 
 def caller() -> tuple[str | None, int | None]:
     """Return file and line of the innermost frame that is neither torch's, Triton's, Python's nor the runtime's own."""
-    frames = traceback.walk_stack(sys._getframe(1))
-    places = ((frame.f_code.co_filename, line) for frame, line in frames)
-    return next((place for place in places if not _is_own(place[0])), (None, None))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def raised_at(trace: TracebackType | None) -> tuple[str | None, int | None]:

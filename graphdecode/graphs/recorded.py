@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphdecode.buffers import Batch
 from graphdecode.graphs.errors import CaptureError, caller, definition_of
 from graphdecode.graphs.inspect.observer import (
+    Given,
     StepObserver,
     flattened,
     mapped,
     observed,
     schema_of,
-    tensor_arguments,
     tensors_of,
     values_of,
 )
@@ -70,11 +70,9 @@ class ReusedMemory:
         self._in_use[key] = StorageWeakRef(tensor.untyped_storage()), found
         return _over(found, tensor)
 
-    def standing_for(self, key: int | None, tensor: Tensor) -> Tensor:
-        """Return a tensor over the block of its storage; an alias, if the step did not make it."""
-        if key not in self._in_use:
-            return tensor.detach()
-        return _over(self._in_use[key][1], tensor)
+    def block_of(self, key: int) -> Tensor | None:
+        """Return the block of a storage; None if the step did not make it."""
+        return self._in_use.get(key, (None, None))[1]
 
 
 def _over(block: Tensor, tensor: Tensor) -> Tensor:
@@ -83,10 +81,10 @@ def _over(block: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Recorder(StepObserver):
-    """An observer that records operators as a flat list of calls without arguments."""
+    """An observer that records operators as a flat list of calls without arguments, and runs no more than it must."""
 
     def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
-        super().__init__(owners)
+        super().__init__(owners, computes=False)
         self.in_setitem = True  # the warm-up has refused host data other than numbers written by index
         self.calls: list[Callable[[], Any]] = []
         self.memory = ReusedMemory(blocks)  # of intermediates in replays
@@ -98,19 +96,18 @@ class Recorder(StepObserver):
         with self.working():
             self.pool.append(self.memory.hold(key, tensor))
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Record a call that repeats the operator over aliases of the same memory."""
         schema = schema_of(func)
         if schema.name in _UNINITIALIZED or schema.reshapes:
             return
         with self.working():
-            given = list(tensor_arguments(schema, args, kwargs))
             found = tensors_of(result)
             old = {storage_key(tensor) for _, tensor, _ in given} - {None} if found else set()
             new = [tensor for tensor in found if storage_key(tensor) not in old]
             if not new and not schema.is_mutable:
                 return  # a view
-            given += [("result", tensor, True) for tensor in new]
+            given = [*given, *(("result", tensor, True) for tensor in new)]
             places = {id(tensor): self._place(tensor) for tensor in [*(tensor for _, tensor, _ in given), *found]}
             args, kwargs = mapped(lambda value: places[id(value)][2] if id(value) in places else value, (args, kwargs))
         arguments = tuple(Argument(name, *places[id(tensor)], is_written) for name, tensor, is_written in given)
@@ -129,9 +126,12 @@ class Recorder(StepObserver):
         """Return a tensor's address, owner, alias and storage, as in `Argument`."""
         if is_opaque(tensor):
             return None, self.owner_of(tensor), tensor, None
-        alias = self.memory.standing_for(storage_key(tensor), tensor)
-        storage = alias.untyped_storage()
-        return storage.data_ptr(), self.owner_of(alias), alias, storage._cdata
+        storage = tensor.untyped_storage()
+        block = self.memory.block_of(storage._cdata)
+        if block is None:
+            return storage.data_ptr(), self.owner_of(tensor), tensor.detach(), storage._cdata
+        storage = block.untyped_storage()
+        return storage.data_ptr(), None, _over(block, tensor), storage._cdata
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
@@ -177,6 +177,10 @@ class RecordedStepGraph(StepGraph):
             raise CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step))
         self._calls = joined(recorder.calls)
         self._is_compiled = all(isinstance(call, NativeSequence) for call in self._calls)
+        try:
+            self.replay()  # the recorder has computed next to nothing
+        except Exception as error:
+            raise CaptureError.of(error) from error
         self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = recorder.pool
         self.pool_bytes = sum(block.nbytes for block in blocks) - had

@@ -403,6 +403,11 @@ def versions(name: str) -> Versions:
     return _VERSIONS[getattr(getattr(torch.ops, NAMESPACE), name).default]
 
 
+def is_own(registered: Any) -> bool:
+    """Whether an operator is one of these, which write into tensors that they are given and return nothing."""
+    return registered in _VERSIONS
+
+
 def bind(registered: Any, *arguments: Any) -> Callable[[], Any] | None:
     """Return a function that runs an operator over these CPU tensors, natively if that can be; None if it is not ours.
 

@@ -63,7 +63,7 @@ def started(code: str, **environment: str) -> subprocess.Popen:
 def run(code: str, **environment: str) -> tuple[list[str], str]:
     """Return what a new process printed, and what it said on standard error."""
     process = started(code, **environment)
-    out, said = process.communicate(timeout=200)
+    out, said = process.communicate(timeout=500)
     assert process.returncode == 0, said
     return out.splitlines(), said
 
@@ -107,7 +107,7 @@ def test_in_a_terminal_the_seconds_of_a_compilation_stand_on_a_short_line(tmp_pa
     given = {**os.environ, "PYTHONPATH": str(ROOT), "GRAPHDECODE_CACHE_DIR": str(tmp_path), "CC": slow}
     terminal, its_end = os.openpty()
     try:
-        subprocess.run([sys.executable, "-c", FILE], stderr=its_end, env=given, timeout=200, check=True)
+        subprocess.run([sys.executable, "-c", FILE], stderr=its_end, env=given, timeout=500, check=True)
         shown = os.read(terminal, 65536).decode()
     finally:
         os.close(its_end)
@@ -176,7 +176,7 @@ def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path)
     counting = f'case "$*" in *-shared*) echo run >> {log}; sleep 2;; esac; {QUICKLY}'
     environment = {"CC": script(tmp_path / "cc", counting), "GRAPHDECODE_CACHE_DIR": str(tmp_path / "new" / "cache")}
     processes = [started(FILE, **environment) for _ in range(2)]
-    first, second = [process.communicate(timeout=200)[0].split() for process in processes]
+    first, second = [process.communicate(timeout=500)[0].split() for process in processes]
     assert first == second
     assert first[0] == "None"
     made = Path(first[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import StepObserver, mapped, observed, schema_of, tensor_arguments
+from graphdecode.graphs.inspect.observer import Given, StepObserver, mapped, observed
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 from graphdecode.graphs.step_graph import Step, slots_restored
 
@@ -100,7 +100,7 @@ class _Tracer(StepObserver):
         self.trace: list[_Call] = []
         self._places: dict[int | None, str] = {}
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Add the operator with its arguments and results to the trace."""
         values = mapped(self._describe, (args, kwargs, result))
         self.trace.append((str(func), values, caller()))
@@ -180,9 +180,9 @@ class _RowWatcher(StepObserver):
         self.writes: list[tuple[str, str, _Place, Tensor]] = []
         self._buffers, self._live_rows = owners.buffers, live_rows
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Record the slots that the operator has written."""
-        for _, tensor, is_written in tensor_arguments(schema_of(func), args, kwargs):
+        for _, tensor, is_written in given:
             slot = self._buffers.slots.get((is_written and self.owner_of(tensor)) or "")
             if slot is not None:
                 live = self._buffers.tensors[slot.name]

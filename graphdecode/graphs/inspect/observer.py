@@ -7,7 +7,7 @@ import linecache
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from graphdecode.buffers import Batch
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.inspect.owners import Owners, storage_address, storage_key
+from graphdecode.kernels.native.registration import is_own
 
 try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchsMode  # private: may be removed
@@ -52,6 +53,7 @@ _HAZARDS = {  # of operators, with any arguments
 # tagged as dynamic, but only boolean masks make their shape depend on data
 _INDEX_OPERATORS = {"aten::index", "aten::_unsafe_index"}
 _INDEX_PUT_OPERATORS = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_SUSPECTS = {*_INDEX_OPERATORS, *_INDEX_PUT_OPERATORS, "aten::_to_copy"}
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
@@ -75,12 +77,16 @@ class Schema(NamedTuple):
     reshapes: bool  # changes only shape and strides (`transpose_`, `unsqueeze_`)
     may_draw: bool  # may use torch's random numbers
     is_dynamic: bool  # the shape of its result depends on data
+    is_safe: bool  # no arguments make it a hazard by what it is
 
 
 @functools.cache
 def schema_of(func: Any) -> Schema:
     """Return an operator's `Schema`."""
     schema, tags = func._schema, func.tags
+    hazard = _HAZARDS.get(schema.name.removeprefix("aten::"))
+    reshapes, may_draw = torch.Tag.inplace_view in tags, torch.Tag.nondeterministic_seeded in tags
+    is_dynamic = torch.Tag.dynamic_output_shape in tags
     return Schema(
         schema.name,
         str(func),
@@ -92,10 +98,11 @@ def schema_of(func: Any) -> Schema:
         ),
         schema.is_mutable,
         func.namespace in ("aten", "prim"),
-        _HAZARDS.get(schema.name.removeprefix("aten::")),
-        torch.Tag.inplace_view in tags,
-        torch.Tag.nondeterministic_seeded in tags,
-        torch.Tag.dynamic_output_shape in tags,
+        hazard,
+        reshapes,
+        may_draw,
+        is_dynamic,
+        hazard is None and not (reshapes or may_draw or is_dynamic or schema.name in _SUSPECTS),
     )
 
 
@@ -124,6 +131,7 @@ class StepObserver(TorchDispatchMode):
 
     Attributes:
         checks_memory: check also which memory operators read and write, which takes most of the time.
+        computes: run the project's own operators, too, if they write floats alone; where not, nothing is to be read.
         made: storages that the step made.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`).
         written: how often each storage was written.
@@ -131,9 +139,11 @@ class StepObserver(TorchDispatchMode):
         slot_views: ids of the batch's tensors.
     """
 
-    def __init__(self, owners: Owners, collect: Refuse | None = None, *, checks_memory: bool = True) -> None:
+    def __init__(
+        self, owners: Owners, collect: Refuse | None = None, *, checks_memory: bool = True, computes: bool = True
+    ) -> None:
         super().__init__()
-        self._collect, self.checks_memory = collect, checks_memory
+        self._collect, self.checks_memory, self._computes = collect, checks_memory, computes
         self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int | None, Tensor] = {}
         self.last_operator: str | None = None
@@ -160,11 +170,19 @@ class StepObserver(TorchDispatchMode):
         schema = schema_of(func)
         self.last_operator = schema.overload
         is_literal = self.in_setitem and schema.hazard == "host-data" and args[0].numel() == 1
-        if not is_literal:
+        if not (is_literal or schema.is_safe):
             self._check_operator(schema, args, kwargs)
-        written = self._check_inputs(schema, args, kwargs) if self.checks_memory else []
-        with self.working():
-            result = func(*args, **kwargs)
+        given: Sequence[Given] = ()
+        written: Sequence[tuple[Tensor, torch.Size, int | None]] = ()
+        if self.checks_memory or not self._computes:
+            given = tensor_arguments(schema, args, kwargs)
+        if self.checks_memory:
+            written = self._check_inputs(schema, given)
+        self.depth += 1
+        try:
+            result = func(*args, **kwargs) if self._computes or not _is_skippable(func, given) else None
+        finally:
+            self.depth -= 1
         if is_literal:
             self.literals |= {storage_key(tensor): tensor for tensor in tensors_of(result)}
         if not self.checks_memory:
@@ -176,7 +194,7 @@ class StepObserver(TorchDispatchMode):
                 continue
             self.made[key] = StorageWeakRef(tensor.untyped_storage())
             self.made_new(key, tensor)
-        self.seen(func, args, kwargs, result)
+        self.seen(func, args, kwargs, given, result)
         return result
 
     @contextmanager
@@ -191,8 +209,8 @@ class StepObserver(TorchDispatchMode):
     def made_new(self, key: int, tensor: Tensor) -> None:
         """Hook: the step made a storage."""
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Hook: an operator was run."""
+    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+        """Hook: an operator was run; `given` are its tensors."""
 
     def _check_operator(self, schema: Schema, args: tuple, kwargs: dict) -> None:
         hazards = {
@@ -213,10 +231,10 @@ class StepObserver(TorchDispatchMode):
             return _has_mask(args) and storage_key(args[2]) not in self.literals
         return schema.is_dynamic
 
-    def _check_inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
+    def _check_inputs(self, schema: Schema, given: Sequence[Given]) -> list[tuple[Tensor, torch.Size, int | None]]:
         """Check the arguments' memory; return those that are written, with their shape and address before."""
         written = []
-        for _, tensor, is_written in tensor_arguments(schema, args, kwargs):
+        for _, tensor, is_written in given:
             key = storage_key(tensor)
             if is_written:
                 written.append((tensor, tensor.shape, storage_address(tensor)))
@@ -232,7 +250,7 @@ class StepObserver(TorchDispatchMode):
                 self.refuse(CaptureError("constant-written", schema.overload, self.owner_of(tensor) or ""))
         return written
 
-    def _check_outputs(self, schema: Schema, args: tuple, result: Any, written: list) -> None:
+    def _check_outputs(self, schema: Schema, args: tuple, result: Any, written: Sequence) -> None:
         reports_itself = schema.hazard == "moved" or schema.reshapes
         for tensor, shape, address in written:
             if not reports_itself and (tensor.shape != shape or storage_address(tensor) != address):
@@ -346,13 +364,23 @@ def values_of(schema: Schema, args: tuple, kwargs: dict) -> list[Any]:
     return [*args, *(kwargs.get(argument.name, argument.default) for argument in rest)]
 
 
-def tensor_arguments(schema: Schema, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield each tensor argument of an operator: name, tensor, whether it is written."""
+Given = tuple[str, Tensor, bool]  # of a tensor argument: its name, the tensor, whether it is written
+
+
+def tensor_arguments(schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
+    """Return each tensor argument of an operator."""
+    found: list[Given] = []
     for argument, value in zip(schema.arguments, values_of(schema, args, kwargs), strict=True):
         if isinstance(value, Tensor):
-            yield argument.name, value, argument.is_written
+            found.append((argument.name, value, argument.is_written))
         elif isinstance(value, _CONTAINERS):
-            yield from ((argument.name, tensor, argument.is_written) for tensor in tensors_of(value))
+            found += ((argument.name, tensor, argument.is_written) for tensor in tensors_of(value))
+    return found
+
+
+def _is_skippable(func: Any, given: Sequence[Given]) -> bool:
+    """Return whether an operator writes into given tensors of floats and does nothing else: no index depends on it."""
+    return is_own(func) and all(tensor.is_floating_point() for _, tensor, is_written in given if is_written)
 
 
 def _draws(schema: Schema, args: tuple, kwargs: dict) -> bool:

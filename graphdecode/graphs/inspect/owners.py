@@ -16,7 +16,7 @@ Constant = torch.nn.Module | Tensor
 
 def is_opaque(tensor: Tensor) -> bool:
     """Return whether a tensor has no visible storage (packed CPU weights)."""
-    return tensor.layout != torch.strided or tensor.is_mkldnn
+    return tensor.layout != torch.strided
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -45,10 +45,12 @@ class MemoryMap:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the tensor whose memory a tensor lies in, or None."""
-        named = self._named.get(storage_key(tensor) or 0, [])
+        named = self._named.get(storage_key(tensor) or 0)
+        if named is None:
+            return None
         if len(named) == 1:
             return named[0][2]
-        address = tensor.data_ptr() if named else 0
+        address = tensor.data_ptr()
         return next((name for begin, end, name in named if begin <= address < end), None)
 
     def name_at(self, address: int) -> str | None:
