@@ -36,7 +36,7 @@ class GraphTable:
         ladder: the shapes; its buckets are those of steps with one query per row.
         constants: modules and tensors that the step only reads; they are kept alive, and must not move.
         backend: "cuda", "recorded" (the same semantics on a CPU), "eager" (nothing is captured), or "auto".
-        warmup_steps: eager steps before each capture; recordings after the first need one.
+        warmup_steps: eager steps before each capture; recordings after the first run the step by one replay.
         prompts: buffers of prompts, whose rows are tokens; None if no shape has prompts.
         capture_when: "startup", or "first-use": a shape is captured after the first step that needed it; that step runs
             padded to the next captured shape, or eagerly. "idle": as first-use, but a shape is captured after its
