@@ -1,4 +1,4 @@
-"""Plain regular expressions to automata over bytes of UTF-8.
+"""Plain regular expressions, compiled to automata over UTF-8 bytes.
 
 Supported: characters, escapes, bracket classes, `.`, `\\d`, `\\w`, `\\s` and their complements, groups, alternatives,
 and the quantifiers `?`, `*`, `+`, `{n}`, `{n,}` and `{n,m}`. Everything else is left to llguidance. The automaton is
@@ -16,7 +16,7 @@ import numpy as np
 from graphdecode.errors import GraphdecodeError
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, both ends included, ascending
-Pattern: TypeAlias = Callable[["_Nodes", int], int]  # adds itself in front of a node, and returns its first node
+Pattern: TypeAlias = Callable[["_Nodes", int], int]  # adds its nodes before a given node; returns its first one
 
 _LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 _CONTROL = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
@@ -25,7 +25,7 @@ _BOUNDS: dict[str, tuple[int, int | None]] = {"?": (0, 1), "*": (0, None), "+": 
 _MOST_REPEATS = 1000
 _MOST_DEPTH = 100  # of groups
 _MOST_NODES, _MOST_WORK = 50_000, 2_000_000
-# code points by their number of bytes; the surrogates in between are none
+# code points by their number of bytes, without surrogates
 _LENGTHS = ((0, 0x7F, 1), (0x80, 0x7FF, 2), (0x800, 0xD7FF, 3), (0xE000, 0xFFFF, 3), (0x10000, 0x10FFFF, 4))
 
 
@@ -34,7 +34,7 @@ class UnknownPatternError(GraphdecodeError):
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return all other characters; surrogates are none."""
+    """Return all other characters, without surrogates."""
     found, first = [], 0
     for low, high in merged((*ranges, _SURROGATES)):
         if first < low:
@@ -58,7 +58,7 @@ def parse(text: str, class_of: Callable[[str], Ranges]) -> Pattern:
     """Return the pattern of a regular expression that matches whole texts.
 
     Args:
-        class_of: gives the characters of `d`, `w` and `s`.
+        class_of: returns the characters of `d`, `w` and `s`.
 
     Raises:
         UnknownPatternError: it is not supported.
@@ -116,7 +116,7 @@ class _Parser:
                 self.position += 2
             inside = self.alternatives(depth + 1)
             if self.take() != ")":
-                raise UnknownPatternError("a group without end")
+                raise UnknownPatternError("an unclosed group")
             return inside
         if character == "[":
             return _characters(self.bracket())
@@ -155,7 +155,7 @@ class _Parser:
         self.position += 1
         high = self.member()
         if len(low) != 1 or len(high) != 1 or low[0][0] > high[0][0]:
-            raise UnknownPatternError("a range that is none")
+            raise UnknownPatternError("an invalid range")
         return ((low[0][0], high[0][0]),)
 
     def member(self) -> Ranges:
@@ -174,7 +174,7 @@ class _Parser:
         if max(low, high or 0) > _MOST_REPEATS or (high is not None and high < low):
             raise UnknownPatternError("too many repeats")
         if self.peek() and self.peek() in "?*+{":
-            raise UnknownPatternError("a quantifier behind a quantifier")
+            raise UnknownPatternError("a quantifier after a quantifier")
         return _repeat(part, low, high)
 
 
@@ -211,10 +211,10 @@ def _repeat(part: Pattern, least: int, most: int | None) -> Pattern:
 
 
 def byte_automaton(pattern: Pattern, most_states: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the deterministic automaton of a pattern; state 0 is the beginning.
+    """Return the deterministic automaton of a pattern; state 0 is the initial one.
 
     Returns:
-        int32 [states, 256], the state that a byte leads to, -1 for none; and bool [states], where the text may end.
+        int32 [states, 256], the next state by byte, -1 for none; and bool [states], whether the text may end.
 
     Raises:
         UnknownPatternError: there are more states.
@@ -237,7 +237,7 @@ def byte_automaton(pattern: Pattern, most_states: int) -> tuple[np.ndarray, np.n
 
 
 class _Nodes:
-    """A nondeterministic automaton: steps by a range of bytes, and free steps."""
+    """A nondeterministic automaton with transitions by byte ranges, and free ones."""
 
     def __init__(self) -> None:
         self.free: list[list[int]] = []
@@ -252,7 +252,7 @@ class _Nodes:
         return len(self.free) - 1
 
     def closure(self, nodes: Sequence[int]) -> frozenset[int]:
-        """Return the nodes that free steps reach from some nodes."""
+        """Return the nodes that free transitions reach."""
         found, waiting = set(nodes), list(nodes)
         while waiting:
             new = [node for node in self.free[waiting.pop()] if node not in found]
@@ -261,7 +261,7 @@ class _Nodes:
         return frozenset(node for node in found if self.edges[node] or not self.free[node])
 
     def steps(self, state: frozenset[int]) -> Iterator[tuple[int, frozenset[int]]]:
-        """Yield bytes, and the nodes that each leads to from some nodes."""
+        """Yield bytes, and the nodes that each leads to."""
         targets: list[list[int]] = [[] for _ in range(256)]
         for node in state:
             for low, high, target in self.edges[node]:
@@ -280,7 +280,7 @@ class _Nodes:
 
 
 def utf8_ranges(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield sequences of byte ranges that together spell the characters of some ranges, without surrogates."""
+    """Yield sequences of byte ranges that together encode the characters of some ranges, without surrogates."""
     for low, high in ranges:
         for first, last, length in _LENGTHS:
             if max(low, first) <= min(high, last):
