@@ -1,4 +1,4 @@
-"""Ladders: the batch sizes, and the shapes of steps, that have a graph of their own; and the one that fits a step."""
+"""Ladders: the batch sizes and step shapes that have a graph, and the smallest one that fits a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from graphdecode.errors import ArgumentError
 
-QUERY_WIDTHS = (2, 4, 8)  # queries a row of steps with drafts: the other axis of the ladder
+QUERY_WIDTHS = (2, 4, 8)  # queries per row of steps with drafts
 MOST_DRAFTS = QUERY_WIDTHS[-1] - 1
 KINDS = ("steps", "prompts", "mixed")
 HALVES = ("logits", "choose")
@@ -25,7 +25,7 @@ def auto_batch_sizes(max_batch_size: int, max_graphs: int) -> tuple[int, ...]:
     for bits in range(max_batch_size.bit_length() + 1):
         sizes = range(1, max_batch_size)
         ladder = {n for n in sizes if n % (1 << max(n.bit_length() - 1 - bits, 0)) == 0} | {max_batch_size}
-        if len(ladder) > max_graphs and not chosen:  # too few even for the powers of two
+        if len(ladder) > max_graphs and not chosen:  # fewer graphs than powers of two
             return tuple(sorted({round(max_batch_size ** (1 - i / max(max_graphs - 1, 1))) for i in range(max_graphs)}))
         if len(ladder) > max_graphs:
             chosen |= set(sorted(ladder - chosen)[: max_graphs - len(chosen)])
@@ -59,13 +59,13 @@ class BucketLadder:
         return cls(auto_batch_sizes(max_batch_size, max_graphs), max_batch_size)
 
     def bucket_for(self, batch_size: int) -> int:
-        """Return the smallest bucket for `batch_size` rows, in O(1); raises ArgumentError above the capacity."""
+        """Return the smallest bucket for `batch_size` rows, in O(1); raises ArgumentError outside of the capacity."""
         if not _is_int(batch_size) or not 1 <= batch_size <= self.max_batch_size:
             raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         return self._bucket_of[batch_size]
 
     def worst_padding(self) -> tuple[int, float]:
-        """Return the batch size that wastes the largest share of its bucket's rows, and that share."""
+        """Return the batch size with the largest share of padding in its bucket, and that share."""
         shares = {n: (self._bucket_of[n] - n) / self._bucket_of[n] for n in range(1, self.max_batch_size + 1)}
         worst = max(shares, key=lambda n: shares[n])
         return worst, shares[worst]
@@ -97,7 +97,7 @@ def _require_count(**values: int) -> None:
 
 
 def query_widths(num_drafts: int | str) -> tuple[int, ...]:
-    """Return the numbers of queries a row of steps with up to `num_drafts` drafts; "auto" means the maximum."""
+    """Return the queries per row of steps with up to `num_drafts` drafts; "auto" means the maximum."""
     most = MOST_DRAFTS if isinstance(num_drafts, str) else num_drafts
     return tuple(width for width in QUERY_WIDTHS if width // 2 <= most)
 
@@ -105,11 +105,11 @@ def query_widths(num_drafts: int | str) -> tuple[int, ...]:
 class StepShape(NamedTuple):
     """The shape of a step: the key of the table of graphs."""
 
-    rows: int  # decoding rows; 0 for a pass of prompts alone
+    rows: int  # decoding rows; 0 for a pass with only prompts
     queries: int = 1  # tokens of each row
-    prompt_tokens: int = 0  # of chunks of prompts in the same pass
-    part: str = "whole"  # or a half, for masks that the host computes in between: "logits", and "choose", which samples
-    has_adapters: bool = False  # whether any row has an adapter; else no product looks for one
+    prompt_tokens: int = 0  # of prompt chunks in the same pass
+    part: str = "whole"  # or a half: "logits", or "choose", which samples after the host has computed masks
+    has_adapters: bool = False  # whether any row has an adapter; else products skip adapters
 
     @property
     def tokens(self) -> int:
@@ -129,7 +129,7 @@ class StepShape(NamedTuple):
         return self._replace(part=HALVES[0]), self._replace(part=HALVES[1])
 
     def holds(self, wanted: StepShape) -> bool:
-        """Whether a step can run padded to this shape: it has enough rows and prompt tokens, and all else is equal."""
+        """Whether a step can be padded to this shape: rows and prompt tokens suffice, and all else is equal."""
         return (
             self.rows >= wanted.rows
             and self.prompt_tokens >= wanted.prompt_tokens
@@ -167,7 +167,7 @@ class ShapeLadder:
 
     @property
     def at_startup(self) -> list[StepShape]:
-        """The shapes captured at startup: no halves, and no passes of prompts alone if there are mixed steps."""
+        """The shapes captured at startup: no halves, and no passes with only prompts if there are mixed steps."""
         return self.of(*(("steps", "mixed") if self.of("mixed") else KINDS))
 
     def fit(self, wanted: StepShape) -> StepShape | None:

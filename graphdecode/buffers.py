@@ -33,7 +33,7 @@ class Slot:
     """One tensor of the step.
 
     Args:
-        name: of the step's attribute.
+        name: the attribute of the step's batch.
         shape: sizes; `"batch"` is the number of rows of the bucket, `"batch+1"` one more (cumulative lengths).
         dtype: of the tensor.
         pad: value of rows past the live ones.
@@ -80,7 +80,7 @@ class Batch:
         self.__dict__.update(tensors)
 
     def without(self, name: str) -> Batch:
-        """Return the same less one slot, if there is such a one."""
+        """Return the batch without a slot, which may be missing."""
         if name not in vars(self):
             return self
         return Batch(self.size, {slot: value for slot, value in vars(self).items() if slot not in (name, "size")})
@@ -91,9 +91,9 @@ class Batch:
 
 
 class Change(NamedTuple):
-    """A change of slots by the host, to be repeated on the buffers of another process."""
+    """A change of slots by the host, to repeat in the buffers of another process."""
 
-    name: str  # of a staging block that was uploaded, or of a slot
+    name: str  # of the uploaded staging block, or of a slot
     numbers: list[int]  # of a block: live rows; of a staged slot: rows; of another slot: first row, and columns
     data: bytes
 
@@ -113,8 +113,8 @@ class StagingBlock:
             for block in (self.host, self.device)
         )
         self.arrays = {name: view.numpy() for name, view in self.host_views.items()}
-        # as int64: torch splits CPU copies of more than 32768 elements among threads, and waiting for these while a
-        # compiled step's own threads spin takes longer than the copy
+        # as int64: torch splits CPU copies of more than 32768 elements among threads, which is slower while the threads
+        # of a compiled step spin
         self._host_words, self._device_words = self.host.view(torch.int64), self.device.view(torch.int64)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -124,7 +124,7 @@ class StagingBlock:
         return block.narrow(0, offset, math.prod(sizes) * slot.dtype.itemsize).view(slot.dtype).view(sizes)
 
     def wait(self) -> None:
-        """Wait until the last upload has read the host block; on a CPU it has."""
+        """Wait until the last upload has read the host block, which on a CPU is already so."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -150,12 +150,12 @@ class StagingBlock:
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
-    """Return a device; None means CUDA where there is one, else the CPU."""
+    """Return a device; None means CUDA if available, else the CPU."""
     return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a GPU is the current device; of no effect for a CPU."""
+    """Return a context that makes a GPU the current device; it has no effect for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -168,7 +168,7 @@ class StepBuffers:
     Args:
         slots: the declarations; names must be unique.
         max_batch_size: the capacity in rows, at least 1.
-        device: None means CUDA where there is one, else the CPU.
+        device: None means CUDA if available, else the CPU.
     """
 
     def __init__(self, slots: Iterable[Slot], *, max_batch_size: int, device: torch.device | str | None = None) -> None:
@@ -192,8 +192,8 @@ class StepBuffers:
         self._batches: dict[int, Batch] = {}
         self._live_rows = 0
         self._padded = max_batch_size  # rows from the live ones up to here are padding, unless a step wrote there
-        self._last_user: object = None  # of `make_ready`
-        self.relay: Callable[[Change], None] | None = None  # is called with each change by the host
+        self._last_user: object = None  # see `make_ready`
+        self.relay: Callable[[Change], None] | None = None  # called with each change by the host
         self._allocate()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
@@ -227,7 +227,7 @@ class StepBuffers:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Every slot and adopted tensor by name."""
+        """All slots and adopted tensors, by name."""
         return dict(self._tensors)
 
     @property
@@ -250,7 +250,7 @@ class StepBuffers:
         if self.frozen:
             raise FrozenError(f"cannot adopt {name!r}: the buffers are frozen")
         if name in self._tensors or not name.isidentifier() or name in _RESERVED_NAMES:
-            raise ValueError(f"{name!r} is taken, reserved or no identifier")
+            raise ValueError(f"{name!r} is taken, reserved or not an identifier")
         if tensor.device.type != self.device.type and not tensor.is_pinned():
             raise ValueError(f"{name!r} is on {tensor.device}, the buffers are on {self.device}")
         self._tensors[name] = tensor
@@ -271,7 +271,7 @@ class StepBuffers:
         return self._batches[batch_size]
 
     def staging(self, block: str) -> dict[str, np.ndarray]:
-        """Return the host arrays of a staging block, to be written before `upload`, after its last upload is done."""
+        """Return the host arrays of a staging block, to write before `upload`; waits for its last upload."""
         if block not in self._blocks:
             raise ValueError(f"no staging block {block!r}; there are {sorted(self._blocks)}")
         self._blocks[block].wait()
@@ -280,7 +280,7 @@ class StepBuffers:
     def upload(self, block: str, live_rows: int) -> None:
         """Copy a staging block to the device in one copy, with rows past `live_rows` set to padding.
 
-        The block of the first staged slot has `live_rows` too.
+        `live_rows` is in the block of the first staged slot.
         """
         if not 0 <= live_rows <= self.max_batch_size:
             raise ValueError(f"live_rows must be in 0..max_batch_size={self.max_batch_size}, got {live_rows!r}")
@@ -314,7 +314,7 @@ class StepBuffers:
             self.relay(Change(name, [first, columns], values.tobytes()))
 
     def take(self, change: Change) -> None:
-        """Change the device as the host of other buffers, of the same slots, has changed its own."""
+        """Apply a change from the host of other buffers with the same slots."""
         name, numbers, data = change
         if name in self._blocks:
             self.staging(name)
@@ -330,7 +330,7 @@ class StepBuffers:
             self.write(name, numbers[0], values.reshape(-1, numbers[1]) if columns else values)
 
     def set_live_rows(self, live_rows: int) -> None:
-        """Make the first `live_rows` rows live and set all others to padding; nothing if that many are live already."""
+        """Make the first `live_rows` rows live and set all others to padding, unless that many are live already."""
         if live_rows == self._live_rows:
             return
         self.pad(live_rows)
@@ -338,9 +338,9 @@ class StepBuffers:
         self._live_rows, self._padded, self._last_user = live_rows, self.max_batch_size, None
 
     def make_ready(self, live_rows: int, rows: int, user: object) -> None:
-        """Make rows live for a step over `rows` of them, and set those behind to padding, unless they are.
+        """Make rows live for a step over `rows` of them, and set the others to padding.
 
-        They are while consecutive steps have the same `user`, compared by identity, and as many live rows.
+        Nothing is done if the previous step had the same `user`, compared by identity, and as many live rows.
         """
         if live_rows == self._live_rows and user is self._last_user and rows <= self._padded:
             return
@@ -380,12 +380,12 @@ class StepBuffers:
         return tensor.narrow(dim, start, end - start)
 
     def freeze(self) -> None:
-        """Refuse from now on what would allocate or move a tensor of the step."""
+        """Raise FrozenError from now on for what would allocate or move a tensor of the step."""
         self.verify_addresses()
         self.frozen = True
 
     def thaw(self) -> None:
-        """Allow changes again, which invalidate captured graphs."""
+        """Allow changes again; they invalidate captured graphs."""
         self.frozen = False
 
     def verify_addresses(self) -> None:

@@ -1,7 +1,7 @@
-"""The errors of this package, so that a caller can tell them from bugs.
+"""The errors of this package.
 
-An error that a user can cause derives from `GraphdecodeError`, and from the built-in class that says what sort it is
-(`ValueError`, `RuntimeError`). The command line shows these in one line; anything else is a bug, and shows a traceback.
+Errors that users can cause derive from `GraphdecodeError`, and from the built-in class of their kind (`ValueError`,
+`RuntimeError`). The command line shows them in one line; any other error is a bug, and shows a traceback.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ _MOST_SHOWN = 120  # characters of a value in a message
 
 
 class GraphdecodeError(Exception):
-    """The base of errors that users can cause; the message says what cannot be done, and why."""
+    """Base of errors that users can cause; the message says what cannot be done, and why."""
 
 
 class ArgumentError(GraphdecodeError, ValueError):
@@ -26,15 +26,15 @@ class ClosedError(GraphdecodeError, RuntimeError):
 
 
 class EngineStateError(GraphdecodeError, RuntimeError):
-    """What was asked for cannot be done now: requests run, or the engine sleeps; nothing was changed."""
+    """The call is not possible now: requests are running, or the engine sleeps; nothing was changed."""
 
 
 class NotSupportedError(GraphdecodeError, NotImplementedError):
-    """It cannot be done on this device or system."""
+    """The call is not possible on this device or system."""
 
 
 class AnswerError(GraphdecodeError, RuntimeError):
-    """An output was aborted after it had begun; the message says why, `code` names the reason for programs."""
+    """An output failed after it had begun; `code` is the reason, for programs."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -42,19 +42,19 @@ class AnswerError(GraphdecodeError, RuntimeError):
 
 
 def cause(error: Exception) -> str:
-    """Return the text of an error of Python's without number and path, for a message that names the file."""
+    """Return the text of a built-in error without number and path, for a message that names the file."""
     if isinstance(error, UnicodeDecodeError):
-        return f"no text in UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start})"
+        return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start})"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror[0].lower() + error.strerror[1:]
     return str(error)
 
 
 def shown(value: Any, *, plain: bool = False) -> str:
-    """Return a value for a message: short, on one line; `plain` texts without quotes."""
+    """Return a value for a message: short, on one line; `plain`: texts without quotes."""
     try:
         text = value if plain and isinstance(value, str) and value.isprintable() else repr(value)
-    except Exception:  # whatever an object's `__repr__` raises
+    except Exception:  # an object's `__repr__` may raise anything
         text = f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -62,7 +62,7 @@ def shown(value: Any, *, plain: bool = False) -> str:
 _OF_FLASHINFER = {  # part of a name -> what to use instead
     "prefill": "LLM and Engine compute prompts; graphdecode.attention.cached_attention attends from many queries",
     "mla": "LLM runs models with latent attention",
-    "cascade": "merge_state and merge_states put parts of an attention together",
+    "cascade": "merge_state and merge_states merge partial attention",
     "attention": "graphdecode.attention.cached_attention attends from many queries",
     "fast_decode_plan": "the wrapper's own plan runs on the device, and can be captured",
     "sampling": "SamplingParams says how LLM and Engine sample",
@@ -74,4 +74,4 @@ def beyond_flashinfer(name: str) -> str:
     found = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
     if found is None:
         return ""
-    return f": of FlashInfer's surface there are decode, append and merge (graphdecode.surfaces.flashinfer); {found}"
+    return f": FlashInfer's decode, append and merge are supported (graphdecode.surfaces.flashinfer); {found}"

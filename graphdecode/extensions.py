@@ -1,6 +1,6 @@
-"""Extensions: entry points of installed packages, and files, which register families, sources, forms or steps.
+"""Extensions: entry points of installed packages, and files, that register families, sources, weight forms or steps.
 
-They are imported when a registry is first read: a command that loads no model does not pay for them.
+They are imported when a registry is first read, so that commands without a model do not wait for them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def version_of(package: str) -> str:
 class EntryPoints:
     """The entry points of a group.
 
-    Each names a module, which registers in `registry` when it is imported, or an object, for which `register` is
-    called with the entry point's name.
+    Each names a module that registers in `registry` when it is imported, or an object for which `register` is called
+    with the entry point's name.
     """
 
     def __init__(self, group: str, register: Callable[[str, Any], None], registry: _Registry) -> None:
@@ -48,7 +48,7 @@ class EntryPoints:
         _REGISTRIES.append(registry)
 
     def find(self) -> None:
-        """Load them, the first time; one that fails is logged and skipped."""
+        """Load the entry points at the first call; one that fails is logged and skipped."""
         if self._found:
             return
         with _LOCK:
@@ -67,7 +67,7 @@ class EntryPoints:
 
 
 def load_modules(files: Sequence[str | Path]) -> None:
-    """Import files, each once in a process; an ArgumentError says why one cannot be imported."""
+    """Import files, each once per process; raises ArgumentError if one cannot be imported."""
     for file in files:
         path = Path(file).expanduser().resolve()
         with _LOCK:
@@ -85,7 +85,7 @@ def _imported(path: Path) -> ModuleType:
     name = f"graphdecode_module_{len(LOADED)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
     if spec is None or spec.loader is None:
-        raise ArgumentError(f"load_modules must name files of Python that exist, got {shown(str(path))}")
+        raise ArgumentError(f"load_modules must name existing Python files, got {shown(str(path))}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     before = [registry.copy() for registry in _REGISTRIES]
@@ -101,7 +101,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 def _restore(before: list[_Registry], failed: str) -> None:
-    """Undo what a failed module registered; from registries that it was the first to import, remove its own objects."""
+    """Undo what a failed module registered, also in registries that were first imported by it."""
     for registry, saved in zip_longest(_REGISTRIES, before):
         entries = registry.copy() if saved is None else saved
         registry.clear()

@@ -1,4 +1,4 @@
-"""Total and available memory of this process's devices."""
+"""Memory of devices: total, available, and given back to the system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphdecode.errors import NotSupportedError
 
-_DONTNEED = 4  # MADV_DONTNEED: private memory is zeros when it is next touched
+_DONTNEED = 4  # MADV_DONTNEED: the memory is zeros when it is next touched
 _ASSUMED_FREE_BYTES = 4 * 2**30  # without /proc/meminfo
 _BOUNDLESS = 2**63
 
@@ -35,7 +35,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def advise(spans: Iterable[tuple[int, int]], advice: int) -> None:
-    """Call Linux's `madvise` for spans of addresses, as far as the system grants it."""
+    """Call Linux's `madvise` for spans of addresses; errors are ignored."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin, end in spans:
@@ -43,7 +43,7 @@ def advise(spans: Iterable[tuple[int, int]], advice: int) -> None:
 
 
 def storage_spans(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:
-    """Return the addresses of tensors' memory, begin and end; without those of opaque layouts."""
+    """Return the begin and end of tensors' memory, except for opaque layouts."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
     return {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
 
@@ -51,8 +51,8 @@ def storage_spans(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:
 def give_back(tensors: Iterable[Tensor]) -> int:
     """Give tensors' memory back to the system, and return by how many bytes this process became smaller.
 
-    Addresses stay reserved: memory returns, as zeros, when it is next touched. Pages that a tensor shares with others
-    stay, and so do opaque layouts.
+    Addresses stay reserved: the memory is zeros when it is next touched. Pages that a tensor shares with others are
+    kept, as are opaque layouts.
 
     Raises:
         NotSupportedError: a tensor is not on a CPU, or the system is not Linux.
@@ -61,8 +61,8 @@ def give_back(tensors: Iterable[Tensor]) -> int:
     other = next((each.device.type for each in tensors if each.device.type != "cpu"), None)
     if other is not None or sys.platform != "linux":
         raise NotSupportedError(
-            f"memory is given back by Linux's madvise on a CPU alone, and this is {other or sys.platform}: torch's "
-            "allocator for CUDA can not unmap memory and keep its addresses; close() frees all of it"
+            f"memory is given back only on a CPU under Linux, and this is {other or sys.platform}: torch's CUDA "
+            "allocator cannot unmap memory and keep its addresses; close() frees all of it"
         )
     size, before = os.sysconf("SC_PAGE_SIZE"), resident_bytes()
     pages = ((-(-begin // size) * size, end // size * size) for begin, end in storage_spans(tensors))
@@ -120,7 +120,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
             continue
         own = base / path.lstrip("/")  # missing in a container whose own group is mounted as the root
         for group in (own, *own.parents):
-            with suppress(ValueError, OSError):  # there is no such file, or it says "max"
+            with suppress(ValueError, OSError):  # the file is missing, or it says "max"
                 most = int((group / limit).read_text())
                 stat = _numbers(group / "memory.stat")
                 yield most, int((group / usage).read_text()) - sum(stat.get(name, 0) for name in files)

@@ -108,7 +108,7 @@ def test_a_session_answers_line_by_line_with_figures(llm: LLM, capsys: pytest.Ca
     assert captured.out == "42\ncba\n"
     assert [message["content"] for message in conversation.messages] == ["12+30=", "42", "rev abc=", "cba"]
     assert captured.err.count("tokens/s; first token after") == 2
-    assert "of 256 tokens of room" in captured.err
+    assert "of 256 tokens used" in captured.err
 
 
 def test_escape_and_enter_begin_another_line(llm: LLM) -> None:
@@ -130,8 +130,8 @@ def test_commands_change_the_conversation(llm: LLM, capsys: pytest.CaptureFixtur
         {"role": "user", "content": "/etc/hosts="},
         {"role": "assistant", "content": "2"},
     ]
-    assert "what was said is forgotten" in captured.err
-    assert "there is no command /nonsense" in captured.err
+    assert "the conversation starts over" in captured.err
+    assert "unknown command /nonsense" in captured.err
     assert all(f"/{command}" in captured.err for command in ("system", "reset", "save", "help"))
     assert typed(llm, "/system x\r/system\r").system is None
 
@@ -154,7 +154,7 @@ def test_a_message_that_cannot_be_answered_does_not_end_the_session(llm, capsys)
 def test_a_conversation_that_outgrows_its_room_says_so(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     typed(llm, f"{'x' * 60}\r" * 5, "{% for m in messages %}{{ m.content }}{% endfor %}")
     told = capsys.readouterr().err
-    assert "the conversation has outgrown 256 tokens: the model is no longer given its oldest" in told
+    assert "the conversation has more than 256 tokens: the oldest" in told
     assert "/reset starts over" in told
 
 
@@ -245,7 +245,7 @@ def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureF
     conversation = Conversation(llm, sampling_params=params, chat_template=LAST)
     answer(conversation, "1+1=")
     print_figures(conversation)
-    assert "it says the same 30 times in a row" in capsys.readouterr().err
+    assert "the output repeats itself 30 times" in capsys.readouterr().err
 
 
 def test_what_repeats_itself() -> None:
@@ -260,7 +260,7 @@ def test_what_repeats_itself() -> None:
     ("max_tokens", "why"),
     [
         (1, "cut after 1 token: that is --max-tokens"),
-        (None, "the room of 256 tokens is used up (--max-sequence-length"),
+        (None, "the limit of 256 tokens is reached (--max-sequence-length"),
     ],
 )
 def test_an_answer_that_was_cut_says_by_what(llm, max_tokens, why, capsys):
@@ -324,10 +324,10 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(talkative: Path, options: li
             await_("stopped; the output so far stays in the conversation", without="/syst")
             await_(">")
             os.write(terminal, b"em 1+1=\r")
-            await_("from now on: 1+1=")
+            await_("system message: 1+1=")
             await_(">")
             os.write(terminal, b"/reset\r")
-            await_("what was said is forgotten")
+            await_("the conversation starts over")
             await_(">")
             os.write(terminal, b"\x04")
             assert process.wait(timeout=60) == 0, seen

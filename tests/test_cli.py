@@ -74,7 +74,7 @@ def test_ctrl_c_gives_as_json_what_is_complete_and_marks_what_is_not(tmp_path: P
     assert all(answer["outputs"][0]["finish_reason"] in ("stop", "length") for answer in complete)
     cut = [answer for answer in answers if answer["error"] is not None]
     assert {answer["outputs"][0]["finish_reason"] for answer in cut} == {"abort"}
-    assert {answer["error"] for answer in cut} == {"interrupted before the answer was complete"}
+    assert {answer["error"] for answer in cut} == {"interrupted before the output was complete"}
     assert any(answer["outputs"][0]["text"] for answer in cut), "what was generated of them is kept"
     assert not any(answer["outputs"][0]["text"] for answer in answers[-10:])
     assert "Traceback" not in errors
@@ -84,7 +84,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
     given = b"12+30=\n\xff\xfe\n"
     result = subprocess.run([*COMMAND, "generate", "-"], input=given, capture_output=True, timeout=120, check=False)
     assert result.returncode == 2
-    assert b"stdin: no text in UTF-8 (byte 0xff at position 7)" in result.stderr
+    assert b"stdin: not UTF-8 (byte 0xff at position 7)" in result.stderr
     assert b"Traceback" not in result.stderr
 
 
@@ -107,7 +107,7 @@ def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "last.jinja").write_text("{{ messages[-1].content }}")
     model = ["--model", str(tmp_path), "--temperature", "0"]
     refused = run("generate", *model, "--prompt", "12+30=").stderr
-    assert "holds no tokenizer that can be read" in refused
+    assert "has no tokenizer that can be read" in refused
     assert "--tokenizer" in refused
     assert "skip_tokenizer_init=True" in refused
     assert run("generate", *model, "--tokenizer", "demo", "--prompt", "12+30=").stdout == "42\n"
@@ -126,7 +126,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
     ("arguments", "message"),
     [
         (["generate"], "there is no prompt"),
-        (["generate", "hello"], "prompts are given with --prompt"),
+        (["generate", "hello"], "give prompts with --prompt"),
         (["generate", "-p", "a", "--prompts-file", "none.txt"], "none.txt"),
         (["generate", "-p", "a", "--model", "no-such-model"], "'no-such-model' is no folder"),
         (["generate", "-p", "a", "--config", "none.toml"], "error: none.toml: no such file or directory"),
@@ -145,7 +145,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
             "none/b.json must be a file in a folder that exists",
         ),
         (["generate", "-p", "a", "--record-batches", "."], ". must be a file in a folder that exists"),
-        (["generate", "-p", "a", "--record-batches", "other.json"], "other.json is no record of batch sizes"),
+        (["generate", "-p", "a", "--record-batches", "other.json"], "other.json is not a record of batch sizes"),
         (["buckets", "none.toml"], "none.toml"),
         (["buckets", "tune", "--record", "none.json", "--out", "o.toml"], "none.json"),
         (["profile", "--contexts", "100000", "--steps", "2", "--out", "p"], "a context must be in 1.."),
@@ -156,7 +156,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
         # said before a model is loaded
         ([*ABSENT, "--logit-bias", "a=1"], "--logit-bias must be a token id and a number, such as 42=-5, got 'a=1'"),
         ([*ABSENT, "--logit-bias", "7"], "--logit-bias must be a token id and a number"),
-        ([*ABSENT, "--logprobs", "3"], "--logprobs and --prompt-logprobs are printed with --json alone"),
+        ([*ABSENT, "--logprobs", "3"], "--logprobs and --prompt-logprobs need --json"),
         ([*ABSENT, "--min-p", "2"], "error: --min-p must be a number in [0, 1], got 2.0"),
         ([*ABSENT, "-n", "0"], "n must be an integer in 1..1024"),
         ([*ABSENT, "--truncate-prompt-tokens", "0"], "--truncate-prompt-tokens must be None, -1 or an integer >= 1"),
@@ -386,7 +386,7 @@ def test_an_empty_answer_of_a_chat_model_to_a_raw_prompt_gets_a_hint(tmp_path: P
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     hinted = run_command(*arguments, *silent, folder=tmp_path)
     assert hinted.returncode == 0
-    assert "hint: an answer is empty. This model has a chat template" in hinted.stderr.splitlines()[-1]
+    assert "hint: an output is empty. This model has a chat template" in hinted.stderr.splitlines()[-1]
     assert "graphdecode chat" in hinted.stderr.splitlines()[-1]
     assert "chat template" not in run_command(*arguments, folder=tmp_path).stderr
 

@@ -117,6 +117,6 @@ def test_the_version_is_the_installed_one() -> None:
 )
 @pytest.mark.parametrize("module", ["graphdecode", "graphdecode.decode", "graphdecode.surfaces.flashinfer"])
 def test_what_flashinfer_has_beyond_this_surface_names_what_serves_instead(module, name, instead):
-    said = f"'{module}' has no attribute '{name}': of FlashInfer's surface there are decode, append and merge"
+    said = f"'{module}' has no attribute '{name}': FlashInfer's decode, append and merge are supported"
     with pytest.raises(AttributeError, match=f"{said}.*{instead}"):
         getattr(importlib.import_module(module), name)

@@ -131,12 +131,12 @@ def test_what_graphviz_says_of_a_picture_is_passed_on(run, tmp_path):
     ("arguments", "message"),
     [
         (("inspect", "mystep:step", "--dot", "7"), "error: bucket must be one of [1, 2, 3, 4], got 7"),
-        (("inspect", "mystep:step", "--json", "--dot", "1"), "error: --json, --dot and --svg exclude each other"),
-        (("inspect", "mystep:nothing"), "error: mystep:nothing: the module needs that function"),
-        (("check", "mystep:nothing"), "error: mystep:nothing: the module needs that function"),
+        (("inspect", "mystep:step", "--json", "--dot", "1"), "error: give only one of --json, --dot and --svg"),
+        (("inspect", "mystep:nothing"), "error: mystep:nothing: the module must have that function"),
+        (("check", "mystep:nothing"), "error: mystep:nothing: the module must have that function"),
         (("check", "broken:step"), "error: broken cannot be imported at"),
         (("check", "nowhere:step"), "error: nowhere cannot be imported: ModuleNotFoundError"),
-        (("check", "half:step"), "error: half:step: the module needs that function, and a StepBuffers"),
+        (("check", "half:step"), "error: half:step: the module must have that function, and a StepBuffers"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(run, arguments, message):

@@ -103,7 +103,7 @@ def test_keywords_of_vllms_calls_work_or_say_what_to_do_instead(renamed: LLM) ->
         renamed.generate(prompt_token_ids=[[1, 2]], sampling_params=greedy)  # type: ignore[call-arg]
     for call in (renamed.generate, renamed.stream, renamed.chat, AsyncLLM.generate, AsyncLLM.chat):
         given = () if hasattr(call, "__self__") else (None,)
-        with pytest.raises(ArgumentError, match="prompt_adapter_request=.* is not supported: prompt adapters are not"):
+        with pytest.raises(ArgumentError, match="prompt_adapter_request=.* is not supported: there are no prompt adapters"):
             call(*given, "a", prompt_adapter_request=object())  # type: ignore[operator]
         with pytest.raises(TypeError, match="'sampling_parms'; did you mean 'sampling_params'[?]"):
             call(*given, "a", sampling_parms=greedy)  # type: ignore[operator]
@@ -212,5 +212,5 @@ def test_tokens_alone_are_given_where_no_text_is_wanted(renamed: LLM) -> None:
     answer = answered(renamed, "12+30=", detokenize=False, logprobs=1)
     assert (answer.text, answer.token_ids[:2], answer.finish_reason) == ("", [ord("4"), ord("2")], "stop")
     assert all(entry.decoded_token is None for place in answer.logprobs for entry in place.values())
-    with pytest.raises(ArgumentError, match="stop must be None where detokenize is False"):
+    with pytest.raises(ArgumentError, match="stop must be None if detokenize is False"):
         SamplingParams(detokenize=False, stop="a")

@@ -11,8 +11,8 @@
     python tools/elsewhere.py write-nf4 PLAIN OUT DEQUANTIZED [nested]        a checkpoint in nf4 by bitsandbytes
     python tools/elsewhere.py unpack MODEL OUT                                GPTQ or AWQ as vLLM's functions unpack it
 
-Programs that go line by line answer JSON lines with `prompts`, lists of token ids, and `new_tokens`, greedily. With
-`plain`, llama.cpp repacks no weights: on some processors repacked ones crash.
+Programs that go line by line read JSON lines with `prompts`, lists of token ids, and `new_tokens`, and decode greedily.
+With `plain`, llama.cpp does not repack weights: on some processors repacked ones crash.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ MODEL_FILE = "model.safetensors"
 Prompts = list[list[int]]
 
 
-def answers_alone() -> TextIO:
-    """Return standard output for answers alone; what libraries print goes to standard error."""
+def json_output() -> TextIO:
+    """Return standard output for JSON; from now on, what libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def answer_lines(answered: Callable[[Prompts, int], dict[str, Any]], answers: TextIO) -> None:
-    """Answer lines of standard input until it ends."""
+    """Answer lines of standard input until its end."""
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(answered(asked["prompts"], asked["new_tokens"])), file=answers, flush=True)
 
 
 def llama_cpp_of(is_plain: bool = False) -> Any:
-    """Return the module, silenced; with `is_plain`, it repacks no weights."""
+    """Return the module, silenced; `is_plain`: without repacking of weights."""
     import llama_cpp
 
     low = llama_cpp.llama_cpp
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, None)
-    llama_cpp.kept_quiet = quiet  # else the callback is freed
+    llama_cpp.kept_quiet = quiet  # keeps the callback alive
     defaults = low.llama_model_default_params
 
     def without_repacking() -> Any:
@@ -73,7 +73,7 @@ def llama_model(api: Any, file: str) -> Any:
     params.n_gpu_layers = 0
     model = api.llama_model_load_from_file(file.encode(), params)
     if not model:
-        raise RuntimeError(f"llama.cpp does not load {file}")
+        raise RuntimeError(f"llama.cpp cannot load {file}")
     return model
 
 
@@ -91,12 +91,12 @@ class Sequences:
             params.type_k = params.type_v = cache_type
         self._context = api.llama_init_from_model(model, params)
         if not self._context:
-            raise RuntimeError(f"llama.cpp makes no context for {count} sequences of {length} tokens")
+            raise RuntimeError(f"llama.cpp cannot make a context for {count} sequences of {length} tokens")
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batches: dict[int, Any] = {}  # by the tokens of each sequence
 
     def _batch(self, length: int) -> Any:
-        """Return llama.cpp's batch for so many tokens of each sequence; logits are of the last."""
+        """Return llama.cpp's batch for `length` tokens of each sequence, with logits of the last."""
         if length not in self._batches:
             total = self._count * length
             batch = self._batches[length] = self._api.llama_batch_init(total, 0, 1)
@@ -224,7 +224,7 @@ def vllm_of(model: str, dtype: str, cache_gib: int, **options: Any) -> tuple[Any
 
 def vllm_tokens(folder: str) -> None:
     """Answer as `llama-gguf` does; a step's time is a long run's less a short one's."""
-    answers = answers_alone()
+    answers = json_output()
     sizes = {"max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 4096}
     llm, params_of = vllm_of(folder, "bfloat16", 2, enable_prefix_caching=False, **sizes)
 
@@ -236,8 +236,8 @@ def vllm_tokens(folder: str) -> None:
 
     def answered(prompts: Prompts, new_tokens: int) -> dict[str, Any]:
         first = seconds(prompts, 1)
-        behind = seconds(prompts, new_tokens) - first if new_tokens > 1 else 0.0
-        return {"seconds": first, "step_seconds": behind / max(new_tokens - 1, 1)}
+        rest = seconds(prompts, new_tokens) - first if new_tokens > 1 else 0.0
+        return {"seconds": first, "step_seconds": rest / max(new_tokens - 1, 1)}
 
     answer_lines(answered, answers)
 
@@ -272,7 +272,7 @@ def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
 
 
 def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
-    answers = answers_alone()
+    answers = json_output()
     of_ids = {"transformers": perplexity_by_transformers, "vllm": perplexity_by_vllm}[reader](model, dtype)
     found = {name: of_ids(ids) for name, ids in json.loads(Path(file).read_text()).items()}
     print(json.dumps(found), file=answers, flush=True)

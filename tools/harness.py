@@ -1,4 +1,4 @@
-"""What the subjects of `tools/bench` and `tools/check` share: how they take turns, and write what they saw."""
+"""Shared by the subjects of `tools/bench` and `tools/check`: alternating runs, result files, tables, processes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from graphdecode.text import RequestOutput
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
-BEHIND = 1.05  # of a committed figure
+SLOWER = 1.05  # ratio to a committed figure that is reported
 Found = TypeVar("Found")
 Out = Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.", dir_okay=False)]
 OutFolder = Annotated[Path | None, typer.Option(help="A folder for the figures, as JSON.", file_okay=False)]
 Model = Annotated[str, typer.Option(help="A checkpoint folder or file, a repository id, or a name such as demo.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; where it says so, auto.")]
-Sizes = Annotated[str, typer.Option(help="Numbers, with commas between.")]
-Rounds = Annotated[int, typer.Option(help="Turns of each that count.", min=1)]
-LlamaPython = Annotated[Path | None, typer.Option(help="The interpreter that has llama-cpp-python.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16, or for some subjects auto.")]
+Sizes = Annotated[str, typer.Option(help="Numbers, separated by commas.")]
+Rounds = Annotated[int, typer.Option(help="Rounds of each that count.", min=1)]
+LlamaPython = Annotated[Path | None, typer.Option(help="An interpreter with llama-cpp-python.")]
 
 
 def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0.2) -> Found:
-    """Wait until a call returns something true, and return that."""
+    """Poll until a call returns something true, and return that."""
     end = time.monotonic() + seconds
     while not (found := ready()):
         if time.monotonic() > end:
@@ -48,7 +48,7 @@ def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0
 
 
 def command_of(program: str, *arguments: object) -> list[str]:
-    """Return the command of a program of this folder, such as `bench`."""
+    """Return the command of a program in this folder, such as `bench`."""
     return [sys.executable, str(TOOLS / program), *map(str, arguments)]
 
 
@@ -67,15 +67,13 @@ def names(text: str, known: Iterable[str], option: str) -> list[str]:
     return found
 
 
-def in_turn(calls: Mapping[str, Callable[[], Found]], rounds: int, *, warm: int = 0) -> dict[str, list[Found]]:
-    """Make calls in turn (A B A B ...), and return what each gave in each round."""
+def alternated(calls: Mapping[str, Callable[[], Found]], rounds: int, *, warm: int = 0) -> dict[str, list[Found]]:
+    """Make calls alternately (A B A B ...), and return the results of each, without those of the warm-up rounds."""
     found: dict[str, list[Found]] = {name: [] for name in calls}
-    for turn in range(warm + rounds):
+    for _ in range(warm + rounds):
         for name, call in calls.items():
-            given = call()
-            if turn >= warm:
-                found[name].append(given)
-    return found
+            found[name].append(call())
+    return {name: results[warm:] for name, results in found.items()}
 
 
 def medians(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -103,15 +101,15 @@ def perplexity(llm: LLM, ids: list[int]) -> float:
     return math.exp(-sum(scored) / len(scored))
 
 
-def moments(outputs: Iterable[RequestOutput]) -> tuple[float, float, float]:
-    """Return when the first request arrived, when the last had its first token, and when the last finished."""
+def request_times(outputs: Iterable[RequestOutput]) -> tuple[float, float, float]:
+    """Return the times of the first arrival, of the last first token, and of the last finish."""
     metrics = [output.metrics for output in outputs]
     arrived, first = (each.arrival_time for each in metrics), (each.first_token_time or 0.0 for each in metrics)
     return min(arrived), max(first), max(each.finished_time or 0.0 for each in metrics)
 
 
 def record(device: object = "cpu", /, **facts: Any) -> dict[str, Any]:
-    """Return the beginning of a result: the environment, and facts of the run."""
+    """Return a result with its environment and some facts of the run."""
     return {"environment": describe_environment(resolve_device(str(device)))} | facts
 
 
@@ -127,18 +125,18 @@ def write(out: Path | None, found: Mapping[str, Any]) -> None:
         out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def tell_behind(
+def warn_if_slower(
     file: str,
     found: Mapping[str, Any],
     figures: Callable[[Any], Mapping[str, float]],
     results: Path = TOOLS / "results",
 ) -> None:
-    """Print what takes over 5% longer than as committed for the same processor and instruction set.
+    """Print figures that are over 5% larger than the committed ones of the same processor and instruction set.
 
     Args:
         file: name of the result, in a machine's folder.
         found: the new result.
-        figures: returns a result's figures by name. Less is better, and each is a ratio to something of its own run.
+        figures: returns a result's figures by name: ratios to something of the same run; less is better.
         results: the folder of the machines.
     """
     environment = found["environment"]
@@ -148,21 +146,21 @@ def tell_behind(
         if all(committed["environment"].get(key) == environment[key] for key in ("device_name", "instructions")):
             known = figures(committed)
     for name, figure in figures(found).items():
-        if figure > BEHIND * known.get(name, math.inf):
-            print(f"behind: {name} takes {figure / known[name]:.2f} of what was committed")
+        if figure > SLOWER * known.get(name, math.inf):
+            print(f"slower: {name} takes {figure / known[name]:.2f} times the committed result")
 
 
 def replaced(rows: Iterable[Mapping[str, Any]], new: Mapping[str, Any], *keys: str) -> list[Mapping[str, Any]]:
-    """Return rows with a new one in place of the one that has the same keys."""
+    """Return rows with a new one in place of the one with the same keys."""
     return [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
 
 
 def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[str]:
     """Return a row's cells: each column's format of the row's fields, or "-" if it has no such field."""
     found = []
-    for form in columns.values():
+    for text in columns.values():
         try:
-            found.append(form.format_map(row))
+            found.append(text.format_map(row))
         except (KeyError, TypeError):
             found.append("-")
     return found
@@ -192,11 +190,11 @@ def rewrite_tables(document: Path, parts: Iterable[str]) -> None:
     """Replace the tables between a document's comments `figures` and `end of figures`."""
     begin, end = "<!-- figures: ", "<!-- end of figures -->"
     before, _, rest = document.read_text().partition(begin)
-    who, _, shown = rest.partition("\n")
-    document.write_text("\n\n".join([before + begin + who, *parts, end]) + shown.partition(end)[2])
+    author, _, shown = rest.partition("\n")
+    document.write_text("\n\n".join([before + begin + author, *parts, end]) + shown.partition(end)[2])
 
 
-def told_by(command: Sequence[object], **options: Any) -> Any:
+def json_of(command: Sequence[object], **options: Any) -> Any:
     """Return the JSON that a command prints as its last line; raise RuntimeError with its last error if it fails."""
     ran = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
     print(ran.stderr, end="", file=sys.stderr)
@@ -206,21 +204,21 @@ def told_by(command: Sequence[object], **options: Any) -> Any:
 
 
 def elsewhere(python: Path | str, *arguments: object) -> list[str]:
-    """Return the command of a program of `elsewhere.py` in another environment."""
+    """Return the command of a program of `elsewhere.py` for another environment's interpreter."""
     return [str(python), str(TOOLS / "elsewhere.py"), *map(str, arguments)]
 
 
-class Answering:
-    """A process that answers lines of JSON with lines of JSON."""
+class JsonProcess:
+    """A process that reads and writes lines of JSON."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, asked: Any) -> Any:
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return self.hear()
+    def ask(self, request: Any) -> Any:
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self.read()
 
-    def hear(self) -> Any:
+    def read(self) -> Any:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 

@@ -1,4 +1,4 @@
-"""How a subject of `tools/bench` or `tools/check` starts: before it, nothing of graphdecode is imported."""
+"""Starts a subject of `tools/bench` or `tools/check`, before anything of graphdecode is imported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ except ModuleNotFoundError:
         "error: graphdecode is not installed in this Python: tools/test makes .venv; . .venv/bin/activate enters it"
     )
 
-# whose kernels are compiled, or interpreted, which is settled when graphdecode is imported
-COMPILED, INTERPRETED = ("bench kernels", "bench few-bits"), ("check sampler", "check few-bits")
+# subjects whose Triton kernels are compiled or interpreted, which has to be set before graphdecode is imported
+COMPILED, INTERPRETED = ("bench kernels", "bench quantized-gpu"), ("check sampler", "check quantized-products")
 
 
 def run(room: str) -> None:
@@ -26,7 +26,7 @@ def run(room: str) -> None:
     subjects = {path.stem.replace("_", "-"): path for path in paths}
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in subjects:
-        print(f"usage: tools/{command} SUBJECT [OPTIONS]; tools/{command} SUBJECT --help tells the options\n")
+        print(f"usage: tools/{command} SUBJECT [OPTIONS]; tools/{command} SUBJECT --help shows the options\n")
         for subject, path in subjects.items():
             print(f"  {subject:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
         sys.exit(0 if name in ("", "--help") else 2)
@@ -37,7 +37,7 @@ def run(room: str) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     module = import_module(f"{room}.{subjects[name].stem}")
     sys.argv[:2] = [f"tools/{command} {name}"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with cleanup
     app = getattr(module, "app", None)
     if app is None:
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

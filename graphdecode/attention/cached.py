@@ -1,4 +1,4 @@
-"""Attention over what `InferenceParams.step` returns, in the formats that it speaks."""
+"""Attention over what `InferenceParams.step` returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cached_attention(
 ) -> Tensor:
     """Attend from a step's new tokens to all cached tokens of their sequences, causally.
 
-    Where q has one token a row, long rows are split over the chip; all lengths are read on the device either way.
+    With one token per row, long rows are split over the processors. All lengths are read on the device.
 
     Args:
         q: the step's queries: `bshd` [b, s, hq, d], `sbhd_2bshd` [s, b, hq, d], `thd_2bshd` [t, hq, d] packed by
@@ -40,11 +40,11 @@ def cached_attention(
         qkv_format: one of `QKV_FORMATS`.
         page_table: int32 [max_batch, max_pages] of a paged cache.
         sm_scale: multiplies the logits; None: 1 / sqrt(d).
-        window_left: keeps the newest window_left + 1 keys of each query where it is >= 0.
-        logits_soft_cap: caps the logits where it is > 0.
+        window_left: keeps the newest window_left + 1 keys of each query; -1: all.
+        logits_soft_cap: caps the logits; 0: no cap.
 
     Returns:
-        The output in q's format and dtype, [..., hq, head_dim_v]; zero where there is no token.
+        The output in q's format and dtype, [..., hq, head_dim_v]; zero for padding.
 
     Raises:
         ValueError: the format is unknown, or q does not fit it or the cache.
@@ -99,6 +99,6 @@ def _decode(
         dtype=q.dtype, kv_dtype=k_cache.dtype, options=options, device=q.device,
     )  # fmt: skip
     new, known = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
-    before = torch.where(new > 0, known, 0) - 1  # a row that attends to nothing has one less than no token
+    before = torch.where(new > 0, known, 0) - 1  # -1: the row attends to nothing
     attention.plan(before, torch.full((1,), rows, dtype=torch.int32, device=q.device))
     attention.run(out, q, k_cache, v_cache, page_table[:rows])

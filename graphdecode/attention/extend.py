@@ -1,4 +1,4 @@
-"""Attention of prompt chunks over the cache: many tokens of a row at once, or token by token."""
+"""Attention of prompt chunks over the cache: many tokens of a row together, or token by token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def extend_over(
 
     Args:
         cache: of the layer.
-        out: [tokens, num_qo_heads, head_dim]; tokens that belong to no row are left alone.
+        out: [tokens, num_qo_heads, head_dim]; tokens that belong to no row are unchanged.
         q: [tokens, num_qo_heads, head_dim].
         cu_seqlens_q: int32 [rows + 1].
         cu_seqlens_kv: int32 [rows + 1].
@@ -49,7 +49,7 @@ class TokenByTokenAttention:
     a row's keys once for many queries.
 
     Args:
-        attention: is planned and run for slices of its batch size.
+        attention: planned and run for slices of its batch size.
     """
 
     def __init__(self, attention: PagedDecodeAttention) -> None:
@@ -74,7 +74,7 @@ class TokenByTokenAttention:
             cache: of the layer, these tokens' keys and values included.
             rows: int32 [t], the page-table row of each token.
             positions: int32 [t], its position in its sequence.
-            live: int32 [1]; tokens from there on are padding and get 0.
+            live: int32 [1]; later tokens are padding and get 0.
             page_table: int32 [b, pages of a row].
             options: of this layer.
         """

@@ -1,4 +1,4 @@
-"""The layouts of a paged cache, brought down to the one that the kernels take."""
+"""The layouts of a paged cache, as views in the layout of the kernels."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         s: fp32 [n, heads], contiguous; becomes the merged log-sum-exp, base 2.
         v_other: [n, heads, dim].
         s_other: fp32 [n, heads].
-        mask: bool or uint8 [n]; rows where it is false are left alone.
+        mask: bool or uint8 [n]; rows where it is false are unchanged.
 
     Raises:
         ValueError: the shapes do not fit, or v or s is not contiguous.

@@ -18,7 +18,7 @@ from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.cache.rope_append import rope_append
 
-FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans at least, whatever the capacity
+FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans, at least
 
 
 def wave_items_for(
@@ -32,7 +32,7 @@ def wave_items_for(
     kv_dtype: torch.dtype,
     q_len: int = 1,
 ) -> int:
-    """Return how many work items (times kv heads: programs) run on the device at the same time; `q_len` a row."""
+    """Return how many work items (times kv heads: programs) run on the device at the same time; `q_len` per row."""
     if device.type != "cuda":
         return 1
     tile = decode_tile(q_len * num_qo_heads // num_kv_heads, head_dim, head_dim_v, dtype, kv_dtype)
@@ -168,8 +168,8 @@ class PagedDecodeAttention:
             k_cache: [pages, page_size, num_kv_heads, head_dim].
             v_cache: [pages, page_size, num_kv_heads, head_dim_v].
             page_table: int32 [rows, max_pages_per_row].
-            options: of this layer, where they are not the default ones.
-            scales: of the cache's entries, where they have 8 bits.
+            options: of this layer; None: the default ones.
+            scales: of the entries of an 8-bit cache.
         """
         options = self.options if options is None else options
         work, options = self._work_for(options.window_left), options.scaled(q.shape[-1], scales.key)
@@ -191,8 +191,8 @@ class PagedDecodeAttention:
     ) -> None:
         """Append each row's new token to one layer's cache and write its attention into `out`.
 
-        That is one launch, or two; see `appends_apart`. One launch takes the newest key from registers, so its bits
-        are not those of `rope_append` and `run`, which a batch-invariant model takes.
+        This is one launch, or two; see `appends_apart`. One launch takes the newest key from registers, so its bits
+        differ from `rope_append` and `run`, which batch-invariant models use.
 
         Args:
             out: [rows, num_qo_heads, head_dim], contiguous; padding rows get 0.

@@ -1,4 +1,4 @@
-"""Errors of the cache, and checks of arguments; whatever raises one has changed nothing."""
+"""Errors of the cache, and checks of arguments."""
 
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -42,7 +42,7 @@ def require_numbers(**values: object) -> None:
 
 
 def require_tensors(where: device | None = None, **values: object) -> None:
-    """Raise a ValueError naming the first of these arguments that is no tensor, or is none on that device."""
+    """Raise a ValueError naming the first of these arguments that is not a tensor on that device, or on any (None)."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {shown(value)}")
@@ -51,7 +51,7 @@ def require_tensors(where: device | None = None, **values: object) -> None:
 
 
 def require_hashable(**values: object) -> None:
-    """Raise a ValueError naming the first of these arguments that can be no key of a dict."""
+    """Raise a ValueError naming the first of these arguments that is not hashable."""
     for name, value in values.items():
         try:
             hash(value)
@@ -60,13 +60,13 @@ def require_hashable(**values: object) -> None:
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise a ValueError if an argument is not one of some words."""
+    """Raise a ValueError if an argument is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def require_fit(name: str, tensor: Tensor, shape: Sequence[int | str], *dtypes: dtype) -> None:
-    """Raise a ValueError if a tensor has another shape or none of the dtypes; a size with a name may be any."""
+    """Raise a ValueError if a tensor has another shape or dtype; sizes that are names may be any."""
     fits = tensor.dim() == len(shape) and all(
         isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, tensor.shape, strict=True)
     )
@@ -79,7 +79,7 @@ def require_fit(name: str, tensor: Tensor, shape: Sequence[int | str], *dtypes: 
 
 
 def require_range(low: int, high: int, **values: int) -> None:
-    """Raise a ValueError naming the first of these arguments that is no integer of a range."""
+    """Raise a ValueError naming the first of these arguments that is not an integer in a range."""
     require_integers(**values)
     for name, value in values.items():
         if not low <= value <= high:

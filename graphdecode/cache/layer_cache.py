@@ -12,20 +12,20 @@ from torch import Tensor
 
 from graphdecode.kernels.cache.kv_format import PageScales, format_of
 
-_HUGE_FROM = 32 * 2**20  # bytes of a tensor that is backed by huge pages
+_HUGE_FROM = 32 * 2**20  # bytes of a tensor to back by huge pages
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros of a shape without zeros; on a CPU, anonymous memory that becomes resident when it is written.
+    """Return zeros; on a CPU, anonymous memory that becomes resident when it is written. No size of the shape is 0.
 
     Large tensors are backed by huge pages, which saves TLB misses of scattered reads. The memory is overcommitted: a
-    write may end the process where none is left.
+    write may end the process if none is left.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     mapped = mmap.mmap(-1, prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
     if len(mapped) >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # not supported by the kernel
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
@@ -152,7 +152,7 @@ def layer_state(
     """Return a layer's state.
 
     Args:
-        recurrent: the layer's declaration; None: keys and values alone.
+        recurrent: the layer's declaration; None: only keys and values.
         pages: makes keys and values.
         rows: sequences that can have a recurrent state at a time.
         device: where recurrent states are.

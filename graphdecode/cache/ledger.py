@@ -1,6 +1,6 @@
-"""The page ledger: the pages of each sequence, and the index of cached prefixes; it is bookkeeping on the host.
+"""The page ledger, on the host: the pages of each sequence, and the index of cached prefixes.
 
-Methods of the ledger that raise have changed nothing.
+Methods that raise have changed nothing.
 """
 
 from collections import Counter
@@ -57,13 +57,13 @@ class PrefixIndex:
         return pages, found
 
     def put(self, digest: bytes, page: int) -> None:
-        """Index a page, unless one of the same contents is indexed, or the page itself under another digest."""
+        """Index a page, unless its contents or the page itself are indexed already."""
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
     def forget(self, page: int) -> None:
-        """Remove a page, if it is indexed, whose contents are about to change."""
+        """Remove a page whose contents are about to change, if it is indexed."""
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
@@ -89,7 +89,7 @@ class PageLedger:
         self.prefixes = PrefixIndex(page_size) if prefix_caching else None
         self.pages: dict[Hashable, list[int]] = {}
         self._digests: dict[Hashable, list[bytes]] = {}  # of the leading full pages whose tokens are known
-        self._roots: dict[Hashable, bytes] = {}  # what these begin with
+        self._roots: dict[Hashable, bytes] = {}  # parent of the first digest
 
     @property
     def available(self) -> int:
@@ -110,9 +110,7 @@ class PageLedger:
         self._roots.clear()
 
     def open(self, sequence_id: Hashable, token_ids: Sequence[int] | None = None, root: bytes = _ROOT) -> int:
-        """Add a sequence, with the pages of its longest cached prefix below a root, and return the tokens in them:
-        never all.
-        """
+        """Add a sequence with the pages of its longest cached prefix below a root; return their tokens, never all."""
         pages: list[int] = []
         digests: list[bytes] = []
         if token_ids is not None and self.prefixes is not None:

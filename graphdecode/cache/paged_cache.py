@@ -31,10 +31,10 @@ class PagedKVCache:
         prefix_caching: whether `add` finds the pages of prefixes that were published.
         scales: of keys and of values of each layer, for fp8; None: 1.0.
         recurrent: for each layer its recurrent state, if any; empty: no layer has one.
-        state_rows: sequences that can be in the cache at a time, if layers have recurrent states or rings.
-        rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has some. With
-            rings a sequence can be truncated only to the tokens that it has computed, and a cached prefix is used only
-            as far as a ring has its window.
+        state_rows: sequences that can have recurrent states or rings at a time, if layers have any.
+        rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has rings. With
+            rings, a sequence can only be truncated to tokens that it has computed, and a cached prefix is used only as
+            far as a ring has its window.
 
     Attributes:
         layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
@@ -115,8 +115,8 @@ class PagedKVCache:
     def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None, root: bytes = b"") -> int:
         """Add a sequence, and return how many of its tokens are cached already: at most all but one.
 
-        With prefix caching these are the full pages of its longest cached prefix. With None as `token_ids` no prefix
-        is looked for. Sequences of different roots, which stand for what else keys and values depend on, share none.
+        With prefix caching these are the full pages of its longest cached prefix; `token_ids` None: no prefix.
+        Sequences of different roots share none: a root stands for whatever else keys and values depend on.
 
         Raises:
             CacheFullError: all rows of recurrent states, or of rings, are in use.
@@ -145,7 +145,7 @@ class PagedKVCache:
         return self.prefix_caching and self.rolling is None
 
     def state_row_of(self, sequence_id: Hashable) -> int:
-        """Return the row of a sequence's recurrent states and ring, which does not change; without any, padding's."""
+        """Return the row of a sequence's recurrent states and ring, which never changes; else the padding row."""
         return self._state_rows.row_of(sequence_id)
 
     def reserve(self, sequence_id: Hashable, length: int) -> bool:

@@ -19,8 +19,8 @@ class RollingPages:
         rows: rings, one for each sequence.
         pages: of a ring.
         page_size: tokens in a page.
-        window: keys before its own that a query attends to at most.
-        ahead: tokens at most that steps in flight may have written past those that the host has read.
+        window: most keys before its own that a query attends to.
+        ahead: most tokens that steps in flight may have written past those that the host has read.
     """
 
     layers: tuple[bool, ...]
@@ -32,7 +32,7 @@ class RollingPages:
 
     @property
     def trash_page(self) -> int:
-        """The page behind those of the rings, for padding."""
+        """The page after those of the rings, for padding."""
         return self.rows * self.pages
 
     def ring(self, row: int) -> range:
@@ -40,7 +40,7 @@ class RollingPages:
         return range(row * self.pages, (row + 1) * self.pages)
 
     def fill(self, page_row: np.ndarray, row: int) -> None:
-        """Write a ring into a row of the page table, int32 [pages of a row]; row `rows` is that of padding."""
+        """Write a ring into a row of the page table, int32 [pages of a row]; `rows` is the padding row."""
         page_row[:] = self.trash_page if row == self.rows else np.resize(self.ring(row), len(page_row))
 
 

@@ -1,4 +1,4 @@
-"""Output in a terminal: word wrap, hidden typing, progress of the prompt, figures of a run."""
+"""Terminal output: word wrap, hidden typing, progress of the prompt, figures of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.cells import cell_len
 if TYPE_CHECKING:
     from graphdecode.text import LLM, Conversation, RequestOutput
 
-_SILENT_SECONDS = 1.0  # until the progress of the prompt is shown
+_SILENT_SECONDS = 1.0  # before the progress of the prompt is shown
 _TAB = 8
 _LONGEST_PERIOD = 64  # tokens
 _REPEATS, _REPEATED_TOKENS = 4, 48  # both at least
@@ -68,7 +68,7 @@ class WrappedText:
 
 
 def run_summary(llm: LLM, outputs: Sequence[RequestOutput], load_seconds: float, seconds: float) -> str:
-    """Return one line on all that an `LLM` has done: times, tokens/s, buckets, padding, backend and kernels."""
+    """Return one line about the run of an `LLM`: times, tokens/s, buckets, padding, backend and kernels."""
     from graphdecode.kernels.native import library as native
     from graphdecode.kernels.native.instructions import instructions
 
@@ -91,7 +91,7 @@ def run_summary(llm: LLM, outputs: Sequence[RequestOutput], load_seconds: float,
 
 @contextmanager
 def typing_hidden() -> Iterator[None]:
-    """Turn echo off; typed text stays in the terminal's buffer for the next reader."""
+    """Turn echo off; what is typed stays in the terminal's buffer for the next reader."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield
         return
@@ -109,7 +109,7 @@ def typing_hidden() -> Iterator[None]:
 
 @contextmanager
 def prompt_progress(conversation: Conversation) -> Iterator[None]:
-    """Show the progress of a long prompt on standard error, where that is a terminal."""
+    """Show the progress of a long prompt on standard error if that is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -146,7 +146,7 @@ def run_beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[N
 
 
 def repeats_at_the_end(token_ids: Sequence[int]) -> int:
-    """Return how often an output repeats itself at its end; 0: not at all."""
+    """Return how often an output repeats itself at its end; 0 if it does not."""
     for period in range(1, _LONGEST_PERIOD + 1):
         run = 0
         while run + period < len(token_ids) and token_ids[-1 - run] == token_ids[-1 - run - period]:

@@ -88,7 +88,7 @@ app.command(epilog="Example: graphdecode check mypackage.step:step")(check)
 app.command(epilog="Example: graphdecode inspect --model demo --json")(inspect)
 
 for _group in (app, models, buckets):
-    for _command in _group.registered_commands:  # typer keeps the line breaks of docstrings behind the first paragraph
+    for _command in _group.registered_commands:  # typer keeps the line breaks of docstrings after the first paragraph
         _paragraphs = (getdoc(_command.callback) or "").split("\n\n")
         _command.help = "\n\n".join(" ".join(each.split("\n")) for each in _paragraphs)
 
@@ -111,27 +111,27 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
     ] = False,
 ) -> None:
-    """Declare the options; `main` reads `--debug`."""
+    """Declare the global options; `main` reads `--debug`."""
 
 
 def _occupy_standard_streams() -> None:
-    """Open closed standard streams, whose numbers other files would get; raise ArgumentError if output is closed."""
+    """Open closed standard streams, so that no file gets their numbers; raise ArgumentError if output is closed."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
         number = os.open(os.devnull, os.O_RDWR)  # the lowest free number: the stream's own
         setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
     if "stdout" in closed:
-        raise ArgumentError("standard output is closed, so there is nowhere to write to")
+        raise ArgumentError("standard output is closed")
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    """Exit with cleanup, as on Ctrl-C; a second signal exits at once."""
+    """Exit with cleanup, as on Ctrl-C; a second signal exits immediately."""
     signal.signal(number, signal.SIG_DFL)
     sys.exit(_SIGNALLED + number)
 
 
 def _as_typed(message: str) -> str:
-    """Replace the name of a setting at the beginning of an error by the option, if that was given."""
+    """Replace the setting's name at the beginning of an error by the option, if that was given."""
     name, _, rest = message.partition(" ")
     fields = {name} | {key.field for config in OPTIONS for key in keys_of(config) if key.name == name}
     command: Any = typer.main.get_command(app)
@@ -162,7 +162,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
     except Exception as error:
-        is_usage = hasattr(error, "format_message")  # typer's base class of errors is private
+        is_usage = hasattr(error, "format_message")  # typer's error class is private
         if not (is_usage or isinstance(error, (GraphdecodeError, OSError))):
             traceback.print_exc()
             print_error(_REPORT)
@@ -172,7 +172,7 @@ def main() -> None:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         if isinstance(error, OSError) and error.filename is not None:
             message = f"{error.filename}: {cause(error)}"
-        if message:  # not behind the help of a command
+        if message:  # empty after a command's help
             print_error(_as_typed(" ".join(message.split())))
         sys.exit(2)
     finally:

@@ -1,4 +1,4 @@
-"""`graphdecode buckets`: show a bucket configuration file, or `tune` one to a recorded load."""
+"""`graphdecode buckets`: show a bucket configuration, or `tune` one to a recorded load."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def tune(
     """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
 
     The table compares today's ladder (of --config, or the default) with the best ladder for each number of graphs:
-    expected step, padding, what each further graph saves, and with --profile what the captures cost. A
-    profile of an engine that speculates adds the costs of its steps by rows and queries. With
-    --measure the ladders are tried out on a model: the measured step, time of capture, memory of the graphs.
+    expected step, padding, what each further graph saves, and with --profile the cost of captures. The profile of a
+    speculating engine adds the costs of steps by rows and queries. With --measure the ladders are replayed on a model:
+    step time, capture time and memory of the graphs.
     """
     for option, path in (("--out", out), ("--report", report)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -68,7 +68,7 @@ def tune(
     if max(counts) > top:
         raise ArgumentError(
             f"{record} has batches of up to {max(counts)} rows, and max_batch_size is {top} in "
-            f"{config or 'the default configuration'}: give the one that was in force with --config"
+            f"{config or 'the default configuration'}: give the one that the load was recorded with as --config"
         )
     base = base.with_limits(max_graphs=len(today) if max_graphs is None else max_graphs)
     measured = read_profile(profile) if profile else None
@@ -81,8 +81,8 @@ def tune(
     if wide:
         print_table(console, _query_table(wide))
     if counts.total() < _FEW_STEPS:
-        few = f"{record} has {counts.total()} steps alone: the ladder fits these, and perhaps no other load"
-        console.print(f"{few}; record some minutes of what is served", style="yellow", soft_wrap=True)
+        few = f"{record} has only {counts.total()} steps: the ladder may not fit any other load"
+        console.print(f"{few}; record some minutes of real requests", style="yellow", soft_wrap=True)
     tuned = replace(settings, buckets=base.with_limits(batch_sizes=list(figures[-1].sizes)))
     out.write_text(tuned.to_toml(), encoding="utf-8")
     console.print(f"wrote {out}", soft_wrap=True)
@@ -158,13 +158,13 @@ def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -
     }
     title = (
         f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
-        f"{trial.rounds} rounds of {trial.steps} steps in turn"
+        f"{trial.rounds} alternating rounds of {trial.steps} steps"
     )
     print_table(console, table_of(figures, columns, left=["ladder"], title=title, box=box.SIMPLE))
     tuned = figures[-1].name
     console.print(
         f"{tuned}: {ladders[tuned].step_ms:.4f} ms a step, {ladders[TODAY].step_ms:.4f} today, "
-        f"{ratios[tuned].median:.3f} of it (the median over rounds, each beside its own of today): "
+        f"{ratios[tuned].median:.3f} of it (the median of the ratios of rounds): "
         f"{ratios[tuned].verdict}",
         highlight=False,
         soft_wrap=True,

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
 _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)  # and not a path such as /etc/hosts
 _HELP = """\
-/system TEXT   how the model is to behave from now on; without TEXT: as its template has it
-/reset         forget what was said
-/save FILE     write the conversation to a new file: messages as JSON where its name ends in .json, else Markdown
-/help          this
+/system TEXT   set the system message; without TEXT: the template's default
+/reset         start over
+/save FILE     write the conversation to a new file: messages as JSON if its name ends in .json, else Markdown
+/help          show this
 /quit          leave, as exit, quit and Ctrl-D do
-Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down go through what was typed before.
-Ctrl-C stops the answer. What is typed while one comes is kept for the next line."""
+Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down go through the history.
+Ctrl-C stops the output. What is typed meanwhile is kept for the next line."""
 _LEAVE = ("exit", "quit")
 _print_message = partial(print_message, style="dim")
 
@@ -79,7 +79,7 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
         file.chmod(0o600)
         history = FileHistory(file)
     except OSError as error:
-        print_message(f"no history is kept: {cause(error)}: {file}")
+        print_message(f"the history is not kept: {cause(error)}: {file}")
         history = InMemoryHistory()
     return PromptSession(
         "> ", history=history, key_bindings=keys, prompt_continuation="  ", reserve_space_for_menu=0, **options
@@ -152,14 +152,14 @@ class ChatSession:
                 raise EOFError
             case "reset":
                 self._conversation.reset()
-                _print_message("what was said is forgotten")
+                _print_message("the conversation starts over")
             case "system":
                 self._conversation.system = text or None
-                _print_message("from now on: " + (text or "as the model's template has it"))
+                _print_message("system message: " + (text or "the template's default"))
             case "save":
                 self._save(text)
             case _:
-                print_error(f"there is no command /{name}; /help lists those that there are")
+                print_error(f"unknown command /{name}; /help lists all")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -171,7 +171,7 @@ class ChatSession:
                 json.dump(messages, opened, ensure_ascii=False, indent=1)
             else:
                 opened.write("\n".join(f"## {each['role']}\n\n{each['content'].strip()}\n" for each in messages))
-        _print_message(f"{len(messages)} messages are in {file}")
+        _print_message(f"wrote {len(messages)} messages to {file}")
 
 
 def answer(conversation: Conversation, text: str) -> None:
@@ -189,13 +189,13 @@ def answer(conversation: Conversation, text: str) -> None:
     if request is not None and request.outputs[0].finish_reason == "length":
         tokens = len(request.outputs[0].token_ids)
         is_full = len(request.prompt_token_ids) + tokens >= limit
-        why = f"the room of {limit} tokens is used up (--max-sequence-length)" if is_full else "that is --max-tokens"
-        _print_message(f"the answer was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
+        why = f"the limit of {limit} tokens is reached (--max-sequence-length)" if is_full else "--max-tokens"
+        _print_message(f"the output was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
     _warn_of_repeats(conversation)
     if conversation.num_forgotten != forgotten:
         _print_message(
-            f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
-            f"{conversation.num_forgotten} messages; /reset starts over"
+            f"the conversation has more than {limit} tokens: the oldest {conversation.num_forgotten} messages are not "
+            "in the prompt; /reset starts over"
         )
 
 
@@ -213,7 +213,7 @@ def print_figures(conversation: Conversation) -> None:
     if first is not None:
         parts.append(f"first token after {1000 * first:.0f} ms")
     parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
-    parts.append(f"{prompt + tokens} of {limit} tokens of room")
+    parts.append(f"{prompt + tokens} of {limit} tokens used")
     _print_message("; ".join(parts))
 
 
@@ -221,8 +221,8 @@ def _warn_of_repeats(conversation: Conversation) -> None:
     times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
     if times:
         _print_message(
-            f"it says the same {times} times in a row: small models fall into that; Ctrl-C stops an answer, "
-            "--repetition-penalty 1.1 makes it less likely"
+            f"the output repeats itself {times} times, as small models may; Ctrl-C stops it, --repetition-penalty 1.1 "
+            "makes it less likely"
         )
 
 
@@ -232,13 +232,13 @@ def chat(
     overrides: dict[str, Any],
     sampling: dict[str, Any],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[MESSAGE]", help="What to say; none: a session, or what is piped in.")
+        list[str] | None, typer.Argument(metavar="[MESSAGE]", help="The message; none: a session, or what is piped in.")
     ] = None,
-    then: Annotated[list[str] | None, typer.Option(help="What to say after the answer; may be repeated.")] = None,
+    then: Annotated[list[str] | None, typer.Option(help="A message to send after the output; may be repeated.")] = None,
     model: Annotated[
         str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder or file, or a repository id.")
     ] = "smollm2",
-    system: Annotated[str | None, typer.Option(help="How the model is to behave; left out: its template's.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message; left out: the template's.")] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A template in Jinja; left out: the model's own.")
     ] = None,
@@ -251,7 +251,7 @@ def chat(
 ) -> None:
     """Chat with a model. Outputs are streamed to stdout, all else goes to stderr.
 
-    Without a message: a session in the terminal, where /help tells more; a text that is piped in is one message.
+    Without a message: a session in the terminal (/help lists its commands), or one message from a pipe.
     """
     began = time.perf_counter()
     messages = [" ".join(words), *(then or [])] if words else list(then or [])
@@ -259,7 +259,7 @@ def chat(
     if not messages and not is_session:
         messages = [stdin_text().strip()]
     if not all(message.strip() for message in messages):
-        raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
+        raise ArgumentError("there is no message: give one, pipe one in, or run this in a terminal")
     with typing_hidden():  # for the first prompt
         settings = settings_of(config, **overrides)
         if lora is not None and not settings.max_adapters:
@@ -268,11 +268,11 @@ def chat(
         from graphdecode.text import Conversation, render_chat
 
         given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-        SamplingParams(**given)  # fails before the model is loaded, and so does a model without a template
+        SamplingParams(**given)  # fails before the model is loaded, as `render_chat` does without a template
         checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
         first = {"role": "user", "content": messages[0] if messages else "Hello"}
         render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)
-        settings = fitted(settings, [1], None, answers=1, trained_length=checkpoint.trained_length)
+        settings = fitted(settings, [1], None, outputs=1, trained_length=checkpoint.trained_length)
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
     with llm:
         params = replace(llm.default_chat_params(), **given)
@@ -286,7 +286,7 @@ def chat(
         if is_session:
             print_message(
                 f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "
-                f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, "
+                f"{llm.load_seconds:.2f} s, up to {llm.capacity.token_limit} tokens; /help lists commands, "
                 "Ctrl-D leaves"
             )
             ChatSession(conversation, make_prompt_session()).run()

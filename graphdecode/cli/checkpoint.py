@@ -26,7 +26,7 @@ def find_checkpoint(
 
     Args:
         tokenizer: instead of the model's own.
-        max_sequence_length: of the option; at most what the model was trained for.
+        max_sequence_length: the option; at most what the model was trained for.
 
     Raises:
         ArgumentError: there is no such model, or it cannot be loaded.
@@ -47,9 +47,9 @@ def find_checkpoint(
 
 
 def fitted(
-    settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, answers: int, trained_length: int
+    settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, outputs: int, trained_length: int
 ) -> EngineConfig:
-    """Return the settings with the capacity and the graphs that some prompts need, and no more.
+    """Return the settings with no more capacity and graphs than some prompts need.
 
     Args:
         prompt_lengths: tokens of each prompt; at least one prompt.
@@ -59,14 +59,14 @@ def fitted(
     from graphdecode.models import resolve_device
 
     buckets = settings.buckets
-    rows, length = min(answers, buckets.max_batch_size), min(buckets.max_sequence_length, trained_length)
+    rows, length = min(outputs, buckets.max_batch_size), min(buckets.max_sequence_length, trained_length)
     if max_tokens is not None:
         length = min(length, max(max(prompt_lengths) + max_tokens, 1))
     sizes = buckets.batch_sizes
     if not isinstance(sizes, str):
-        rows = buckets.ladder.bucket_for(rows)  # of the buckets that were chosen, the one that would run
+        rows = buckets.ladder.bucket_for(rows)  # the configured bucket that would run
         sizes = [size for size in buckets.ladder if size <= rows]
-    # on a GPU the cache takes the memory that a later capture would need
+    # not on a GPU, where the cache takes the memory that a later capture would need
     when = "idle" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
     fitting = replace(buckets, max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes, capture_when=when)
     return replace(settings, buckets=fitting)

@@ -52,12 +52,12 @@ def generate(
 ) -> None:
     """Generate text: outputs are streamed to stdout, all else goes to stderr.
 
-    Sampling options that are left out are those of the checkpoint's generation_config.json, greedy unless that sets
-    do_sample. Without that file it is the library's default: temperature 1.
+    Sampling options that are left out come from the checkpoint's generation_config.json, greedy unless that sets
+    do_sample; without that file, from the library's defaults: temperature 1.
     """
     began = time.perf_counter()
     if not as_json and sampling.keys() & {"logprobs", "prompt_logprobs"}:
-        raise ArgumentError("--logprobs and --prompt-logprobs are printed with --json alone")
+        raise ArgumentError("--logprobs and --prompt-logprobs need --json")
     if max_tokens < 1 and "prompt_logprobs" not in sampling:
         raise ArgumentError(f"--max-tokens must be an integer >= 1 (0 with --prompt-logprobs), got {max_tokens}")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
@@ -95,14 +95,14 @@ def _sized(
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
         lengths = [min(length, most) for length in lengths]
-    answers = len(texts) * params.n
-    return fitted(settings, lengths, params.max_tokens, answers=answers, trained_length=checkpoint.trained_length)
+    outputs = len(texts) * params.n
+    return fitted(settings, lengths, params.max_tokens, outputs=outputs, trained_length=checkpoint.trained_length)
 
 
 def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:
     unknown = [argument for argument in arguments if argument != "-"]
     if unknown:
-        raise ArgumentError(f"prompts are given with --prompt, --prompts-file or - (stdin), got {unknown[0]!r}")
+        raise ArgumentError(f"give prompts with --prompt, --prompts-file or - (stdin), got {unknown[0]!r}")
     texts = list(options)
     if file is not None:
         try:
@@ -142,7 +142,7 @@ def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: 
                             print(piece, end="", flush=True)
                     if not as_json:
                         print(flush=True)
-                with DeferredInterrupt():  # a line is printed whole, and once
+                with DeferredInterrupt():  # else a line might be cut, or printed twice
                     waiting.popleft()
                     if as_json:
                         _print_record(parent.output)
@@ -152,18 +152,18 @@ def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: 
             llm.router.abort([state for parent in waiting for state in parent.states])
             for parent in waiting if as_json else ():
                 if any(output.finish_reason == "abort" for output in parent.output.outputs):
-                    parent.output.error = "interrupted before the answer was complete"
+                    parent.output.error = "interrupted before the output was complete"
                 _print_record(parent.output)
     return [parent.output for parent in parents]
 
 
 def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
     """Suggest the chat template if a chat model gives an empty output."""
-    silent = any(answer.finish_reason == "stop" and not answer.text.strip() for o in outputs for answer in o.outputs)
+    silent = any(each.finish_reason == "stop" and not each.text.strip() for o in outputs for each in o.outputs)
     if silent and llm.tokenizer.chat_template:
         print_message(
-            "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
-            "graphdecode chat and LLM.chat apply the template"
+            "hint: an output is empty. This model has a chat template, which generate does not apply: use graphdecode "
+            "chat or LLM.chat"
         )
 
 

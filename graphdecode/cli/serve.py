@@ -71,7 +71,7 @@ def service_maker(
     checkpoint = find_checkpoint(model, tokenizer, settings)
     if limits.chat_template is not None:
         checkpoint.tokenizer.chat_template = read_template(Path(limits.chat_template).expanduser())
-        render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # raises if it is no template
+        render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # raises if it is not a template
     return partial(
         Service,
         checkpoint.path,
@@ -90,8 +90,8 @@ def prepare_ray(doing: str, several: ReplicaConfig) -> None:
     check_extra(doing, "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if several.ray_address is None:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # listens on the loopback interface alone
-        os.environ.setdefault("RAY_worker_niceness", "0")  # engines are no work for the background
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # listens only on the loopback interface
+        os.environ.setdefault("RAY_worker_niceness", "0")  # engines are not background work
 
 
 def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
@@ -116,7 +116,7 @@ def serve(
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C; running answers are finished first."""
+    """Serve a model to OpenAI's clients until SIGTERM or Ctrl-C; requests in flight are finished first."""
     check_extra("serving")
 
     settings = settings_of(config, **overrides)
@@ -124,7 +124,9 @@ def serve(
     if several.wanted:
         prepare_ray("replicas", several)
         if limits.lora_folder is not None:
-            raise ArgumentError("lora_folder: a request would load an adapter in one of several engines; lora_modules")
+            raise ArgumentError(
+                "lora_folder: a request would load an adapter in only one of several engines; use lora_modules"
+            )
         settings = sharing(settings, several)
     elif several.ray_address is not None or several.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
@@ -182,22 +184,21 @@ def batch(
     serving: dict[str, Any],
     scale: dict[str, Any],
     requests: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests, one a line, as OpenAI's batches.")],
-    answers: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Answers are added to it, one a line.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Responses are appended to it, one a line.")],
     model: ModelOption = "smollm2",
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Answer with several engines, on Ray.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Use several engines, on Ray.")] = False,
 ) -> None:
-    """Answer a file of requests; the same command goes on where an earlier one was ended.
+    """Run a file of requests; the same command resumes an interrupted run.
 
-    A request that cannot be served has its line too, with the error that a server would answer; the exit code is 2
-    then.
+    The line of a request that fails has the error that a server would return; the exit code is 2 then.
     """
     check_extra("a batch")
     from graphdecode.server.batch import BatchInput, BatchOutput
 
     settings = settings_of(config, **overrides)
-    # there are no other clients to be fair to
+    # no other clients have to be served
     endless = {"max_waiting": _UNBOUNDED, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
     limits = load_server_config(config, **endless, **serving)
     several = load_replica_config(config, **scale)
@@ -213,16 +214,16 @@ def batch(
     try:
         if len(output.answered) < len(requested.custom_ids):
             make_service = service_maker(model, tokenizer, settings, limits)
-            _answer_all(make_service, settings, limits, several if ray else None, requested, output)
+            _run_all(make_service, settings, limits, several if ray else None, requested, output)
     finally:
         output.close()
-        typer.echo(f"{len(output.answered)} of {len(requested.custom_ids)} requests have their answer in {answers}")
+        typer.echo(f"{answers} has the responses to {len(output.answered)} of {len(requested.custom_ids)} requests")
     if output.num_failed:
-        print_error(f"{output.num_failed} of the answers are errors: their status_code is not 200")
+        print_error(f"{output.num_failed} of the responses are errors: their status_code is not 200")
         raise typer.Exit(2)
 
 
-def _answer_all(
+def _run_all(
     make_service: Callable[[], Service],
     settings: EngineConfig,
     limits: ServerConfig,
@@ -249,8 +250,8 @@ def _answer_all(
         run = partial(run_batch, cluster, cluster.answer, window=window * several.bounds[1])
     began = time.perf_counter()
     total, before = len(requests.custom_ids), len(output.answered)
-    with tqdm(total=total, initial=before, desc="answering", unit="request", leave=False, disable=None) as bar:
-        used = asyncio.run(run(requests=requests, output=output, on_answer=bar.update))  # which Ctrl-C cancels
+    with tqdm(total=total, initial=before, desc="requests", unit="request", leave=False, disable=None) as bar:
+        used = asyncio.run(run(requests=requests, output=output, on_response=bar.update))  # Ctrl-C cancels it
     seconds = time.perf_counter() - began
     print_message(
         f"{total - before} of {total} requests in {seconds:.1f} s with loading: "

@@ -49,7 +49,7 @@ def _load(target: str) -> _UserStep:
     names = (function or "step", "buffers", "between_steps", "batch_sizes")
     step, buffers, between_steps, batch_sizes = (getattr(module, name, None) for name in names)
     if not callable(step) or not isinstance(buffers, StepBuffers):
-        raise ArgumentError(f"{target}: the module needs that function, and a StepBuffers named buffers")
+        raise ArgumentError(f"{target}: the module must have that function, and a StepBuffers named buffers")
     if between_steps is not None and not callable(between_steps):
         raise ArgumentError(f"{module_name}.between_steps must be a function, got {between_steps!r}")
     return _UserStep(step, buffers, getattr(module, "constants", ()), between_steps, batch_sizes)
@@ -63,10 +63,10 @@ def check(
         ),
     ],
 ) -> None:
-    """Look for what a graph would get wrong in a step; exit code 1 if there is anything.
+    """Report what a graph would get wrong in a step; exit code 1 if there is anything.
 
-    The module names the step's StepBuffers `buffers`; what the step only reads, if anything, `constants`; and what the
-    host does between two steps, if anything, `between_steps`: a function without arguments.
+    The module has the step's StepBuffers as `buffers`; optionally `constants`, which the step only reads; and
+    optionally `between_steps`, a function without arguments that the host calls between two steps.
     """
     from graphdecode.graphs import check as find_hazards
 
@@ -96,19 +96,19 @@ def inspect(
     model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, demo, or shape:NAME.")] = "demo",
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    queries: Annotated[int, typer.Option(help="Of a row, for a picture.")] = 1,
+    queries: Annotated[int, typer.Option(help="Queries per row of the step to draw.")] = 1,
     dot: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step for Graphviz.")] = None,
     svg: Annotated[
         int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step as a picture; Graphviz draws it.")
     ] = None,
 ) -> None:
-    """Capture a step, replay each bucket, and show what the graphs hold.
+    """Capture a step, replay each bucket, and show what is in the graphs.
 
-    A module of your own names its StepBuffers `buffers`; what the step only reads, if anything, `constants`; and the
-    buckets, if not all up to the buffers' capacity, `batch_sizes`.
+    A module of your own has its StepBuffers as `buffers`, and optionally `constants`, which the step only reads, and
+    `batch_sizes`, the buckets.
     """
     if sum((as_json, dot is not None, svg is not None)) > 1:
-        raise ArgumentError("--json, --dot and --svg exclude each other")
+        raise ArgumentError("give only one of --json, --dot and --svg")
     settings = settings_of(config, **overrides)
     from graphdecode.engine.loading import load_runner
     from graphdecode.graphs import GraphManager

@@ -45,7 +45,7 @@ class Key:
     section: str  # of the file
     name: str  # in the file
     field: str  # of the dataclass
-    default: Any  # None means that the key is left out
+    default: Any  # None: the key is left out
     values: Values
     meaning: str  # one sentence or two, for the reference
 
@@ -65,7 +65,7 @@ def key(
     flag: str | None = None,
     help: str | None = None,
 ) -> Any:
-    """Return a dataclass field that is a key; `name` (in files), `flag` and `help` (of commands) override defaults."""
+    """Return a dataclass field for a key; `name` (in files), `flag` and `help` (of commands) override defaults."""
     shown_help = help or meaning.partition(". ")[0].rstrip(".") + "."
     limits = "May be repeated." if isinstance(default, tuple) else values.limits
     has_default = default is not None and not isinstance(default, (bool, tuple))
@@ -95,14 +95,14 @@ def check_keys(config: Any) -> None:
 
 
 def integer(low: int, high: int = _MOST_INTEGER) -> Values:
-    """Return the integers of a range; a bool is none."""
+    """Return the integers of a range; bools are not accepted."""
     limits = f"At least {low}." if high == _MOST_INTEGER else f"{low} to {high}."
     accepts = lambda value: _is_integer(value) and low <= value <= high  # noqa: E731
     return Values(f"an integer in {low}..{high}", accepts, limits=limits)
 
 
 def long_integer() -> Values:
-    """Return the integers of 64 bits; a bool is none."""
+    """Return the 64-bit integers."""
     return Values("an integer in -2^63..2^63-1", integer(-(2**63), 2**63 - 1).accepts)
 
 
@@ -124,7 +124,7 @@ def number(low: float) -> Values:
 
 
 def texts(metavar: str = "TEXT") -> Values:
-    """Return the lists of texts that are not empty."""
+    """Return the lists of non-empty texts."""
     return Values(
         "a list of texts",
         lambda value: isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value),
@@ -144,19 +144,19 @@ def one_of(*choices: str) -> Values:
 
 
 def none_or(values: Values, example: str) -> Values:
-    """Return None (a key left out in a file) and other values."""
+    """Return the values, and None (a key left out in a file)."""
     accepts = lambda value: value is None or values.accepts(value)  # noqa: E731
     return replace(values, expected=f"None or {values.expected}", accepts=accepts, example=example)
 
 
 def auto_or(values: Values) -> Values:
-    """Return "auto" and some other values."""
+    """Return the values, and "auto"."""
     accepts = lambda value: (isinstance(value, str) and value == "auto") or values.accepts(value)  # noqa: E731
     return replace(values, expected=f"'auto' or {values.expected}", accepts=accepts)
 
 
 def matching(pattern: str, expected: str, metavar: str | None = None) -> Values:
-    """Return the texts that match a pattern as a whole."""
+    """Return the texts that match a whole pattern."""
     accepts = lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None  # noqa: E731
     return Values(expected, accepts, metavar=metavar)
 

@@ -15,11 +15,11 @@ from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
 from graphdecode.errors import ArgumentError, shown
 
 # each of the `n` outputs is a request, and each stop text is searched for at every token
-MAX_ANSWERS = 1024
+MAX_OUTPUTS = 1024
 MAX_STOP_STRINGS = 256
 MAX_STOP_LENGTH = 256  # characters of a stop text
 
-_LARGEST = 1e30  # well inside float32, which slots hold
+_LARGEST = 1e30  # well within float32, the dtype of slots
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _MAX_CHOICES = 10_000
@@ -40,7 +40,7 @@ class StructuredOutputsParams:
         json_object: True: the output is any JSON object.
         structural_tag: not supported.
         disable_any_whitespace: no whitespace between the parts of JSON.
-        disable_additional_properties: no further properties, unless an object's schema allows them.
+        disable_additional_properties: no properties that the schema does not list, unless it allows them.
         whitespace_pattern: a regular expression of the whitespace between the parts of JSON; None: any.
     """
 
@@ -80,7 +80,7 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> Any:
-        """The JSON Schema, read where it is a text; None where that is no JSON."""
+        """The JSON Schema, parsed if it is a text; None if that is not JSON."""
         if not isinstance(self.json, str):
             return self.json
         try:
@@ -103,7 +103,7 @@ def _is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> b
 
 
 def _is_listed(value: Any) -> bool:
-    # tensors and arrays are no sequences here: `bool` of them raises
+    # tensors and arrays are not sequences here: `bool` of them raises
     return value is None or (isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray))
 
 
@@ -116,11 +116,11 @@ _PENALTY = Values("a number in [-2, 2]", lambda value: _is_number(value, -2, 2))
 _COUNT = Values("None or an integer >= -1", lambda value: value is None or _is_integer(value, -1))
 _IDS = Values("a list of token ids >= 0", _are_ids)
 _SWITCH = boolean()
-_ANSWERS = Values(f"an integer in 1..{MAX_ANSWERS}", lambda n: _is_integer(n, 1, MAX_ANSWERS))
+_OUTPUTS = Values(f"an integer in 1..{MAX_OUTPUTS}", lambda n: _is_integer(n, 1, MAX_OUTPUTS))
 
 
 def _param(default: Any, values: Values | None = None, help: str = "", *flags: str, metavar: str | None = None) -> Any:
-    """Return a field of `SamplingParams`: its default, what it takes whatever the others are, and its option's help."""
+    """Return a field of `SamplingParams`, with the values that it accepts, and its command-line option."""
     return field(default=default, metadata={"values": values, "option": Option(help, flags, metavar) if help else None})
 
 
@@ -129,7 +129,7 @@ def _param(default: Any, values: Values | None = None, help: str = "", *flags: s
 class SamplingParams:
     """Sampling and stopping of one request; the names and defaults are vLLM's.
 
-    What vLLM has beyond these is refused with what to do instead, unless its value asks for nothing.
+    vLLM's other parameters are refused with advice, unless their value has no effect.
 
     Args:
         n: number of independent outputs, at most 1024; they share the pages of their prompt.
@@ -138,20 +138,20 @@ class SamplingParams:
         top_p: sample among the most likely tokens that together hold this much probability; in (0, 1].
         min_p: sample among the tokens at least this likely, relative to the most likely one; in [0, 1].
         seed: makes the output reproducible, whatever the batch; None: from the engine's seed and the order of requests.
-            Output i of `n`, from 0, has the seed `seed + i`: it is what `n=1` gives with that seed.
+            Output i of `n`, from 0, is that of `n=1` with the seed `seed + i`.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1 is off.
         presence_penalty: subtracted from the logits of generated tokens; in [-2, 2].
         frequency_penalty: subtracted once per occurrence of a generated token; in [-2, 2].
         logit_bias: token id -> value added to its logit; at most the engine's `max_logit_biases` entries.
         allowed_token_ids: only these tokens are generated; at least one.
-        bad_words: texts that the output must not contain: the last token of each, as it is tokenized with and without a
-            space before it, is masked behind the others. Other tokenizations of the text are not found.
+        bad_words: texts that the output must not contain: the last token of each, tokenized with and without a space
+            before it, is masked after the others. Other tokenizations of the text are not found.
         structured_outputs: a grammar or schema that the output follows. It ends with "stop" when nothing can follow,
             and takes precedence over `min_tokens` and `ignore_eos`. If `max_tokens` cuts it, it ends with "length".
         stop: texts that end the output, which is cut before them; at most 256 texts of at most 256 characters.
         stop_token_ids: tokens that end the output; they are in `token_ids`, and not in the text.
         ignore_eos: go on after the model's end-of-sequence token.
-        max_tokens: generated tokens at most; None: as many as the engine's capacity allows, which is a limit anyway.
+        max_tokens: generated tokens at most; None: as many as the engine's capacity allows.
             0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing is generated.
         min_tokens: until this many tokens, stop tokens and end-of-sequence tokens are masked, with `ignore_eos` too,
             and stop texts do not stop.
@@ -172,7 +172,7 @@ class SamplingParams:
         ValueError: a value outside its range, with the name, the value and the range.
     """
 
-    n: int = _param(1, _ANSWERS, "Outputs per prompt.", "-n", "--n")
+    n: int = _param(1, _OUTPUTS, "Outputs per prompt.", "-n", "--n")
     temperature: float = _param(1.0, _AT_LEAST_0, f"0 is greedy. {_CHECKPOINTS}")
     top_k: int = _param(
         0,
@@ -280,11 +280,11 @@ class SamplingParams:
         longest = max(map(len, strings), default=0)
         self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
         is_made = self.detokenize or not strings
-        self._check("stop", is_made, "None where detokenize is False: without text none is found")
+        self._check("stop", is_made, "None if detokenize is False")
         object.__setattr__(self, "stop_strings", strings)
 
     def unchecked(self, **changes: Any) -> SamplingParams:
-        """Return a copy with some fields changed to valid values: checking looks at each token id again."""
+        """Return a copy with some fields changed to valid values; checking again would read all token ids."""
         changed = copy(self)
         for name, value in changes.items():
             object.__setattr__(changed, name, value)

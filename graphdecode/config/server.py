@@ -9,8 +9,8 @@ from graphdecode.errors import ConfigError
 
 SERVER = "server"  # the section
 REPLICAS = "replicas"  # the section
-# Share of the way down that one step of downscaling goes. Requests in flight say little about what fewer replicas could
-# serve: 17 half-busy ones have as many as one full one, and one step down to that leaves a backlog for more than 17.
+# Share of the way down that one step of downscaling goes. Requests in flight do not show what fewer replicas can serve:
+# 17 half-busy ones may have as many as one full one, and one step down to that would leave a backlog.
 DOWNSCALING_FACTOR = 0.25
 
 
@@ -19,7 +19,7 @@ class ServerConfig:
     """Settings of the server: address, access and limits.
 
     Raises:
-        ConfigError: a value that no server could work with.
+        ConfigError: a value is invalid.
     """
 
     host: str = key(
@@ -109,7 +109,7 @@ class ReplicaConfig:
     """Settings of replicas on Ray: how many, where, and how requests are routed.
 
     Raises:
-        ConfigError: a value that no cluster could work with.
+        ConfigError: a value is invalid.
     """
 
     count: int | None = key(
@@ -165,7 +165,7 @@ class ReplicaConfig:
         if least > most:
             raise ConfigError(f"autoscale must be MIN:MAX with MIN at most MAX, got {self.autoscale!r}")
         if self.autoscale is not None and self.count is not None:
-            raise ConfigError("count and autoscale cannot both be given: a number of engines is fixed, or it is not")
+            raise ConfigError("give count (a fixed number of engines) or autoscale, not both")
 
     @property
     def wanted(self) -> bool:
@@ -182,5 +182,5 @@ class ReplicaConfig:
 
 
 def target_requests(rows: int) -> int:
-    """Return how many requests each replica should have in flight, so that it can take more while others start."""
+    """Return the target of requests in flight per replica, which leaves room while others start."""
     return max(rows // 4, 1)

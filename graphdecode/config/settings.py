@@ -48,7 +48,7 @@ class BucketConfig:
     """Capacity and buckets of a runtime: the sections [capacity], [buckets], [capture] and [loop] of a file.
 
     Raises:
-        ConfigError: a value that no runtime could work with.
+        ConfigError: a value is invalid.
     """
 
     max_batch_size: int = key("capacity", 64, integer(1, 65536), "Rows: sequences that are decoded at the same time.")
@@ -145,7 +145,7 @@ class EngineConfig:
     A `torch.dtype` and a `torch.device` are kept by their names.
 
     Raises:
-        ConfigError: a value that no engine could work with.
+        ConfigError: a value is invalid.
     """
 
     buckets: BucketConfig = field(default_factory=BucketConfig)
@@ -292,7 +292,7 @@ class EngineConfig:
             raise ConfigError(f"buckets must be a BucketConfig, got {self.buckets!r:.80}")
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", DTYPES.get(self.dtype, self.dtype))
-        torch = sys.modules.get("torch")  # not imported: there are no objects of it
+        torch = sys.modules.get("torch")  # if it is not imported, no argument is an object of it
         if torch is not None:
             if isinstance(self.dtype, torch.dtype):
                 object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -302,9 +302,9 @@ class EngineConfig:
             object.__setattr__(self, "load_modules", tuple(map(_absolute, self.load_modules)))
         check_keys(self)
         if self.step_kind is not None and self.speculation != "off":
-            raise ConfigError(f"method must be 'off' where step_kind is {self.step_kind!r}, got {self.speculation!r}")
+            raise ConfigError(f"method must be 'off' with step_kind {self.step_kind!r}, got {self.speculation!r}")
         if self.speculation == "model" and self.draft_model is None:
-            raise ConfigError("method is 'model', and [speculation] model names none")
+            raise ConfigError("method 'model' needs a draft model: [speculation] model")
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"ngram_min must be at most ngram_max={self.ngram_max}, got {self.ngram_min}")
 
@@ -357,7 +357,7 @@ class EngineConfig:
         return config.with_settings(**_with_speculation(keywords))
 
     def to_toml(self) -> str:
-        """Return the text of a file for `load`, with all keys of buckets, and others that differ from the defaults."""
+        """Return the text of a file for `load`: all keys of buckets, and others that differ from the defaults."""
         changed = [each for each in keys_of(self) if getattr(self, each.field) != each.default]
         return "\n".join([self.buckets.to_toml(), *([written(self, changed)] if changed else [])])
 
@@ -398,6 +398,6 @@ def _keys() -> list[Key]:
 
 
 def _absolute(file: Any) -> Any:
-    """Return an absolute path; what is no path is returned as it is, for the check."""
+    """Return an absolute path; other values unchanged, for the check."""
     is_path = isinstance(file, (str, Path)) and file != ""
     return str(Path(file).expanduser().absolute()) if is_path else file

@@ -1,4 +1,4 @@
-"""Reading of configurations in TOML, with line numbers in errors, and writing."""
+"""Reading and writing of configurations in TOML, with line numbers in errors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ConfigDocument:
         for section, entries in document.items():
             if section not in sections or not isinstance(entries, Mapping):
                 known = ", ".join(f"[{name}]" for name in sections)
-                raise ConfigError(f"{self._place(section)}: unknown section or key {shown(section)}; known: {known}")
+                raise ConfigError(f"{self._location(section)}: unknown section or key {shown(section)}; known: {known}")
             for name, value in entries.items():
-                where = f"{self._place(section, name)}: [{section}] {name}"
+                where = f"{self._location(section, name)}: [{section}] {name}"
                 if name not in sections[section]:
                     raise ConfigError(f"{where}: unknown key; known: {', '.join(sections[section])}")
                 key = sections[section][name]
@@ -40,7 +40,7 @@ class ConfigDocument:
 
     @classmethod
     def read(cls, path: str | Path, keys: Iterable[Key]) -> ConfigDocument:
-        """Read a file; a ConfigError says why it cannot be used."""
+        """Read a file; raises ConfigError if it cannot be used."""
         try:
             text = Path(path).read_text(encoding="utf-8")
             return cls(str(path), tomllib.loads(text), keys, text)
@@ -48,16 +48,16 @@ class ConfigDocument:
             raise
         except RecursionError as error:
             raise ConfigError(f"{path}: it is nested too deeply") from error
-        except (OSError, ValueError) as error:  # no UTF-8, no TOML, or a number with thousands of digits
+        except (OSError, ValueError) as error:  # not UTF-8, not TOML, or a number with thousands of digits
             raise ConfigError(f"{path}: {cause(error)}") from error
 
     def blamed(self, error: ConfigError) -> ConfigError:
-        """Return an error of a combination of keys with its place in the document."""
+        """Return an error about several keys, with its location in the document."""
         name = str(error).partition(" ")[0]
         section = next((section for section, values in self.values.items() if name in values), "")
-        return ConfigError(f"{self._place(section, name)}: {error}")
+        return ConfigError(f"{self._location(section, name)}: {error}")
 
-    def _place(self, section: str, name: str | None = None) -> str:
+    def _location(self, section: str, name: str | None = None) -> str:
         return f"{self._name}{_line_of(self._text, section, name)}"
 
 
@@ -79,7 +79,7 @@ def toml_value(value: Any) -> str:
     """Return a value in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):  # JSON escapes as TOML does, but for one character
+    if isinstance(value, str):  # JSON's escapes are TOML's, except for one character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"

@@ -57,18 +57,18 @@ _ONE_DEVICE = Unsupported("devices share a model by tensor_parallel_size: each h
 _NO_DEVICE = _ONE_DEVICE._replace(neutral=(None, False))
 _REPLICAS = Unsupported("`graphdecode serve --replicas N` runs several engines; LLM is one", (None, 1, False))
 _LORA = Unsupported("adapters have the model's dtype, and those without a slot stay in host memory", (None, False))
-_NO_PROMPT_ADAPTER = Unsupported("prompt adapters are not read; lora_request takes LoRA's", (None, False))
-_NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
-_NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
-_GENERATES = Unsupported("a model generates", (None, "auto", "generate"))
+_NO_PROMPT_ADAPTER = Unsupported("there are no prompt adapters; lora_request takes LoRA adapters", (None, False))
+_NO_MEDIA = Unsupported("only text models are supported", (None, "", False))
+_NO_POOLING = Unsupported("models only generate: there are no embeddings or scores")
+_GENERATES = Unsupported("models only generate", (None, "auto", "generate"))
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
 _NOT_HERE = Unsupported("this is internal to vLLM, and has no counterpart here", (None, False))
-_NO_BEAMS = Unsupported("beams are not searched", (None, 1.0))
+_NO_BEAMS = Unsupported("there is no beam search", (None, 1.0))
 _CONFIG_JSON = Unsupported("change config.json in a copy of the folder", (None, {}))
 _ANY_LENGTH = Unsupported("a graph serves every length", (None, 8192))
 _NO_PYTHON = Unsupported("a step is a graph, and calls no Python: logit_bias, penalties, min_tokens", (None, [], ()))
 _BUCKETS = Unsupported("the sections [buckets] and [capture] of config say what is captured")
-_SPECULATION = Unsupported("speculative_config says how tokens are guessed ahead, as in vLLM")
+_SPECULATION = Unsupported("use speculative_config, as in vLLM")
 
 SAMPLING_PARAMS: dict[str, Unsupported] = {
     "best_of": Unsupported("ask for n outputs with logprobs=0 and keep the one with the best cumulative_logprob"),
@@ -87,7 +87,7 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     ),
     "thinking_token_budget": Unsupported("max_tokens limits the output, reasoning included"),
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
-    "skip_clone": Unsupported("parameters are frozen, and never copied", (None, True, False)),
+    "skip_clone": Unsupported("parameters are frozen, and not copied", (None, True, False)),
     "output_text_buffer_length": Unsupported("what is held back for stop texts follows from them", (None, 0)),
 }
 
@@ -151,7 +151,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "logits_processor_pattern": _NO_PYTHON._replace(neutral=(None,)),
     "guided_decoding_backend": Unsupported("llguidance reads structured outputs", (None, *_BACKENDS)),
     "structured_outputs_config": Unsupported(
-        "StructuredOutputsParams says all of it", (None, {}, *({"backend": name} for name in _BACKENDS))
+        "use StructuredOutputsParams", (None, {}, *({"backend": name} for name in _BACKENDS))
     ),
     **_each("max_cpu_loras fully_sharded_loras", _LORA),
     "enable_prompt_adapter": _NO_PROMPT_ADAPTER,
@@ -161,9 +161,9 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "enable_sleep_mode": Unsupported("LLM.sleep needs no mode", (None, False, True)),
     "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
     "preemption_mode": Unsupported("a preempted sequence is recomputed", (None, "recompute")),
-    "use_v2_block_manager": Unsupported("there is one", (None, True, False)),
+    "use_v2_block_manager": Unsupported("there is only one", (None, True, False)),
     "disable_log_stats": Unsupported("LLM.stats counts, and logs nothing", (None, True, False)),
-    "otlp_traces_endpoint": Unsupported("LLM.stats and RequestOutput.metrics hold the times"),
+    "otlp_traces_endpoint": Unsupported("see LLM.stats and RequestOutput.metrics"),
 }
 
 
@@ -190,7 +190,7 @@ LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what to use ins
     **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
     "reset_prefix_cache": "there is none: cached prefixes never change an output; LLM(prefix_cache=False) keeps none",
-    "get_metrics": "LLM.stats counts, and RequestOutput.metrics holds the times",
+    "get_metrics": "LLM.stats has counts, and RequestOutput.metrics times",
     "llm_engine": "LLM.engine takes and gives tokens",
     "preprocess_chat": "graphdecode.text.render_chat(tokenizer, messages) returns the prompt and its tokens",
     "set_tokenizer": "there is none: LLM(tokenizer=...) takes another",
@@ -214,7 +214,7 @@ def check_known(given: Iterable[str], known: Iterable[str], others: Iterable[str
 
 
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
-    """Return keywords without the names of a table; a value of these that is not neutral is an ArgumentError."""
+    """Return keywords without the names of a table; raises ArgumentError if one of them has an effect."""
     for name in (name for name in given if name in table):
         value, (instead, neutral) = given[name], table[name]
         if not any(type(value) is type(each) and value == each for each in neutral):
@@ -240,7 +240,7 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
                 settings[ours] = 1  # vLLM's max_loras
             continue
         if ours in settings:
-            raise ArgumentError(f"{ours} is given twice: {name} is vLLM's name of it, or another's")
+            raise ArgumentError(f"{ours} is given twice: {name} is another name of it")
         settings[ours] = "eager" if name == "enforce_eager" and value is True else value
         if name == "speculative_config" and isinstance(value, Mapping):
             settings[ours] = {SPECULATION.get(key, key): entry for key, entry in value.items()}

@@ -1,4 +1,4 @@
-"""Checkpoints written anew: quantized weights, and GGUF expanded to safetensors."""
+"""Copies of checkpoints: with quantized weights, and GGUF dequantized to safetensors."""
 
 from graphdecode.convert.copies import converted_copy, quantized_copy
 

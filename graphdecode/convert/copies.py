@@ -58,9 +58,7 @@ def quantized_copy(
     if isinstance(source, Gguf):
         source = PlainGguf(model)
     elif not isinstance(source, Checkpoint):
-        raise ArgumentError(
-            f"model {str(model)!r} is neither a checkpoint folder of safetensors nor a GGUF file, and is not copied"
-        )
+        raise ArgumentError(f"model {str(model)!r} is neither a checkpoint folder of safetensors nor a GGUF file")
     path = source.path if isinstance(source, PlainGguf) else source.folder
     _check_out(out, path, fitting, overwrite)
     check_model(path, model_impl="native")
@@ -71,11 +69,11 @@ def quantized_copy(
     if fitting == "gguf":
         file = GgufModel(rounded, config)
         vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
-        with _at_once(out) as partial:
+        with _atomically(out) as partial:
             file.write(partial, vocabulary, counted(file.names, progress))
     else:
         tokenizer = load_tokenizer(path, replaceable=False) if isinstance(source, PlainGguf) else None
-        with _at_once(out) as partial:
+        with _atomically(out) as partial:
             partial.mkdir()
             write_weights(rounded, partial, counted(names, progress))
             quantization = quantization_config(rounded)
@@ -101,7 +99,7 @@ def converted_copy(
     names = [part.name for part in parts(family_of(config.architecture).weights(config))]
     _check_room(out, [source.tensors[name] for name in names])
     tokenizer = load_tokenizer(source.path, replaceable=False)
-    with _at_once(out) as partial:
+    with _atomically(out) as partial:
         partial.mkdir()
         write_weights(source, partial, counted(names, progress, "converting"))
         source.write_rest(partial, tokenizer, {})
@@ -116,28 +114,28 @@ def _format_of(quantize: str, file_format: str | None) -> str:
         known = ", ".join(name for name, form in FORMS_OF.items() if (form is None) == (file_format == "safetensors"))
         if file_format not in FORMATS:
             raise ArgumentError(f"the format must be one of {', '.join(FORMATS)}, got {file_format!r}")
-        raise ArgumentError(f"{quantize} is not written as {file_format}; what is so are {known}")
+        raise ArgumentError(f"{quantize} cannot be written as {file_format}, only {known}")
     return fitting
 
 
 def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> None:
     """Refuse a path that is taken, or whose folder does not exist."""
     if (out.suffix == ".gguf") != (file_format == "gguf"):
-        kind = "a name that ends in .gguf" if file_format == "gguf" else "a folder, and no .gguf file"
-        raise ArgumentError(f"{out}: what is written in the format {file_format} needs {kind}")
+        kind = "end in .gguf" if file_format == "gguf" else "be a folder, not a .gguf file"
+        raise ArgumentError(f"{out}: a copy in the format {file_format} must {kind}")
     if out.name in ("", ".."):
-        raise ArgumentError(f"the copy needs a name of its own, got {str(out)!r}")
+        raise ArgumentError(f"the copy needs a name, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
-        raise ArgumentError(f"{out.absolute().parent} is no folder, so {out.name} cannot be made in it")
+        raise ArgumentError(f"{out.absolute().parent} is not a folder, so {out.name} cannot be made in it")
     if not out.exists():
         return
     files = [model.parent / name for name in shards_of(model.name)]
     if any(file.resolve().is_relative_to(out.resolve()) for file in files):
-        raise ArgumentError(f"{out} holds the model itself, which is read while the copy is written")
+        raise ArgumentError(f"{out} contains the model itself, which is read while the copy is written")
     if not overwrite:
         raise ArgumentError(f"{out} is there already; --overwrite (overwrite=True) replaces it, or give another name")
     if file_format == "safetensors" and not (out / CONFIG_FILE).is_file():
-        raise ArgumentError(f"{out} is no checkpoint folder, and is not replaced")
+        raise ArgumentError(f"{out} is not a checkpoint folder, and is not replaced")
 
 
 def _check_room(out: Path, tensors: list[Stored]) -> None:
@@ -152,7 +150,7 @@ def _check_room(out: Path, tensors: list[Stored]) -> None:
 
 
 @contextmanager
-def _at_once(out: Path) -> Iterator[Path]:
+def _atomically(out: Path) -> Iterator[Path]:
     """Yield a path beside `out` that replaces it in the end, or is removed on errors."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     try:

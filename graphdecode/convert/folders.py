@@ -1,4 +1,4 @@
-"""Writing of checkpoint folders: weights as safetensors, plain or quantized, and the other files."""
+"""Writes checkpoint folders: weights as safetensors, plain or quantized, and the other files."""
 
 import json
 import shutil
@@ -32,11 +32,11 @@ _INDEX = "model.safetensors.index.json"
 
 
 class PlainGguf(Gguf):
-    """A GGUF model with its tensors dequantized to one dtype; "auto": that of the model."""
+    """A GGUF model with its tensors dequantized to one dtype; "auto": the model's."""
 
     def __init__(self, model: str | Path, dtype: str = "auto") -> None:
         if not Gguf.opens(model):
-            raise ArgumentError(f"model {str(model)!r} is no GGUF file")
+            raise ArgumentError(f"model {str(model)!r} is not a GGUF file")
         super().__init__(model)
         architecture = self.config().architecture
         if family_of(architecture).experts_interleaved:
@@ -56,14 +56,14 @@ class PlainGguf(Gguf):
 
     def write_rest(self, folder: Path, tokenizer: Any, more: Mapping[str, Any]) -> None:
         """Write tokenizer, generation parameters, and config.json with additional fields `more`."""
-        import transformers  # a slow import
+        import transformers  # slow
 
         tokenizer.save_pretrained(folder)
         config = self.config()
         kind = getattr(transformers, config.architecture).config_class.model_type
         eos = list(config.eos_token_ids)
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
-        ends["pad_token_id"] = tokenizer.pad_token_id  # also null, which overrides defaults of transformers' classes
+        ends["pad_token_id"] = tokenizer.pad_token_id  # null overrides the defaults of transformers' classes
         _write_json(folder / CONFIG_FILE, {**self.settings, "dtype": self.dtype, "model_type": kind, **ends, **more})
         stated = generation_defaults(self.path)
         if stated:
@@ -147,7 +147,7 @@ def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
     yield f"{module}.weight_scale", groups.scales
     if groups.code == "e4m3":
         yield name, groups.codes
-    else:  # int32, the first integer in the lowest bits; rows are filled up to whole ones
+    else:  # int32, the first integer in the lowest bits; rows are padded to whole ones
         padded = torch.nn.functional.pad(groups.codes, (0, -groups.codes.shape[1] % 4))
         yield f"{module}.weight_packed", padded.view(torch.int32)
         yield f"{module}.weight_shape", torch.tensor(groups.shape)

@@ -1,7 +1,7 @@
-"""A model written as a GGUF file: its configuration in GGUF's words, and its tensors in blocks.
+"""Writes a model as a GGUF file: its configuration as GGUF's fields, and its tensors in blocks.
 
-What is written is what `Architecture` reads: the configuration that a header gives is compared with the model's own
-before anything is written, and a model of which GGUF cannot say all is refused.
+The fields are those that `Architecture` reads. Before anything is written, the configuration that it reads from them is
+compared with the model's own; a model that GGUF cannot describe completely is refused.
 """
 
 import re
@@ -26,11 +26,11 @@ from graphdecode.models.weight_map import parts
 _FACTORS = "rope_freqs.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_CALLED = {"mixtral": "llama"}  # what a header calls it, where that is another's name
+_CALLED = {"mixtral": "llama"}  # architectures that a header calls by another name
 
 
 class GgufModel:
-    """A model as a GGUF file has it; `UnsupportedModelError` where GGUF has no words for it."""
+    """A model in GGUF's terms; raises `UnsupportedModelError` if GGUF cannot describe it."""
 
     def __init__(self, source: RoundedSource, config: ModelConfig) -> None:
         self._source = source
@@ -40,7 +40,7 @@ class GgufModel:
         if key is None:
             raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")
         self._architecture: Architecture = ARCHITECTURES[key]
-        self._held: dict[str, list[str]] = {}  # GGUF's name -> that of the tensor, or those of the experts' in order
+        self._held: dict[str, list[str]] = {}  # GGUF's name -> name of the tensor, or of each expert's in order
         for part in parts(source.weight_map):
             self._held.setdefault(self._name(part.name), []).append(part.name)
         self._factors = llama3_factors(config.rope, config.head_dim) if config.rope.rope_type == "llama3" else None
@@ -50,16 +50,16 @@ class GgufModel:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in their order in the file."""
+        """Names of all tensors, in their order in the file."""
         return [name for held in self._held.values() for name in held]
 
     def write(self, path: Path, vocabulary: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Write the file, with the fields of a tokenizer; `names` are `self.names`, which a bar may count."""
-        import gguf  # here, for it takes a while
+        """Write the file, with the fields of a tokenizer; `names` iterates over `self.names`, perhaps with a bar."""
+        import gguf  # slow
 
         writer = gguf.GGUFWriter(path, self.fields["general.architecture"])
         for key, value in {**self.fields, **vocabulary}.items():
-            if key != "general.architecture" and value != []:  # of no entries, the library writes none
+            if key != "general.architecture" and value != []:  # the library writes no empty arrays
                 writer.add_key_value(key, value, *_kinds(value))
         if self._factors is not None:
             writer.add_tensor_info(_FACTORS, self._factors.shape, np.dtype(np.float32), self._factors.nbytes)
@@ -90,7 +90,7 @@ class GgufModel:
         return (1 + len(others), *stored.shape) if part.endswith("_exps") else stored.shape, stored.dtype
 
     def _layout(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], str | None]:
-        """Return shape and dtype of a tensor as the file's bytes have it, and the type of its blocks or None."""
+        """Return the shape and dtype of a tensor's bytes in the file, and the type of its blocks or None."""
         shape, kind = self._stored(name)
         block = BLOCK_OF[kind] if kind in BLOCK_OF and len(shape) > 1 else BLOCK_OF["F32"]
         if block.values == 1:
@@ -98,7 +98,7 @@ class GgufModel:
         return (*shape[:-1], block.size(shape[-1])), np.dtype(np.uint8), block.name
 
     def _rows(self, name: str) -> Tensor:
-        """Return a tensor as the file has it."""
+        """Return a tensor as it is stored in the file."""
         held = self._source.read_quantized(name)
         if isinstance(held, GgufBlocks):
             blocks = held.stored
@@ -125,23 +125,23 @@ class GgufModel:
         raise UnsupportedModelError(f"{name} has no name in GGUF")
 
     def _check(self) -> None:
-        """Read the header as a reader does, and compare: it must say all that the configuration does."""
+        """Raise an error unless the configuration that is read from the fields is the model's."""
         found = {name: self._stored(name) for name in self._held}
         stored = {name: GgufTensor(Path(), shape, BLOCK_OF[kind], 0) for name, (shape, kind) in found.items()}
         config = config_of(architecture_of(self.fields).settings(self.fields, stored))
         config = replace(config, dtype=self._config.dtype, eos_token_ids=self._config.eos_token_ids)
-        if self._factors is not None:  # which are a tensor, and no field
+        if self._factors is not None:  # these are a tensor, not a field
             config = replace(config, rope=self._config.rope)
         for name, value in vars(self._config).items():
             if getattr(config, name) != value and not _is_near(getattr(config, name), value):
                 raise UnsupportedModelError(
-                    f"a GGUF file of {config.architecture} cannot say that {name} is {value}: it would be read as "
+                    f"a GGUF file of {config.architecture} cannot state {name} = {value}: it would be read as "
                     f"{getattr(config, name)}"
                 )
 
 
 def _is_near(one: Any, other: Any) -> bool:
-    """Whether two numbers are the same in float32, as GGUF has them."""
+    """Whether two numbers are equal in float32, GGUF's type."""
     numbers = isinstance(one, float) and isinstance(other, float)
     return numbers and bool(np.float32(one) == np.float32(other))
 
@@ -180,7 +180,7 @@ def _fields_of(key: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def _kinds(value: Any) -> tuple[Any, Any]:
-    """Return what GGUF calls a value's type, and that of its entries."""
+    """Return GGUF's type of a value, and of its entries."""
     from gguf import GGUFValueType as Kind
 
     kinds: dict[type, Any] = {bool: Kind.BOOL, int: Kind.UINT32, float: Kind.FLOAT32, str: Kind.STRING}

@@ -1,4 +1,4 @@
-"""Ranks that compute one model together: processes, messages, heartbeats and collectives."""
+"""Tensor parallelism: the ranks of one model, their messages, heartbeats and collectives."""
 
 from graphdecode.distributed.collectives import Collectives, GroupCollectives, SharedCollectives
 from graphdecode.distributed.ranks import Follower, Leader, RankError, Ranks

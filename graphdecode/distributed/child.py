@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they may reach the whole group
+_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # these may reach the whole process group
 
 
 def start_child(
@@ -20,8 +20,8 @@ def start_child(
     """Start a module as a process, with signals blocked until it calls `leave_signals` after its imports.
 
     Args:
-        module: name of the module.
-        descriptors: its arguments, open here; -1: none.
+        module: its name.
+        descriptors: its arguments: descriptors to inherit, or -1.
         environment: variables in addition to this process's.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # inherited by the child

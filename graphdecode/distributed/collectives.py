@@ -1,4 +1,4 @@
-"""Collectives inside a step, and the check that all ranks call the same ones."""
+"""Collectives of a step, and the check that all ranks call the same ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Agree = Callable[[str], None]  # `Ranks.agree`
 class Collectives(ABC):
     """The collectives of one rank.
 
-    While a step is captured the ranks compare a description of each collective before it runs: a mismatch is an error
-    that names it, and not a deadlock.
+    While a step is captured, the ranks compare a description of each collective before it runs, so that a mismatch is
+    an error instead of a deadlock.
     """
 
     def __init__(self, rank: int, count: int, agree: Agree) -> None:
@@ -31,7 +31,7 @@ class Collectives(ABC):
     def all_reduce(self, x: Tensor, place: str) -> None:
         """Replace `x` [rows, columns], contiguous, by its sum over the ranks, with the same bits on each.
 
-        `place` is where in the model, for messages.
+        `place` names the location in the model, for messages.
         """
         self._announce("all_reduce", x, place)
         self._reduce(x)
@@ -39,21 +39,21 @@ class Collectives(ABC):
     def all_gather(self, out: Tensor, part: Tensor, place: str) -> None:
         """Write the columns of all ranks into `out` [rows, columns]; rank r has those from `columns * r // count` on.
 
-        `part` is [rows, the rank's columns]; both are contiguous. `place` is where in the model, for messages.
+        `part` is [rows, the rank's columns]; both are contiguous. `place` is the location in the model, for messages.
         """
         self._announce("all_gather", out, place)
         self._gather(out, part)
 
     def greatest(self, x: Tensor) -> Tensor:
         """Return the maximum over the ranks of each entry of `x` [n]; used while a model is loaded."""
-        self._agree(f"is to compare {len(x)} numbers")  # waits without the time limit of a collective
+        self._agree(f"compares {len(x)} numbers")  # waits without the time limit of a collective
         found = x.new_empty((1, self.count * len(x)))
         self._gather(found, x[None])
         return found.view(self.count, -1).amax(0)
 
     @contextmanager
     def captured(self, what: str) -> Iterator[None]:
-        """Begin and end a capture with all ranks; a RankError names a collective in which they differ."""
+        """Begin and end a capture on all ranks; raises RankError if their collectives differ."""
         self._agree(f"begins to capture {what}")
         self._capturing, self.manifests[what] = what, []
         try:
@@ -71,7 +71,7 @@ class Collectives(ABC):
         manifest.append(line)
 
     def late(self) -> str | None:
-        """Return the failure of a collective, with its rank, if there was one."""
+        """Return a message if a collective has failed, else None."""
         return None
 
     @abstractmethod
@@ -104,8 +104,8 @@ class SharedCollectives(Collectives):
         if not found:
             return None
         rank = (found - 1) % MOST_RANKS
-        why = "came for another one" if found > MOST_RANKS else "did not come"
-        return f"rank {rank} of {self.count} {why} to a collective"
+        why = "called another collective" if found > MOST_RANKS else "did not reach a collective"
+        return f"rank {rank} of {self.count} {why}"
 
     def give_up(self, rank: int) -> None:
         if not self._words[LATE]:
@@ -113,7 +113,7 @@ class SharedCollectives(Collectives):
 
 
 class GroupCollectives(Collectives):
-    """Over torch.distributed's default group: gloo on CPUs, NCCL on GPUs."""
+    """Collectives over torch.distributed's default group: gloo on CPUs, NCCL on GPUs."""
 
     def give_up(self, rank: int) -> None:
         """Abort NCCL, which waits forever in a graph; gloo notices a lost rank by itself."""

@@ -1,4 +1,4 @@
-"""Connections between ranks: messages of a few numbers and some bytes, and heartbeats, each over a socket."""
+"""Connections between ranks: one socket for messages, one for heartbeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER = struct.Struct("<4iq")  # kind, three numbers, bytes that follow
 _MOST_SECONDS = 0.5  # between two heartbeats
 _HEARTBEATS_PER_LIMIT = 10
 _FAREWELL_SECONDS = 1.0  # to send the reason of a failure
-_START_SECONDS = 120.0  # up to the first heartbeat: a process imports modules before
+_START_SECONDS = 120.0  # until the first heartbeat: imports come before it
 _HEARTBEAT, _FAILED, _ENDED = b".", b"!", b"-"
 
 
@@ -73,10 +73,10 @@ class Link:
 
 
 class Watch(threading.Thread):
-    """A thread that sends heartbeats, and calls `on_loss` once, with the first rank that has died or stalled.
+    """A thread that sends heartbeats, and calls `on_loss` once, for the first rank that died or stalled.
 
-    A rank is stalled when no heartbeat came for the limit, which is counted in polls and not by the clock: ranks that
-    are stopped and continued together, as by Ctrl-Z, are not stalled. `peers` are sockets that it owns.
+    A rank is stalled without a heartbeat for the limit. That is counted in polls, not in time, so that ranks that are
+    stopped and continued together, as by Ctrl-Z, are not stalled. It owns the sockets of `peers`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Watch(threading.Thread):
                     silent[rank] += 1
                     limit = self._limit if rank in began else max(self._limit, _START_SECONDS)
                     if silent[rank] * self._every > limit:
-                        self._report(rank, f"has stalled: no sign of life for {limit:g} s")
+                        self._report(rank, f"has stalled: no heartbeat for {limit:g} s")
                         return
                     continue
                 except OSError:
@@ -128,18 +128,18 @@ class Watch(threading.Thread):
 
     def _send(self, message: bytes) -> None:
         for peer in list(self._peers.values()):
-            with contextlib.suppress(OSError):  # full, as the other is stopped; or gone, which `recv` finds
+            with contextlib.suppress(OSError):  # full if the other is stopped, or gone, which `recv` finds
                 peer.send(message)
 
     def fail(self, text: str) -> None:
-        """Send the others the reason why this rank is about to end."""
+        """Send the others the reason why this rank ends."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.settimeout(_FAREWELL_SECONDS)  # it may be full
                 peer.sendall(_FAILED + text.encode())
 
     def close(self) -> None:
-        """Stop, and let the others know that this end is intended."""
+        """Stop, and tell the others that this is intended."""
         self._ends.set()
         self._send(_ENDED)
         if self.is_alive() and self is not threading.current_thread():

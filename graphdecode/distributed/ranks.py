@@ -1,4 +1,4 @@
-"""The ranks of one model: rank 0 leads, the others execute its commands; each end notices when the other is lost."""
+"""The ranks of one model: rank 0 leads, the others execute its commands; each notices when the other is lost."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from graphdecode.kernels.native import library as native
 
 
 class RankError(GraphdecodeError, RuntimeError):
-    """A rank died, stalled, failed, or disagreed with the others; the message names it."""
+    """A rank died, stalled, failed, or differed from the others; the message names it."""
 
 
-SAID = -1  # kind of the messages of `Ranks`; others are the engine's
+SAID = -1  # kind of `Ranks`' own messages; other kinds are the engine's
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # for a rank to end
 
@@ -54,17 +54,17 @@ class Terms(NamedTuple):
         return cls(count, device, how, limit_seconds, max(torch.get_num_threads() // count, 1))
 
     def to_bytes(self) -> bytes:
-        """Return them for another rank."""
+        """Serialize for another rank."""
         return json.dumps(self).encode()
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Terms:
-        """Return what `to_bytes` wrote."""
+        """Parse `to_bytes`."""
         return cls(*json.loads(data))
 
 
 class Ranks(ABC):
-    """One end of a group."""
+    """A rank's end of the group."""
 
     collectives: Collectives
 
@@ -101,7 +101,7 @@ class Ranks(ABC):
 
 
 class Leader(Ranks):
-    """The end of rank 0."""
+    """Rank 0's end of the group."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Leader(Ranks):
             self.send(SAID)
             return
         differs = next(rank for rank, other in enumerate(texts) if other != text)
-        verdict = f"the ranks do not do the same: rank 0 {text}, and rank {differs} {texts[differs]}"
+        verdict = f"the ranks differ: rank 0 {text}, and rank {differs} {texts[differs]}"
         self.send(SAID, payload=verdict.encode())
         self.fail(verdict)
         raise RankError(verdict)
@@ -238,7 +238,7 @@ class Leader(Ranks):
 
 
 class Follower(Ranks):
-    """The end of any other rank; the process ends when rank 0 is gone."""
+    """Another rank's end of the group; its process ends when rank 0 is gone."""
 
     def __init__(
         self, rank: int, terms: Terms, link: Link, heartbeats: socket.socket, board: torch.Tensor | None
@@ -250,7 +250,7 @@ class Follower(Ranks):
         self.collectives = self.collectives_over(board)
 
     def _lost(self, rank: int, fate: str) -> None:
-        # the main thread may wait for something that will not come
+        # the main thread may wait for ever
         self.fail(f"rank {rank} {fate}")
         print(f"graphdecode: rank {self.rank} of {self.count} ends: rank {rank} {fate}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -277,7 +277,7 @@ class Follower(Ranks):
         return self.receive()
 
     def fail(self, text: str) -> None:
-        """Send rank 0 the reason why this rank is about to end."""
+        """Send rank 0 the reason why this rank ends."""
         self._watch.fail(text)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """How ranks start: as processes of rank 0, or by torchrun, on one machine or several.
 
-Ranks of one machine may share a memory segment, the board: a mapped file without a name. Ranks started by torchrun find
-each other by its store.
+Ranks of one machine may share a memory segment, the board: a mapped, unnamed file. Ranks started by torchrun find each
+other through its store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.collective.shared_collectives import LIMIT_MS, board_words
 
-_PLACE_BYTES = 4 << 20  # of one rank's data in a collective; only what is written becomes resident
+_PLACE_BYTES = 4 << 20  # of one rank's data in a collective; resident once written
 _MEMORY = Path("/dev/shm")
 _MEET_SECONDS = 300.0  # for all ranks to join
 _TOKEN_BYTES = 16
@@ -34,7 +34,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def new_board(ranks: int, limit_seconds: float) -> tuple[int, Tensor]:
-    """Return the descriptor of a new board, and the board, which lives until the last process has closed it."""
+    """Return the descriptor of a new board, and the board; it exists until the last process has closed it."""
     with tempfile.TemporaryFile(dir=_MEMORY if _MEMORY.is_dir() else None) as file:
         file.truncate(8 * board_words(ranks, _PLACE_BYTES))
         descriptor = os.dup(file.fileno())
@@ -69,7 +69,7 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
 
 
 def _meeting_point(terms: Terms, host: str) -> tuple[Terms, int, Tensor | None, dist.TCPStore | None]:
-    """Return the terms, and what ranks meet over: a board and its descriptor, or a store, to be kept until they have.
+    """Return the terms, and what ranks join through: a board and its descriptor, or a store, to keep until they have.
 
     Without a board the descriptor is -1.
     """
@@ -85,7 +85,7 @@ def follower_of(descriptors: list[int]) -> Follower:
     connected = Link(socket.socket(fileno=link))
     hello = connected.receive()
     rank, leader, _ = hello.numbers
-    signal_at_end_of(leader, signal.SIGCONT)  # else it would stay if it is stopped
+    signal_at_end_of(leader, signal.SIGCONT)  # else a stopped process would stay
     mapped = mapped_board(board) if board >= 0 else None
     return Follower(rank, Terms.of_bytes(hello.payload), connected, socket.socket(fileno=heartbeats), mapped)
 
@@ -114,7 +114,7 @@ class LaunchedRank:
         return cls(int(env["RANK"]), count, env["MASTER_ADDR"], int(env["MASTER_PORT"]), has_store)
 
     def meet(self, device: str, how: str, limit_seconds: float) -> Leader | Follower:
-        """Find the other ranks, and return this one's end of the group; arguments as of `Terms`."""
+        """Join the other ranks, and return this one's end of the group; for arguments see `Terms`."""
         limit = timedelta(seconds=_MEET_SECONDS)
         is_master = self.rank == 0 and not self.has_store
         store = dist.PrefixStore(

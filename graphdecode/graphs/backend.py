@@ -22,11 +22,11 @@ BACKENDS = ("auto", "cuda", "recorded", "eager")
 
 
 class StalePointerError(GraphdecodeError, RuntimeError):
-    """A graph would read or write memory that has lost its owner."""
+    """A graph would read or write memory whose owner has changed."""
 
 
 class StalePointer(NamedTuple):
-    """An address in a graph that has lost its owner."""
+    """An address in a graph whose owner has changed."""
 
     bucket: int  # rows of the graph
     node: str  # operator or kernel
@@ -36,7 +36,7 @@ class StalePointer(NamedTuple):
     problem: str
     file: str | None  # of the step's line
     line: int | None
-    is_certain: bool = True  # see `Argument.is_certain`; a strict table refuses no other
+    is_certain: bool = True  # see `Argument.is_certain`; a strict table refuses only certain ones
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: " if self.file else ""
@@ -82,7 +82,7 @@ class Backend:
             shared = self._captures[-1]
             with shared.on_stream():
                 warm_up(step, batch, self.owners, self._warmup_steps)
-                run(step, batch)  # unobserved: some modules take another path then
+                run(step, batch)  # some modules take another path when they are not observed
             return CudaStepGraph(step, batch, shared, self.owners)
         if not self._blocks:  # the first shape runs as often as on a GPU
             warm_up(step, batch, self.owners, self._warmup_steps - 1)
@@ -114,7 +114,7 @@ class Backend:
         return Ready(replays, loop, graphs)
 
     def eager(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
-        """Return the same without a graph."""
+        """Return the same as `captured`, without graphs."""
         replays = [partial(self._run, each, batch) for each in (step, second) if each is not None]
         if control is None:
             return Ready(replays)
@@ -162,10 +162,10 @@ class Backend:
 def warm_up(
     step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_memory: bool = True, computes: bool = True
 ) -> None:
-    """Run a step under observation: hazards raise, and one-time initialization is done before the capture.
+    """Run a step under observation: hazards raise, and one-time initialization happens before the capture.
 
-    A tensor that the first run makes and Python keeps has no owner in the second, and is refused. For `checks_memory`
-    and `computes` see `StepObserver`.
+    A tensor that Python keeps from the first run has no owner in the second, and is refused. For `checks_memory` and
+    `computes` see `StepObserver`.
     """
     observer = StepObserver(owners, checks_memory=checks_memory, computes=computes)
     for _ in range(num_steps):
@@ -175,7 +175,7 @@ def warm_up(
 
 
 def backend_for(backend: str, device: torch.device) -> str:
-    """Resolve "auto" for a device; a ValueError if the backend is unknown, or does not work there."""
+    """Resolve "auto" for a device; raises ArgumentError if the backend is unknown, or does not work there."""
     if backend not in BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     native = "cuda" if device.type == "cuda" else "recorded"

@@ -21,9 +21,9 @@ from graphdecode.graphs.step_graph import Argument, Step, StepGraph
 class CudaCapture:
     """The capture stream and memory pool that all graphs of a backend share.
 
-    cuBLAS keeps a workspace for every stream that it was used on. All are freed right before and right after a capture,
-    so that a graph's workspaces lie in its pool. A graph that other code captured keeps its workspace only if that was
-    allocated during its capture. `is_spoilt`: the driver refused to end a capture; no other can begin.
+    cuBLAS keeps a workspace for every stream. All are freed right before and right after a capture, so that a graph's
+    workspaces are in its pool. A graph that other code captured keeps its workspace only if that was allocated during
+    its capture. `is_spoilt`: the driver refused to end a capture, so that no other can begin.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class CudaCapture:
         torch.cuda.empty_cache()
 
     def capture(self, step: Step, batch: Batch) -> torch.cuda.CUDAGraph:
-        """Run a step on the stream, and return its graph; after a CaptureError the process can go on."""
+        """Run a step on the stream, and return its graph; the process can continue after a CaptureError."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         observer = LastOperator()
         try:
@@ -84,8 +84,8 @@ class CudaCapture:
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after the driver refused to end a capture.
 
-        Up to 2.13 torch then does not notify its allocators. That of device memory is notified here. That of pinned
-        host memory cannot be: it goes on asking this graph whether a stream is its own, and refuses the pool.
+        Up to version 2.13, torch then does not notify its allocators. The one for device memory is notified here. The
+        one for pinned memory cannot be: it keeps asking this graph about streams, and refuses the pool.
         """
         index = torch.cuda.current_device()
         functions = [getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")]
@@ -93,7 +93,7 @@ class CudaCapture:
             for function in filter(None, functions):
                 function(index, self.pool)
         except RuntimeError:
-            return  # a newer torch has done it
+            return  # a newer torch did it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # never free the graph that the allocator asks
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class CudaStepGraph(StepGraph):
         return self._graph.raw_cuda_graph()
 
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
-        """Return a function that says how the owner of an address has changed since capture, or None."""
+        """Return a function that describes how the owner of an address has changed since capture, or returns None."""
         return cuda_nodes.AddressMap.now(owners, self._pool).problem_of
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Loops of CUDA graphs: the captured step as the body of a WHILE node, or many times over in one graph."""
+"""Loops of CUDA graphs: the captured step as the body of a WHILE node, or repeated in one graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHILE_NODES_SINCE = 12040  # the driver's CUDA version
 _BODY_KINDS = {"kernel", "memcpy", "memset", "graph", "empty", "conditional"}
 _MAX_UNROLLED_NODES = 100_000  # the driver takes microseconds and kilobytes for each
 _COUNT_BYTES = 4
-_LEAST_GAINS = {"while": 1.0, "unrolled": 1.03}  # over single launches; a WHILE node ends with its last row, too
+_LEAST_GAINS = {"while": 1.0, "unrolled": 1.03}  # over single launches; a WHILE node can also end early
 _TIMED_LAUNCHES = 3
 CONDITION = b"graphdecode_loop_goes_on"
 
@@ -74,7 +74,7 @@ def compile_condition(capability: tuple[int, int]) -> bytes:
 
 
 def seconds_of_step(loop: StepLoop, steps: int, device: torch.device) -> float:
-    """Return the time of a step in the fastest of some launches of so many steps; waits for them."""
+    """Return the time of a step in the fastest of some launches of `steps` steps; waits for them."""
     taken = []
     for _ in range(_TIMED_LAUNCHES):
         torch.cuda.synchronize(device)
@@ -96,7 +96,7 @@ class CudaLoops:
     def over(self, *graphs: CudaStepGraph) -> StepLoop:
         """Return the best loop over a captured step, and its epilogue if it has one, that the driver supports.
 
-        It is timed against single launches, and refused if these are as fast. Ranks would have to agree, and take what
+        It is timed against single launches, and used if it is faster. Several ranks would have to agree: they use what
         the driver supports.
         """
         refusals: list[str] = []
@@ -125,7 +125,7 @@ class CudaLoops:
     def _must_be_faster(self, make: Callable[..., GraphLoop], graphs: Sequence[CudaStepGraph]) -> None:
         """Raise a LoopRefusedError if a loop of this kind is not worth it; no row is live."""
         control = copy.copy(self._control)
-        control.running = torch.ones_like(control.running)  # all steps are run, though no row goes on
+        control.running = torch.ones_like(control.running)  # run all steps, though no row is live
         steps, asked_for = control.loop.max_steps, control.limit.clone()
         loop = make(graphs, control)
         try:
@@ -145,7 +145,7 @@ class CudaLoops:
             raise LoopRefusedError(f"needs a driver for CUDA 12.4, this one is for {readable}")
         unfit = sorted(set(graphs[0].kinds) - _BODY_KINDS)
         if unfit:
-            raise LoopRefusedError(f"the step holds nodes that no body may hold: {', '.join(unfit)}")
+            raise LoopRefusedError(f"its body cannot contain {', '.join(unfit)}")
         if self._condition is None:
             try:
                 self._condition = _Condition(self._device)

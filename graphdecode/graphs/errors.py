@@ -35,7 +35,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 # kind of hazard -> (what a graph would get wrong, what to do instead)
 HAZARDS = {
     "host-read": (
-        "the step reads device memory on the host, where nothing is replayed: the value at capture would stay for ever",
+        "the step reads device memory on the host, which is not replayed: a graph would keep the value of the capture",
         "keep the value on the device and compute with it there (torch.where, a mask, a kernel)",
     ),
     "data-dependent-shape": (
@@ -47,7 +47,7 @@ HAZARDS = {
         "declare a slot or a constant and write it before the replay, or use a torch factory such as full",
     ),
     "undeclared-input": (
-        "the step reads a tensor that is no slot, no constant and not made in the step: a graph would go on reading "
+        "the step reads a tensor that is neither a slot nor a constant nor made in the step: a graph would still read "
         "its address after it was freed or replaced",
         "declare it as a Slot, adopt it into the buffers, or pass it in constants",
     ),
@@ -60,23 +60,23 @@ HAZARDS = {
         "use a counter-based generator that reads its seed and position from slots",
     ),
     "moved": (
-        "the step gives a tensor other memory, or a slot another tensor: a graph goes on using the old",
+        "the step changes the memory of a tensor, or the tensor of a slot: a graph would still use the old memory",
         "allocate at full capacity, and change the contents in place with copy_",
     ),
     "raw-pointer": (
-        "the step takes a tensor's address: what is done with it can be neither recorded nor checked",
+        "the step takes a tensor's address: its use can be neither recorded nor checked",
         "do it in an operator registered with torch.library, with the tensors that it writes in mutates_args",
     ),
     "baked-value": (
-        "the step does something else the next time: a graph would repeat what it did at capture",
-        "put what changes into a slot, and read it on the device",
+        "the step differs from one run to the next: a graph would repeat what it did at capture",
+        "put the value that changes into a slot, and read it on the device",
     ),
     "mixed-rows": (
-        "what is kept depends on what stands in the rows past the live ones; in a padded bucket these hold anything",
-        "keep to a row, or leave the others out: torch.where(torch.arange(rows, device=...) < live_rows, ..., 0)",
+        "the result depends on rows past the live ones; in a padded bucket these have any contents",
+        "keep rows independent, or mask the others: torch.where(torch.arange(rows, device=...) < live_rows, ..., 0)",
     ),
     "unseen-work": (
-        "no operator of the thread that runs the step did its work: a graph would hold nothing of it",
+        "no operator in the step's thread did this work: a graph would not contain it",
         "do all work in the thread that calls the step, and on a GPU on its stream",
     ),
     "unregistered-launch": (

@@ -1,8 +1,8 @@
 """`RecordedStepGraph`: the semantics of a CUDA graph on a machine without one.
 
-One run of the step is recorded operator by operator, with the actual tensors; replay runs that flat list again into
-the same storages, with no Python of the step in between. What a CUDA graph would get wrong (a baked number, a stale
-pointer) this gets wrong in the same way; what it cannot hold, this refuses.
+One run of the step is recorded operator by operator, with the actual tensors; replay runs this flat list again on the
+same storages, without the step's Python. What a CUDA graph would get wrong (a baked number, a stale pointer), this gets
+wrong in the same way; what a graph cannot contain is refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Recorder(StepObserver):
 
     def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
         super().__init__(owners, computes=False)
-        self.in_setitem = True  # the warm-up has refused host data other than numbers written by index
+        self.in_setitem = True  # the warm-up has refused all host data but numbers written by index
         self.calls: list[Callable[[], Any]] = []
         self.memory = ReusedMemory(blocks)  # of intermediates in replays
         self.pool: list[Tensor] = []  # the step's intermediates, over that memory
@@ -189,7 +189,7 @@ class RecordedStepGraph(StepGraph):
         self.moved_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None and not is_opaque(tensor))
 
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
-        """Return a function that says what has become of an argument's memory since capture; None if nothing."""
+        """Return a function that describes how an argument's memory has changed since capture, or returns None."""
         owned = (owners.slots(), owners.constants_now())
         pool = {storage_key(tensor) for tensor in self._pool}
 
@@ -197,7 +197,7 @@ class RecordedStepGraph(StepGraph):
             if argument.tensor is None or argument.storage is None:
                 return None  # opaque
             if argument.owner is None and argument.storage not in pool:
-                return None  # a number that the step's code wrote
+                return None  # a number in the step's code
             owner = argument.owner or "an intermediate"
             if storage_address(argument.tensor) != argument.address:
                 return f"the memory of {owner} was reallocated after capture"

@@ -30,9 +30,9 @@ class BucketReport:
     replays: int = 0  # steps that ran, in single replays and in loops
     live_rows: int = 0  # sum over these steps
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # by weight: the chosen product, its figures
-    error: str | None = None  # why the capture failed, for a bucket that stays eager
+    error: str | None = None  # why the capture failed, if the bucket stays eager
     loop: str | None = None  # `StepLoop.kind`
-    loop_reason: str | None = None  # why it is not "while" on a GPU
+    loop_reason: str | None = None  # on a GPU: why it is not "while"
     launches: int = 0  # of the loop
     eager_runs: int = 0  # steps without a graph
     queries: int = 1  # per row
@@ -40,7 +40,7 @@ class BucketReport:
 
     @classmethod
     def of(cls, shape: StepShape, state: str) -> BucketReport:
-        """Return the empty report of a shape; the bucket of prompts alone is their number of tokens."""
+        """Return the empty report of a shape; the bucket of a pass with only prompts is its number of tokens."""
         along = shape.prompt_tokens if shape.rows else 0
         return cls(shape.rows or shape.prompt_tokens, state, queries=shape.queries, along=along)
 
@@ -95,7 +95,7 @@ class GraphReport:
         ]
         lines += [self._row(bucket) for bucket in self.buckets]
         if any(bucket.moved_bytes for bucket in self.buckets):
-            lines.append("moved MiB are at most: of caches and tables all is counted, whatever a step reads of them")
+            lines.append("moved MiB is an upper bound: caches and tables count whole, whatever a step reads of them")
         for kernels, buckets in self._alike(lambda bucket: bucket.kernels):
             shown = kernels.most_common(_NAMES_SHOWN)
             lines += [f"most often in bucket {buckets}:", *(f"{count:>7} {name}" for name, count in shown)]

@@ -59,7 +59,7 @@ class Argument:
     """One tensor of an operator, or one address among the arguments of a kernel."""
 
     name: str  # of the operator's argument, or "result"; of a kernel, "number of the argument+byte"
-    address: int | None  # where the tensor's storage began at capture, or the address itself
+    address: int | None  # begin of the tensor's storage at capture, or the address itself
     owner: str | None  # the slot or constant; None: an intermediate, or unknown
     tensor: Tensor | None = None  # of an operator: an alias of the memory at capture
     storage: int | None = None  # identifies the tensor's storage; None for opaque tensors
@@ -99,7 +99,7 @@ class StepGraph(ABC):
 
     @abstractmethod
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
-        """Return a function that says how the owner of an argument's memory has changed since capture, or None."""
+        """Return a function that describes how the owner of an argument's memory has changed; None: it has not."""
 
     @abstractmethod
     def close(self) -> None:
@@ -116,12 +116,12 @@ class Loop:
     max_steps: int  # per launch
     running: str = "running"  # slot where the step writes how many rows are running
     limit: str = "loop_limit"  # slot of the number of steps to run; the table writes it
-    count: str = "loop_count"  # slot of the number of steps that ran; all, if the device cannot end a loop early
-    epilogue: Step | None = None  # captured, too; runs once after the steps of a launch, over the same batch
+    count: str = "loop_count"  # slot of the number of steps that ran
+    epilogue: Step | None = None  # captured, too; runs once after the steps of a launch
 
 
 class LoopControl:
-    """The tensors of a loop's slots; a ValueError if a slot does not fit."""
+    """The tensors of a loop's slots; raises ArgumentError if a slot does not fit."""
 
     def __init__(self, loop: Loop, buffers: StepBuffers) -> None:
         if loop.max_steps < 1:
@@ -151,10 +151,10 @@ class LoopControl:
 
 
 class StepLoop:
-    """Several steps of one shape per call of `launch`; this base class launches each step by itself.
+    """Several steps of one shape per call of `launch`; this base class launches each step separately.
 
     `kind`: "while" (the device runs the loop), "unrolled" (one graph of `max_steps` steps), "host" (a CPU runs it), or
-    "single" (a launch per step); `reason`: why not an earlier one of these.
+    "single" (a launch per step); `reason`: why no better kind is used.
     """
 
     kind = "single"

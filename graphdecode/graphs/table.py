@@ -31,7 +31,7 @@ class GraphTable:
     """Captures a step once for each shape, and replays it: see `StepShape` and `ShapeLadder`.
 
     Args:
-        step: runs a shape over the buffers narrowed to its rows, or to its tokens if it has prompts alone.
+        step: runs a shape over the buffers narrowed to its rows, or to its tokens if it has only prompts.
         buffers: everything that the step reads and writes.
         ladder: the shapes; its buckets are those of steps with one query per row.
         constants: modules and tensors that the step only reads; they are kept alive, and must not move.
@@ -41,7 +41,7 @@ class GraphTable:
         capture_when: "startup", or "first-use": a shape is captured after the first step that needed it; that step runs
             padded to the next captured shape, or eagerly. "idle": as first-use, but a shape is captured after its
             second step, or by `capture_waiting`.
-        strict: refuse a replay if an address in its graph has lost its owner.
+        strict: refuse a replay if the owner of an address in its graph has changed.
         choices, computed_in: facts for the report: for a number of tokens, and for all.
         loop: allows several steps per launch.
         around: given a shape, returns a context manager to capture it in.
@@ -87,7 +87,7 @@ class GraphTable:
         self._enabled: set[str] = set()  # kinds of shapes that may run: captured, or to be captured at first use
         self._verified: int | None = None  # rows of the last run; addresses are verified when they change
         self._frozen = False
-        self._identity = object()  # by which the buffers know whose step ran last
+        self._identity = object()  # for `StepBuffers.make_ready`
         self._host_thread: ThreadPoolExecutor | None = None
         at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(at_exit)
@@ -122,7 +122,7 @@ class GraphTable:
         try:
             with (
                 self._nothing_live(StepShape(1, 1, 1)),
-                # all bars of a process share a lock: make none without need
+                # all bars of a process share a lock: make one only if needed
                 tqdm(total=total, desc="capturing", unit="graph", disable=None, leave=False)
                 if progress
                 else nullcontext() as bar,
@@ -169,7 +169,7 @@ class GraphTable:
         return shape is not None
 
     def _nothing_live(self, shape: StepShape) -> AbstractContextManager[None]:
-        # pages of the last prompts may have another owner by now
+        # the pages of the last prompts may have other owners now
         return no_row_live(*[self.buffers] * bool(shape.rows), *[self.prompts] * bool(shape.prompt_tokens))
 
     def _arguments_of(self, shape: StepShape) -> tuple[Step, Batch, Step | None, LoopControl | None]:
@@ -211,10 +211,10 @@ class GraphTable:
                 The second half reads what it writes, or uploads on the current stream.
 
         Raises:
-            ValueError: more rows than the capacity, or no step with so many queries.
+            ValueError: more rows than the capacity, or no step with that number of queries.
             RuntimeError: nothing was captured, or the step does not run in halves.
             FrozenError: a slot, adopted tensor or constant was moved.
-            StalePointerError: strict, and an address in the graph has lost its owner.
+            StalePointerError: strict, and the owner of an address in the graph has changed.
         """
         if meanwhile is not None and wanted.part == "whole":
             raise RuntimeError(f"{wanted} does not run in halves")
@@ -308,7 +308,7 @@ class GraphTable:
             RuntimeError: there is no loop.
         """
         if self._control is None:
-            raise RuntimeError("several steps at once need graphs that were made with loop=")
+            raise RuntimeError("several steps per launch need a table with loop=")
         if type(num_steps) is not int or not 1 <= num_steps <= self._control.loop.max_steps:
             most = self._control.loop.max_steps
             raise ArgumentError(f"num_steps must be in 1..max_steps={most}, got {num_steps!r}")
@@ -323,7 +323,7 @@ class GraphTable:
         return shape.rows
 
     def dot(self, bucket: int, queries: int = 1) -> str:
-        """Return one bucket's step in Graphviz' language; a ValueError if it has no graph."""
+        """Return one bucket's step in Graphviz' language; raises ArgumentError if it has no graph."""
         captured, shape = self._captured, StepShape(bucket, queries)
         if type(bucket) is not int or shape not in captured:
             known = [other.rows for other in captured if other == StepShape(other.rows, queries)]
@@ -331,11 +331,11 @@ class GraphTable:
         return to_dot(str(shape), captured[shape].nodes)
 
     def svg(self, bucket: int, queries: int = 1) -> str:
-        """Return the same as SVG, drawn by Graphviz; a PictureError if that is not installed."""
+        """Return the same as SVG, drawn by Graphviz; raises PictureError if that is not installed."""
         return to_svg(self.dot(bucket, queries))
 
     def run_without_graph(self, shape: StepShape, step: Callable[[], Any]) -> Any:
-        """Run a shape that no graph holds, operator by operator; the report counts it in the largest shape."""
+        """Run a shape that no graph fits, operator by operator; the report counts it in the largest shape."""
         if shape.rows:
             self.buffers.set_live_rows(shape.rows)
         largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, self.prompts.max_batch_size)
@@ -345,7 +345,7 @@ class GraphTable:
     def can_mix(self, rows: int, prompt_tokens: int) -> bool:
         """Whether to put prompts into a step of some rows.
 
-        That is so if a graph holds them, or if no mixed graph holds so many prompt tokens with any number of rows.
+        True if a graph fits them, or if no mixed graph has that many prompt tokens.
         """
         mixed = self.ladder.of("mixed") if "mixed" in self._enabled else []
         if not mixed or self.ladder.fit(StepShape(rows, 1, prompt_tokens)) is not None:
@@ -357,12 +357,12 @@ class GraphTable:
         self._backend.verify(self.audit() if self._strict else ())
 
     def audit(self) -> list[StalePointer]:
-        """Return every address in the graphs that has lost its owner, smallest bucket first."""
+        """Return every address in the graphs whose owner has changed, smallest bucket first."""
         buckets = sorted((shape.rows or shape.prompt_tokens, shape) for shape in self._ready)
         return self._backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
 
     def freeze(self) -> None:
-        """Refuse to adopt, to capture again and to load weights, until `thaw`; `verify` finds what moves anyway.
+        """Refuse to adopt tensors, capture again and load weights until `thaw`; `verify` finds what moves anyway.
 
         Raises:
             FrozenError: something was moved already.

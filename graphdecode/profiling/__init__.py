@@ -1,4 +1,4 @@
-"""Measuring: read bandwidth, step latency, and what a step could cost at best."""
+"""Measurements: read bandwidth, and the latency of steps with its floor."""
 
 from graphdecode.profiling.environment import read_bandwidth
 

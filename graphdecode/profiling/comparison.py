@@ -1,4 +1,4 @@
-"""Two profiles side by side: what got slower, and by how much."""
+"""Comparison of two profiles: what got slower, and by how much."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Comparison:
     """All points that two profiles share."""
 
     changes: list[PointChange]
-    differences: list[str]  # of model, machine and the like, in words
+    differences: list[str]  # of model, machine and software, as messages
 
     @property
     def overall(self) -> float:
@@ -76,10 +76,10 @@ def read_profile(path: Path) -> dict:
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} is no profile: {cause(error)}") from error
+        raise ArgumentError(f"{path} is not a profile: {cause(error)}") from error
     schema = profile.get("schema") if isinstance(profile, dict) else None
     if schema != SCHEMA_VERSION:
-        raise ArgumentError(f"{path} is no profile: schema {SCHEMA_VERSION} is needed, got {schema!r}")
+        raise ArgumentError(f"{path} is not a profile: schema {SCHEMA_VERSION} is needed, got {schema!r}")
     try:
         for row in profile["rows"]:
             _ = row["bucket"], row["context"], row["step_ms"]["p50"], row["noise"], min(row["round_ms"])
@@ -87,9 +87,9 @@ def read_profile(path: Path) -> dict:
             _ = bucket["bucket"], bucket["state"], bucket["capture_ms"], bucket["pool_bytes"]
         _ = profile["environment"]["device_name"], *(profile[key] for key in _SAME)
     except (KeyError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{path} is no profile: {error!r}") from error
+        raise ArgumentError(f"{path} is not a profile: {error!r}") from error
     if not profile["rows"]:
-        raise ArgumentError(f"{path} is no profile: it has no rows")
+        raise ArgumentError(f"{path} is not a profile: it has no rows")
     return profile
 
 

@@ -19,9 +19,9 @@ _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.
 
 
 def describe_environment(device: torch.device | str) -> dict[str, str | int | float]:
-    """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads.
+    """Return the facts needed to judge a figure: device, driver, versions, commit, clocks, threads.
 
-    `cache_bytes` is the last cache's (0: unknown); `instructions` are those of compiled kernels.
+    `cache_bytes` is the size of the last-level cache (0: unknown); `instructions` are those of compiled kernels.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -43,8 +43,8 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         "commit": _commit(),
     }
     if on_gpu:
-        answer = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
-        values = [value.strip() for value in answer.partition("\n")[0].split(",")] if answer else []
+        printed = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
+        values = [value.strip() for value in printed.partition("\n")[0].split(",")] if printed else []
         facts |= {f"gpu_{name.replace('.', '_')}": value for name, value in zip(_GPU_FIELDS, values, strict=False)}
     return facts
 
@@ -57,7 +57,7 @@ def _cpu_fields() -> dict[str, str]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the size of a device's last cache, for a CPU the largest cache of the first core; 0: unknown."""
+    """Return the size of a device's last-level cache, for a CPU the largest cache of the first core; 0: unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

@@ -1,4 +1,4 @@
-"""Trials of ladders: a recorded load replayed through each of them in alternation, and the cost of their graphs."""
+"""Trials of ladders: a recorded load replayed through each in alternation, and the cost of their graphs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class LadderTrial:
 class Ratio:
     """One ladder's step over another's: below 1 is quicker."""
 
-    median: float  # of the ratios of rounds at the same time
+    median: float  # of the ratios of simultaneous rounds
     quiet: float  # quickest round over quickest round
-    noise: float  # half the distance between the quartiles of these ratios, over their median
+    noise: float  # half the interquartile range of these ratios, over their median
 
     @property
     def verdict(self) -> str:
@@ -55,8 +55,8 @@ class Ratio:
 class Trial:
     """Ladders measured in alternation."""
 
-    model: str  # the model's name, for people
-    dtype: str  # that it was computed in
+    model: str  # name of the model
+    dtype: str  # of the computation
     backend: str  # of the graphs
     context: int  # tokens of each row
     steps: int  # of each round
@@ -112,13 +112,13 @@ def try_ladders(
     length = context + STEPS_PER_STAGING
     pages = largest * (-(-length // 16) + 1)
     config = BucketConfig(max_batch_size=largest, max_sequence_length=length, total_num_pages=pages)
-    place, sizes = resolve_device(device), (1, largest)
+    target, sizes = resolve_device(device), (1, largest)
     decoder = load_model(
-        model, device=place, dtype=dtype, max_sequence_length=length, batch_sizes=sizes, progress=progress
+        model, device=target, dtype=dtype, max_sequence_length=length, batch_sizes=sizes, progress=progress
     )
     longest = decoder.config.max_position_embeddings - STEPS_PER_STAGING
     if context > longest:
-        why = f"what {model} was trained for, less some steps"
+        why = f"the length of {model}, less some steps"
         raise ArgumentError(f"context must be in 1..{longest} ({why}), got {context}")
     trace = trace_of(counts, steps)
     with ExitStack() as held:

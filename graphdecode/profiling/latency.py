@@ -23,11 +23,11 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
 
-NOISY = 0.1  # spread of rounds above which a difference of a tenth cannot be shown
-_HELD_CYCLES = 4_000_000  # some 2 ms, in which the host gets ahead of the device
+NOISY = 0.1  # spread of rounds above which a difference of 10% cannot be detected
+_HELD_CYCLES = 4_000_000  # some 2 ms, for the host to get ahead of the device
 SCHEMA_VERSION = 2
-STEPS_PER_STAGING = 16  # the graph advances rows, which are set back before they grow far past the context
-ROUNDS = 5  # over all points, so that a slow minute of the machine affects all of them
+STEPS_PER_STAGING = 16  # the graph advances rows; they are reset before they grow far past the context
+ROUNDS = 5  # over all points, so that a slow phase of the machine affects all of them
 TRACED_STEPS = 10
 _EAGER_SHARE = 2  # replays for each eager step
 _MIN_EAGER_STEPS = 3
@@ -63,7 +63,7 @@ def _row(
         **times,
         "replay_speedup": times["eager_ms"]["p50"] / step,
         "bytes_moved": moved,
-        "in_cache": moved <= cache_bytes,  # memory bandwidth is no floor then
+        "in_cache": moved <= cache_bytes,  # then memory bandwidth is not a floor
         "achieved_bytes_per_second": 1000 * moved / step,
         "bandwidth_share": 1000 * moved / step / bandwidth,
         "floor_ms": 1000 * moved / bandwidth,
@@ -79,7 +79,7 @@ def _row(
 def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool = True) -> list[float]:
     """Return the time of each of `count` consecutive steps on a GPU in ms.
 
-    `is_held`: hold the device until the host has launched all of them, so that no launch is part of a step's time.
+    `is_held`: hold the device until the host has launched all, so that launches do not count.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     hold = getattr(torch.cuda, "_sleep", None)
@@ -94,7 +94,7 @@ def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool =
 
 
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
-    """Return the bytes that a step must move: weights once, keys and values of all rows once, the new ones.
+    """Return the bytes that a step must move: weights, and keys and values of all rows, with the new ones, once.
 
     Recurrent states of all rows are read and written.
     """
@@ -126,7 +126,7 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
 
 
 def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
-    """Write to the pages of some rows: unwritten ones share a page of zeros of the system, and are read from cache."""
+    """Write to the pages of some rows: unwritten pages all map to one page of zeros, which stays in the cache."""
     rolling, device = runner.cache.rolling, runner.model.device
     for inputs in rows:
         pages = ring = torch.tensor(inputs.memory.pages, device=device)
@@ -159,7 +159,7 @@ class LatencyProfiler:
         if outside := [context for context in contexts if not 1 <= context <= longest]:
             limits = f"1..{longest} (max_sequence_length less some steps)"
             raise ArgumentError(f"a context must be in {limits}, got {outside[0]}")
-        environment = describe_environment(device)  # before this run is part of the load
+        environment = describe_environment(device)  # before this run adds to the load
         with rows_at(runner, max(runner.graphs.buckets), max(contexts)) as largest:
             fill_pages(runner, largest)
         points: dict[tuple[int, int], list[dict[str, list[float]]]]
@@ -235,7 +235,7 @@ class LatencyProfiler:
     ) -> tuple[list[float], list[float], list[float]]:
         """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms.
 
-        On a GPU the steps are timed once more, back to back, so that no launch is part of a step's time.
+        On a GPU the steps are timed again, back to back, so that launches do not count.
         """
         steps = self._steps if steps is None else steps
         launch_us, token_ms, step_ms = list[float](), list[float](), list[float]()
@@ -260,7 +260,7 @@ class LatencyProfiler:
         return launch_us, step_ms, token_ms
 
     def eager(self, rows: Sequence[RowInputs], count: int) -> list[float]:
-        """Return the times of eager steps in ms, the host's part included, after two for warm-up."""
+        """Return the times of eager steps in ms, with the host's part, after two for warm-up."""
         run, step_ms = partial(self.runner.graphs.run_eager, len(rows)), list[float]()
         while len(step_ms) < count + 2:
             self._stage(rows)

@@ -21,7 +21,7 @@ from graphdecode.profiling.latency import NOISY
 
 MISSING = "plots need matplotlib: pip install 'graphdecode[plot]'"
 _TICKED_BUCKETS = 12
-_LINEAR_SPAN = 16  # between the least and the largest value; beyond it, axes are logarithmic
+_LINEAR_SPAN = 16  # ratio of largest to smallest value above which axes are logarithmic
 _CAPTIONS = {
     "latency": "Step time of each bucket, from the quickest to the slowest round, and the floor: the bytes that a step "
     "must move over the read bandwidth.",
@@ -101,7 +101,7 @@ def draw_latency(figure: Any, profile: dict) -> None:
 
 
 def _tick_buckets(axes: Any, buckets: list[int]) -> None:
-    """Put ticks at the buckets, if they have room."""
+    """Put ticks at the buckets if there is room."""
     apart = min((b - a for a, b in itertools.pairwise(buckets)), default=1)
     if len(buckets) <= _TICKED_BUCKETS and apart * 25 >= buckets[-1]:
         axes.set_xticks(buckets)
@@ -146,7 +146,7 @@ def time_columns(profile: dict) -> Columns:
 
 
 def _short(value: float, digits: int) -> str:
-    """Return a number with `digits` after the point, fewer if there are many before it."""
+    """Format a number with `digits` decimals, fewer if it is large."""
     return f"{value:.{max(digits - max(len(str(int(value))) - 2, 0), 0)}f}"
 
 
@@ -185,15 +185,15 @@ def summary(profile: dict) -> list[str]:
     lines = [
         f"{profile['model']} {profile['dtype']} on {environment['device_name']}, "
         f"{profile['backend']} backend" + "; the launch is the work" * (profile["backend"] == "recorded"),
-        f"read bandwidth {profile['read_bandwidth'] / 1e9:.1f} GB/s, measured in turn with the steps "
+        f"read bandwidth {profile['read_bandwidth'] / 1e9:.1f} GB/s, measured between the steps "
         f"({min(rounds) / 1e9:.1f} to {max(rounds) / 1e9:.1f}); weights {profile['weight_bytes'] / 2**20:.1f} MiB; "
         f"{profile['steps']} steps at each point, in {profile['rounds']} rounds",
     ]
     if any(row["in_cache"] for row in rows):
         size = f"{environment['cache_bytes'] / 2**20:.0f} MiB"
-        lines.append(f"* a step moves less than the last cache's {size}, and may be quicker than memory's floor")
+        lines.append(f"* a step moves less than the last-level cache's {size}, and may be faster than the floor")
     if unsure := sum(row["eager_noise"] > NOISY for row in rows):
-        lines.append(f"? the eager steps were too noisy to tell the ratio to a tenth at {unsure} of {len(rows)} points")
+        lines.append(f"? the eager steps are too noisy for a ratio within 10% at {unsure} of {len(rows)} points")
     noise = [row["noise"] for row in rows]
     lines.append(
         f"noise: medians of rounds lie {100 * statistics.median(noise):.1f}% apart at the middle point, "
@@ -202,7 +202,7 @@ def summary(profile: dict) -> list[str]:
     if noisy := sum(row["noisy"] for row in rows):
         lines.append(
             f"too noisy to tell at {noisy} of {len(rows)} points: the machine was busy; "
-            "do not trust a difference of a tenth there"
+            "do not trust differences of 10% there"
         )
     return lines
 
@@ -210,7 +210,7 @@ def summary(profile: dict) -> list[str]:
 def profile_tables(profile: dict, width: int) -> list[Table]:
     """Return the figures of every bucket and context for a terminal, each time next to its floor.
 
-    What is wider than the terminal is several tables, each with bucket and context.
+    A table wider than the terminal is split into several, each with bucket and context.
     """
     titles = {
         "host launch, step, and launch to token": time_columns,

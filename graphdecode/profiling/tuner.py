@@ -1,4 +1,4 @@
-"""Bucket ladders for a recorded load: the record, what steps and graphs cost, and the best ladders side by side."""
+"""Bucket ladders for a recorded load: the record, the costs of steps and graphs, and the best ladders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_batch_sizes(path: Path) -> Counter[int]:
     """Read a histogram, batch size -> decode steps; raises `ArgumentError` for an invalid or empty one."""
     counts = _read(path)
     if not counts.total():
-        raise ArgumentError(f"{path} counts no decode step")
+        raise ArgumentError(f"{path} has no decode steps")
     return counts
 
 
@@ -44,7 +44,7 @@ def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
 
 
 def check_record(path: Path) -> None:
-    """Raise `ArgumentError`, before a run, for a file that its batch sizes cannot be added to."""
+    """Raise `ArgumentError` if batch sizes cannot be added to a file."""
     if path.is_dir() or not path.parent.is_dir():
         raise ArgumentError(f"{path} must be a file in a folder that exists")
     if not os.access(path.parent, os.W_OK):
@@ -57,14 +57,14 @@ def _read(path: Path) -> Counter[int]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} is no record of batch sizes: {cause(error)}") from error
+        raise ArgumentError(f"{path} is not a record of batch sizes: {cause(error)}") from error
     counts = record.get("batch_sizes") if isinstance(record, dict) else None
     if not isinstance(counts, dict):
-        raise ArgumentError(f"{path} is no record of batch sizes: it must be an object with an object batch_sizes")
+        raise ArgumentError(f"{path} is not a record of batch sizes: it must be an object with an object batch_sizes")
     for size, steps in counts.items():
         if not re.fullmatch(r"[1-9]\d{0,8}", size) or type(steps) is not int or steps < 0:
             raise ArgumentError(
-                f"{path} is no record of batch sizes: sizes must be integers >= 1 and their counts integers >= 0, "
+                f"{path} is not a record of batch sizes: sizes must be integers >= 1 and their counts integers >= 0, "
                 f"got {shown(size)}: {shown(steps)}"
             )
     return Counter({int(size): steps for size, steps in counts.items()})
@@ -79,7 +79,7 @@ class StepCost:
 
     @classmethod
     def linear(cls, max_batch_size: int, *, base_ms: float = 1.0, row_ms: float = 0.02) -> StepCost:
-        """Return the model of a step that is bound by reading weights: a constant, and a little for each row."""
+        """Return a linear model for steps that are bound by reading weights: a constant, and a little per row."""
         rows = np.arange(max_batch_size + 1)
         return cls(base_ms + row_ms * rows, f"linear model, {base_ms} ms + {row_ms} ms a row")
 

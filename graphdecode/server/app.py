@@ -49,7 +49,7 @@ class _Guard(ABC):
 
     @abstractmethod
     def refusal(self, scope: Scope) -> HttpError | None:
-        """Return why a request is refused; None: it is not."""
+        """Return the error of a request that is refused, or None."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -70,7 +70,9 @@ class HostGuard(_Guard):
             # without port, and an IPv6 address without brackets
             name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].lower().rstrip(".")
             if name not in self._hosts and _address(name) is None:
-                message = f"this server is not called {name[:200]!r}; [server] allowed_hosts names more"
+                message = (
+                    f"unknown host {name[:200]!r}: [server] allowed_hosts allows more than localhost and addresses"
+                )
                 return HttpError(403, message, code="host")
         return None
 
@@ -96,7 +98,7 @@ class KeyGuard(_Guard):
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> str:
-    """Return the caller of a request, who cannot choose it: the digest of the API key, else the client's address."""
+    """Return what identifies a caller, and cannot be forged: the digest of the API key, else the client's address."""
     if _KEY in scope:
         return str(scope[_KEY])
     host = (scope.get("client") or ("",))[0]
@@ -107,7 +109,7 @@ def caller_of(scope: MutableMapping[str, Any]) -> str:
 
 
 def own_names(limits: ServerConfig) -> tuple[str, ...] | None:
-    """Return the names, besides localhost, that a server may be called by; None: any."""
+    """Return the host names, besides localhost, that requests may use; None: any."""
     names, address = tuple(limits.allowed_hosts), _address(limits.host)
     is_local = limits.host == "localhost" or (address is not None and address.is_loopback)
     return None if "*" in names or not (names or is_local) else names
@@ -126,14 +128,14 @@ def prepared_tokens(preprocessor: Preprocessor, body: Tokenize) -> bytes:
     elif body.messages is not None:
         ids = rendered_chat(preprocessor, body).token_ids
     else:
-        raise HttpError(400, "prompt must be a text, or messages a conversation", param="prompt")
-    answer: dict[str, Any] = {
+        raise HttpError(400, "prompt or messages is required", param="prompt")
+    content: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": preprocessor.engine.rules.capacity.token_limit,
         "tokens": ids,
         "token_strs": preprocessor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
     }
-    return bytes(JSONResponse(answer).body)
+    return bytes(JSONResponse(content).body)
 
 
 def prepared_text(preprocessor: Preprocessor, body: Detokenize) -> bytes:
@@ -164,7 +166,7 @@ async def _as_json(service: Service, prepared: bytes, caller: str) -> Response:
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """Return facts for clients that render and tokenize."""
+    """Return what clients need to render and tokenize by themselves."""
     tokenizer = service.tokenizer
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     return {
@@ -177,9 +179,9 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 
 
 def live(service: Service) -> dict[str, Any]:
-    """Return counts since the start, medians over the latest steps and requests, and the sampling; times in seconds.
+    """Return counts since the start, medians over recent steps and requests, and sampling defaults; times in seconds.
 
-    A floor above the step is left out: it was measured while other work took the bandwidth.
+    A bandwidth floor above the step time is left out: it was measured while other work took the bandwidth.
     """
     metrics, defaults, ready = service.metrics, service.sampling_defaults, service.client.ready
     status = metrics.engine_status
@@ -259,11 +261,11 @@ def make_app(service: Service) -> Starlette:
     return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
 
 
-def _get(answer: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+def _get(endpoint: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
     """Return a handler in the event loop, whose response is JSON unless it is a `Response`."""
 
     async def answered(request: Request) -> Response:
-        found = answer(request)
+        found = endpoint(request)
         return found if isinstance(found, Response) else JSONResponse(found)
 
     return answered
@@ -279,7 +281,7 @@ def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[
         async with service.bodies.read(request) as data:
             response = await until_gone(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
         if response is None:
-            raise HttpError(499, "the client went away")
+            raise HttpError(499, "the client disconnected")
         return response
 
     return answered

@@ -1,4 +1,4 @@
-"""Batches: requests from a file, responses to another, as the server's endpoints give them."""
+"""Batches: requests from a file, responses of the server's endpoints to another."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from graphdecode.server.protocol import GeneratingPath, problem_of
 from graphdecode.server.run import Served
 from graphdecode.server.service import Service
 
-_ANSWER_BEGINS = b'{"id": "batch_req_'
+_RESPONSE_BEGINS = b'{"id": "batch_req_'
 _SYNC_EVERY_SECONDS = 1.0
-ATTEMPTS = 3  # at a request whose engine ended
-_POLL_SECONDS = 0.05  # whether the engine serves again
-_MAX_FAULTS = 10  # of a file, that are named at once
+ATTEMPTS = 3  # for a request whose engine ended
+_POLL_SECONDS = 0.05  # until the engine serves again
+_MAX_FAULTS = 10  # of a file in one error
 log = logging.getLogger(__name__)
 
 
 class BatchRequest(BaseModel):
-    """A line of the input in OpenAI's batch format; its body is validated when it is answered."""
+    """A line of the input in OpenAI's batch format; its body is validated when it is processed."""
 
     model_config = ConfigDict(strict=True)
 
@@ -46,12 +46,12 @@ class BatchInput:
     """The requests of a file, read lazily.
 
     Raises:
-        ArgumentError: the file cannot be read, a line is no request, or two have one `custom_id`; it names up to ten.
+        ArgumentError: the file cannot be read, a line is not a request, or two share a `custom_id`; it names up to ten.
     """
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
         if not path.is_file():
-            wrong = "is no file" if path.exists() else "does not exist"
+            wrong = "is not a file" if path.exists() else "does not exist"
             raise ArgumentError(f"{path} {wrong}: a batch needs a file of requests, one a line")
         self._path = path
         self._max_line_bytes = max_line_bytes
@@ -62,7 +62,7 @@ class BatchInput:
                 custom_id = self._request(number, line).custom_id
                 first = self.custom_ids.setdefault(custom_id, number)
                 if first != number:
-                    raise ArgumentError(f"{path} lines {first} and {number} have one custom_id: {custom_id[:100]!r}")
+                    raise ArgumentError(f"{path} lines {first} and {number} share a custom_id: {custom_id[:100]!r}")
             except ArgumentError as error:
                 faults.append(str(error))
             if len(faults) == _MAX_FAULTS:
@@ -70,7 +70,7 @@ class BatchInput:
         if faults:
             raise ArgumentError("; ".join(faults))
         if not self.custom_ids:
-            raise ArgumentError(f"{path} holds no request")
+            raise ArgumentError(f"{path} has no requests")
 
     def __iter__(self) -> Iterator[BatchRequest]:
         return (self._request(number, line) for number, line in self._lines())
@@ -94,16 +94,16 @@ class BatchOutput:
     """The output file of a batch, locked against other runs; an incomplete last line is dropped.
 
     Raises:
-        ArgumentError: it is locked, not writable, or has other lines than answers to `requested`; it stays as it was.
+        ArgumentError: it is locked, not writable, or has lines that are not responses to `requested`; it is unchanged.
     """
 
     def __init__(self, path: Path, requested: dict[str, int]) -> None:
         self.answered: set[str] = set()  # `custom_id`s
-        self.num_failed = 0  # answers that are errors
+        self.num_failed = 0  # responses that are errors
         self._path = path
         self._synced = time.monotonic()
         if path.exists() and not path.is_file():
-            raise ArgumentError(f"{path} must be a file that answers can be added to")
+            raise ArgumentError(f"{path} must be a file that responses can be appended to")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
@@ -113,34 +113,34 @@ class BatchOutput:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             except OSError:
                 raise ArgumentError(f"{path} is being written by another run") from None
-            whole_bytes = self._read_answers(requested)
+            whole_bytes = self._read_responses(requested)
             if whole_bytes < os.fstat(self._file).st_size:
                 os.ftruncate(self._file, whole_bytes)
         except BaseException:
             os.close(self._file)
             raise
 
-    def _read_answers(self, requested: dict[str, int]) -> int:
-        """Note which requests are answered; return the bytes of complete lines."""
+    def _read_responses(self, requested: dict[str, int]) -> int:
+        """Note which requests have a response; return the bytes of complete lines."""
         whole_bytes = 0
         with self._path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 where = f"{self._path} line {number}"
                 if not line.endswith(b"\n"):
-                    if not (line.startswith(_ANSWER_BEGINS) or _ANSWER_BEGINS.startswith(line)):
-                        raise ArgumentError(f"{where} is no answer of a batch")
+                    if not (line.startswith(_RESPONSE_BEGINS) or _RESPONSE_BEGINS.startswith(line)):
+                        raise ArgumentError(f"{where} is not a batch response")
                     break
                 try:
-                    answer = json.loads(line)
-                    custom_id, status = answer["custom_id"], answer["response"]["status_code"]
+                    parsed = json.loads(line)
+                    custom_id, status = parsed["custom_id"], parsed["response"]["status_code"]
                 except (ValueError, TypeError, KeyError, RecursionError):
                     custom_id = status = None
                 if not (isinstance(custom_id, str) and isinstance(status, int)):
-                    raise ArgumentError(f"{where} is no answer of a batch")
+                    raise ArgumentError(f"{where} is not a batch response")
                 if custom_id not in requested:
-                    raise ArgumentError(f"{where} answers {custom_id[:100]!r}, for which the input does not ask")
+                    raise ArgumentError(f"{where} responds to {custom_id[:100]!r}, which the input does not have")
                 if custom_id in self.answered:
-                    raise ArgumentError(f"{where} answers {custom_id[:100]!r} a second time")
+                    raise ArgumentError(f"{where} is a second response to {custom_id[:100]!r}")
                 self._note(custom_id, status)
                 whole_bytes += len(line)
         return whole_bytes
@@ -150,10 +150,10 @@ class BatchOutput:
         self.num_failed += status != 200
 
     def add(self, custom_id: str, number: str, status: int, body: dict[str, Any]) -> None:
-        """Write an answer; if the disk is full (OSError), the next run drops the part that was written."""
+        """Write a response; if the disk is full (OSError), the next run drops the part that was written."""
         response = {"status_code": status, "request_id": f"req_{number}", "body": body}
-        answer = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": None}
-        left = memoryview(json.dumps(answer).encode() + b"\n")
+        line = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": None}
+        left = memoryview(json.dumps(line).encode() + b"\n")
         while left:
             left = left[os.write(self._file, left) :]
         self._note(custom_id, status)
@@ -176,17 +176,17 @@ async def answer_request(service: Service, request: BatchRequest) -> tuple[int, 
             await asyncio.sleep(_POLL_SECONDS)
         try:
             if request.body.get("stream"):
-                raise HttpError(400, "stream is not supported in a batch: its answers are whole", param="stream")
+                raise HttpError(400, "stream is not supported in a batch", param="stream")
             data = json.dumps(request.body).encode()
             reply = await GENERATING[request.url].respond(service, data, caller="")
             return 200, json.loads(await reply.whole())
         except HttpError as failed:
             if failed.status < 500 or attempt == ATTEMPTS:
                 return failed.status, failed.body
-        except Exception:  # a bug that one request met; the others are answered all the same
-            log.exception("%r: an internal error", request.custom_id)
+        except Exception:  # a bug; other requests go on
+            log.exception("%r: internal error", request.custom_id)
             break
-    return 500, HttpError(500, "an internal error; the log says more").body
+    return 500, HttpError(500, "internal error; see the log").body
 
 
 async def run_batch(
@@ -196,7 +196,7 @@ async def run_batch(
     output: BatchOutput,
     *,
     window: int,
-    on_answer: Callable[[], object],
+    on_response: Callable[[], object],
 ) -> Counter[str]:
     """Start one or several engines, run the requests that have no response yet, and return their summed usage.
 
@@ -206,7 +206,7 @@ async def run_batch(
 
     Raises:
         ArgumentError: the model cannot be loaded, or the input has changed.
-        OSError: an answer cannot be written.
+        OSError: a response cannot be written.
     """
     waiting = (request for request in requests if request.custom_id not in output.answered)
     used: Counter[str] = Counter(prompt_tokens=0, completion_tokens=0)
@@ -217,7 +217,7 @@ async def run_batch(
             for name in used:
                 used[name] += body.get("usage", {}).get(name, 0)
             output.add(request.custom_id, uuid.uuid4().hex, status, body)
-            on_answer()
+            on_response()
 
     completed = False
     try:

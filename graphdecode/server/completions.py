@@ -30,14 +30,14 @@ B = TypeVar("B", bound=protocol.Body)
 P = TypeVar("P")
 R = TypeVar("R", covariant=True)
 
-_MAX_PARTS_HERE = 64  # of a body that is prepared in this process, where others wait: some milliseconds
+_MAX_PARTS_HERE = 64  # of a body that is prepared in this process, which takes some milliseconds
 _LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(frozen=True)
 class Endpoint(Generic[B, P, R]):
-    """Parses and prepares a body, in a child process if that takes long, and answers it."""
+    """Parses and prepares a body, in a child process if that takes long, and makes the response."""
 
     kind: type[B]
     prepare: Callable[[Preprocessor, B], P]  # raises HttpError or ArgumentError
@@ -75,8 +75,8 @@ class Endpoint(Generic[B, P, R]):
         try:
             body = self.kind.model_validate_json(data)
         except ValidationError as error:
-            message, place, code = protocol.problem_of(error)
-            raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
+            message, location, code = protocol.problem_of(error)
+            raise HttpError(400, message, param=str(location[0]) if location else None, code=code) from None
         if not in_child and (body.parts > _MAX_PARTS_HERE or getattr(body, "chat_template", None) is not None):
             return None
         with self._as_http_errors():
@@ -151,9 +151,9 @@ class CompletionReply(Reply):
 def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepared:
     """Validate and tokenize a request; see `Endpoint.prepare`."""
     if body.suffix:
-        raise HttpError(400, "suffix is not supported: text is generated behind a prompt only", param="suffix")
+        raise HttpError(400, "suffix is not supported: text is generated after a prompt only", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise HttpError(400, "best_of is not supported: ask for n outputs and choose", param="best_of")
+        raise HttpError(400, "best_of is not supported: request n outputs and choose", param="best_of")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     params = protocol.sampling_params(
@@ -225,7 +225,7 @@ class ChatReply(Reply):
             first = self._call_counts[cursor.index]
             message["tool_calls"] = [call.as_choice(index) for index, call in enumerate(calls, first)]
             self._call_counts[cursor.index] += len(calls)
-        # a call of the function that `tool_choice` names ends with "stop", as OpenAI's does
+        # as OpenAI's: a call that `tool_choice` named ends with "stop"
         is_named = isinstance(self.body_fields.tool_choice, dict)
         called = finish_reason == "stop" and self._call_counts[cursor.index] and not is_named
         return message, "tool_calls" if called else finish_reason
@@ -274,7 +274,7 @@ def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFor
     calls = structured_output_of_calls(body, tools, opening_id)
     if calls is not None and requested is not None:
         raise HttpError(
-            400, f"{requested.field} and calls of tools that have a form: ask for one", param=requested.field
+            400, f"{requested.field} cannot be combined with strict or required tools", param=requested.field
         )
     return requested or calls
 
@@ -288,7 +288,7 @@ def rendered_chat(
         raise HttpError(400, message, param="chat_template")
     if body.messages and body.chat_template is None and not preprocessor.tokenizer.chat_template:
         raise ArgumentError(
-            "this model has no chat template: ask /v1/completions, which takes prompts as they are, or start with "
+            "this model has no chat template: use /v1/completions, which takes prompts as they are, or start with "
             "--chat-template FILE"
         )
     continues = bool(body.continue_final_message)
@@ -313,7 +313,7 @@ def rendered_chat(
 def _tool_format(
     preprocessor: Preprocessor, body: ChatCompletion | Tokenize, tools: Sequence[dict[str, Any]] | None
 ) -> ToolFormat:
-    """Return how the model writes calls: bare JSON if its template has no format of its own."""
+    """Return how the model writes calls: bare JSON if its template has no format."""
     try:
         template = preprocessor.tokenizer.get_chat_template(body.chat_template, tools)
     except ValueError:  # it has none, or several and no default
@@ -322,11 +322,11 @@ def _tool_format(
 
 
 def _tool_names(body: ChatCompletion) -> Iterator[str]:
-    for place, tool in enumerate(body.tools or []):
+    for index, tool in enumerate(body.tools or []):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
-            raise HttpError(400, f"tools[{place}] must be a function with a name", param="tools")
+            raise HttpError(400, f"tools[{index}] must be a function with a name", param="tools")
         yield name
 
 

@@ -20,13 +20,13 @@ from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.server import messages
 from graphdecode.server.http import RESTARTING
 
-_DIED = "the engine's process ended before the answer was complete"
-_PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
-_CHECKS = 4  # within a timeout, for this process may be the one that stood still
+_DIED = "the engine's process ended before the output was complete"
+_PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds after a failed start; the last one repeats
+_CHECKS = 4  # per timeout; one miss may mean that this process itself was suspended
 _FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles grammars keeps its peak memory
 _EVENTS_AT_ONCE = 16
 _ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
-_LARGE_SECONDS = 5.0  # that a grammar is kept which alone exceeds the limit of all
+_LARGE_SECONDS = 5.0  # for which a grammar larger than KEPT_BYTES is kept
 KEPT_BYTES = 32 << 20  # of grammars, in the engine's process
 _KEPT = 64
 _END_SECONDS = 5.0  # for the process to end by itself
@@ -87,7 +87,7 @@ class EngineClient:
         self.ready: messages.EngineReady | None = None  # None until a process has loaded for the first time
         self.serves = False
         self.restarts = 0
-        self._heard = False  # anything since the last check of the heartbeat
+        self._heard = False  # whether a message came since the last check of the heartbeat
 
     @property
     def rules(self) -> RequestRules:
@@ -130,8 +130,8 @@ class EngineClient:
                 timeout = self._timeouts.loading_seconds
         except TimeoutError:
             self._kill()
-            still = "the engine's process stood still while it was loading the model"
-            raise AnswerError(f"{still}: nothing came from it for {timeout:g} s") from None
+            hangs = "the engine's process did not respond while it was loading the model"
+            raise AnswerError(f"{hangs}: no message for {timeout:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
             raise AnswerError("the engine's process ended while it was loading the model") from None
         if isinstance(message, messages.Refused):
@@ -157,17 +157,17 @@ class EngineClient:
         began, pauses = time.monotonic(), itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
         while True:
             await asyncio.to_thread(messages.end_process, self._process, self._socket, _END_SECONDS)
-            log.error("the engine's process ended; starting it again")
+            log.error("the engine's process ended; restarting it")
             self.restarts += 1
             try:
                 reader = await self._spawn()
                 await self._loaded(reader)
             except (AnswerError, ArgumentError, OSError) as error:
                 pause = next(pauses)
-                log.error("%s; the next attempt is in %d s", error, pause)
+                log.error("%s; retrying in %d s", error, pause)
                 await asyncio.sleep(pause)
             else:
-                log.warning("the engine serves again after %.1f s", time.monotonic() - began)
+                log.warning("the engine is serving again after %.1f s", time.monotonic() - began)
                 return reader
 
     async def _check_heartbeat(self) -> None:
@@ -177,7 +177,7 @@ class EngineClient:
             missed = 0 if self._heard or not self.serves else missed + 1
             self._heard = False
             if missed == _CHECKS:
-                log.error("the engine's process stands still: nothing came from it for %g s", timeout)
+                log.error("the engine's process does not respond: no message for %g s", timeout)
                 self.serves = False
                 self._kill()
 
@@ -225,7 +225,7 @@ class EngineClient:
     def add(self, request: Request) -> int:
         """Send a request; raises `AnswerError` during a restart. The engine refuses one with its first event."""
         if not self.serves:
-            raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
+            raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)
         if request.grammar is not None and not self.has_grammar(request.grammar):  # evicted meanwhile
             self.add_grammar(messages.AddGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
         request_id = next(self._numbers)
@@ -253,11 +253,11 @@ class EngineClient:
         """Load an adapter, or forget it (None), while requests are served.
 
         Raises:
-            ArgumentError: it cannot be used, or there is none of that name.
-            AnswerError: the engine is being started again.
+            ArgumentError: it cannot be used, or none has that name.
+            AnswerError: the engine is restarting.
         """
         if not self.serves:
-            raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
+            raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)
         number = next(self._numbers)
         change = self._changes[number] = asyncio.get_running_loop().create_future()
         self._write(messages.ChangeAdapter(number, name, folder))

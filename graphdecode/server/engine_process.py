@@ -33,7 +33,9 @@ from graphdecode.text.grammar import Grammars
 
 _STATUS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
-_STACK_BYTES = 4 * STACK_BYTES  # of threads: a grammar that compiled in a child overflows none of them
+_STACK_BYTES = (
+    4 * STACK_BYTES
+)  # of threads; larger than a child's, so that a grammar that compiled there overflows none here
 _COMPILERS = 2  # grammars that are compiled at a time
 _POLL_SECONDS = 0.005  # for messages, while grammars are compiled and there is nothing else to do
 
@@ -50,9 +52,9 @@ class EngineProcess:
         self._theirs: dict[int, int] = {}  # the engine's id of a request -> the other side's
         self._ours: dict[int, int] = {}
         self._begun: set[int] = set()  # requests whose first event was sent
-        # compiling may take long, so no step waits for it; None: no request has needed it yet
+        # compiled in threads, so that no step waits; None: no request has needed it yet
         self._compiled: dict[str, Future[Any] | None] = {}
-        self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # their id -> the grammar it waits for
+        self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # their id -> the grammar that it waits for
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
         self._loaders = ThreadPoolExecutor(1, thread_name_prefix="adapter")  # one after another, as they were sent
         self._status_sent = 0.0  # seconds
@@ -143,8 +145,8 @@ class EngineProcess:
         except GraphdecodeError:
             raise
         except BaseException as error:  # a library's, Rust's panics too: only this request fails
-            log.exception("a form that was read in a child cannot be read here")
-            raise AnswerError(f"the form could not be read: {type(error).__name__}") from error
+            log.exception("a grammar that compiled in a child does not compile here")
+            raise AnswerError(f"the grammar could not be compiled: {type(error).__name__}") from error
 
     def _add(self, message: messages.Add, compiled: Future[Any] | None = None) -> None:
         try:
@@ -191,7 +193,7 @@ class EngineProcess:
 
 
 def _floor_seconds(engine: Engine) -> float | None:
-    """Return what reading the weights once takes; None where the last cache may hold them, which sets no floor."""
+    """Return the seconds to read the weights once; None if they may fit the last-level cache."""
     device, size = engine.model.device, engine.model.weight_bytes
     if size <= cache_bytes(device):
         return None
@@ -206,7 +208,7 @@ def _beat(connection: messages.MessageSocket) -> None:
 
 
 def main() -> None:
-    """Load what the first message asks for, say so, and serve."""
+    """Load the engine that the first message describes, and serve."""
     leave_signals()
     threading.stack_size(_STACK_BYTES)
     logging.basicConfig(format="%(levelname)s: %(message)s")

@@ -1,4 +1,4 @@
-"""Job in children of a fork server, within limits and in a fair order."""
+"""Runs jobs in children of a fork server, within limits and in a fair order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._ends: OrderedDict[str, float] = OrderedDict()  # caller -> when all that it asked for is served
+        self._ends: OrderedDict[str, float] = OrderedDict()  # caller -> virtual time at which its requests are served
 
     def start_tag(self, caller: str, tokens: int) -> float:
         """Return the start tag of a request of `tokens` tokens; the lowest is served first."""
@@ -83,7 +83,7 @@ class Job(NamedTuple):
 
 
 class JobResult(NamedTuple):
-    """What a job returned or raised."""
+    """Result of a job, or what it raised."""
 
     result: Any = None
     error: GraphdecodeError | None = None  # for its caller
@@ -105,7 +105,7 @@ class JobError(GraphdecodeError):
 
 
 class _TooLongError(JobError):
-    """It exceeded its CPU time."""
+    """A job exceeded its CPU time."""
 
 
 class Lane:
@@ -118,7 +118,7 @@ class Lane:
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
 
     @contextlib.asynccontextmanager
-    async def place(self, caller: str, size: int) -> AsyncGenerator[None, None]:
+    async def held(self, caller: str, size: int) -> AsyncGenerator[None, None]:
         """Wait for a free child (HttpError: too many wait), and hold it in the context."""
         tag = self._queue.start_tag(caller, size)
         if self._running < CHILDREN_PER_LANE:
@@ -149,7 +149,7 @@ class Lane:
         if len(self._waiting) > MAX_WAITING:
             last = max(self._waiting)
             self._waiting.remove(last)
-            full = HttpError(429, "too many requests are being read", code="queue_full", headers=_RETRY_AFTER)
+            full = HttpError(429, "too many requests are being preprocessed", code="queue_full", headers=_RETRY_AFTER)
             last[2].set_exception(full)
         heapq.heapify(self._waiting)
 
@@ -198,17 +198,17 @@ class ForkPool:
         job = Job(function, arguments, limits)
         quick = limits._replace(cpu_seconds=_QUICK_CPU_SECONDS, wall_seconds=self._timeouts.quick_seconds)
         try:
-            async with self._quick.place(caller, size):
+            async with self._quick.held(caller, size):
                 done = await self._done(await self._started(), job._replace(limits=quick))
         except (_TooLongError, TimeoutError):
-            async with self._slow.place(caller, size):
+            async with self._slow.held(caller, size):
                 try:
                     done = await self._done(await self._started(), job)
                 except TimeoutError:  # it did not get the CPU time that it may have
-                    raise _overloaded(f"it was not done in {limits.wall_seconds:g} s") from None
+                    raise _overloaded(f"it did not finish in {limits.wall_seconds:g} s") from None
         if done.fault is not None:
-            log.error("a piece of work failed\n%s", done.fault)
-            raise RuntimeError("a piece of work failed")
+            log.error("a job failed\n%s", done.fault)
+            raise RuntimeError("a job failed")
         if done.error is not None:
             raise done.error
         return done.result
@@ -218,7 +218,7 @@ class ForkPool:
         try:
             here, there = socket.socketpair()
         except OSError as error:
-            raise _overloaded(f"no socket can be had: {error.strerror}") from error
+            raise _overloaded(f"cannot open a socket: {error.strerror}") from error
         with there:
             try:
                 socket.send_fds(control, [b"."], [there.fileno()])
@@ -233,24 +233,24 @@ class ForkPool:
                     await receive(reader)
             except TimeoutError:
                 if self._control is control:
-                    log.error("the process that reads requests stands still; it is started again")
+                    log.error("the preprocessing server does not respond; restarting it")
                     self.close(at_once=True)
-                raise _overloaded("the process that reads requests stood still, and is started again") from None
+                raise _overloaded("the preprocessing server did not respond, and is being restarted") from None
             async with asyncio.timeout(job.limits.wall_seconds):
-                answer = await receive(reader)
+                message = await receive(reader)
         except (TimeoutError, GraphdecodeError):
             raise
         except (asyncio.IncompleteReadError, OSError) as error:
             raise _server_ended() from error
         except Exception as error:  # unpickling may raise anything
-            log.exception("what a child answered cannot be read")
-            raise HttpError(500, "what the process that reads requests answered cannot be read") from error
+            log.exception("the result of a job cannot be unpickled")
+            raise HttpError(500, "the result of preprocessing cannot be read; see the server's log") from error
         finally:
             writer.close()  # which ends the child
-        if isinstance(answer, ChildExited):
-            raise _reason(answer.code, job.limits)
-        assert isinstance(answer, JobResult)
-        return answer
+        if isinstance(message, ChildExited):
+            raise _reason(message.code, job.limits)
+        assert isinstance(message, JobResult)
+        return message
 
     async def _started(self) -> socket.socket:
         """Return the socket to the fork server, which is started if needed."""
@@ -263,7 +263,7 @@ class ForkPool:
             return await asyncio.shield(start)  # other jobs wait for it too
         except Exception as error:
             if self._start is start:  # the first job that sees the error
-                log.error("the process that reads requests cannot be started: %s: %s", type(error).__name__, error)
+                log.error("the preprocessing server cannot be started: %s: %s", type(error).__name__, error)
                 self.close(at_once=True)
             raise _server_ended() from error
 
@@ -293,18 +293,18 @@ class ForkPool:
 def _reason(code: int | None, limits: JobLimits) -> GraphdecodeError:
     """Return why a child exited: a limit, or an outside cause."""
     if code is None:
-        return _overloaded("there is no process to be had")
+        return _overloaded("no process can be forked")
     if code == -signal.SIGXCPU:
         return _TooLongError(f"takes more than {limits.cpu_seconds} s of a processor")
-    if code == -signal.SIGKILL:  # by the system, which is short of memory, or by a person
+    if code == -signal.SIGKILL:  # by the kernel, if memory is short, or by a person
         return _overloaded("its child was killed")
     memory, stack = limits.memory_bytes >> 20, STACK_BYTES >> 20
     return JobError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
 
 
 def _overloaded(why: str) -> HttpError:
-    return HttpError(503, f"the request could not be read, try again: {why}", code="overloaded", headers=_RETRY_AFTER)
+    return HttpError(503, f"cannot preprocess the request, try again: {why}", code="overloaded", headers=_RETRY_AFTER)
 
 
 def _server_ended() -> HttpError:
-    return HttpError(503, "the process that reads requests has ended", code=RESTARTING, headers=_RETRY_AFTER)
+    return HttpError(503, "the preprocessing server has ended", code=RESTARTING, headers=_RETRY_AFTER)

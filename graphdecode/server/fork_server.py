@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """Forks a child for each job that comes over `control`, and kills those whose other side is closed."""
+    """Forks a child for each job that comes over `control`, and kills children whose client has closed the socket."""
 
     def __init__(self, control: socket.socket, state: Any) -> None:
         self._control = control
@@ -68,7 +68,7 @@ class ForkServer:
                     for each in descriptors:  # none if this process has too many
                         job = socket.socket(fileno=each)
                         if self.fork(job):
-                            poll.register(job, 0)  # POLLHUP alone: the other side has closed it
+                            poll.register(job, 0)  # only POLLHUP: the client has closed it
                 elif descriptor in self._children:
                     os.kill(self._children[descriptor][0], signal.SIGKILL)
                     poll.unregister(descriptor)
@@ -80,7 +80,7 @@ class ForkServer:
         try:
             child = os.fork()
         except OSError as error:
-            log.warning("no child for a piece of work: %s", error.strerror)
+            log.warning("cannot fork for a job: %s", error.strerror)
             _send_now(job, ChildExited(None))
             job.close()
             return False
@@ -177,7 +177,7 @@ def main() -> None:
         return
     threads = len(os.listdir(_TASKS)) if _TASKS.exists() else 1
     if threads > 1:
-        log.warning("the process that forks has %d threads: what they hold, its children wait for", threads)
+        log.warning("the fork server has %d threads: children may wait for locks that these hold", threads)
     gc.collect()
     gc.freeze()  # a child's collector need not look at it, nor copy its pages
     ForkServer(control, state).serve()

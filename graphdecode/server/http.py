@@ -19,11 +19,11 @@ from graphdecode.config import ServerConfig
 from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, shown
 
-RESTARTING, REFUSED = "restarting", "refused"  # error codes of requests, besides those of `Event`
+RESTARTING, REFUSED = "restarting", "refused"  # error codes of requests, in addition to those of `Event`
 _STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
-LARGE_BYTES = 32 << 10  # of a body; larger ones are parsed in a child, for others would wait
-MAX_LARGE_BODIES = 8  # of the largest size that are held at a time
+LARGE_BYTES = 32 << 10  # larger bodies are parsed in a child process, so that other requests need not wait
+MAX_LARGE_BODIES = 8  # of the largest size, in memory at a time
 T = TypeVar("T")
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -60,7 +60,7 @@ class HttpError(GraphdecodeError):
 
 
 def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
-    """Return an error as an `HttpError`, whose param is the one of `fields` that the message begins with."""
+    """Return an error as an `HttpError`; `param` is the field that its message begins with, if that is in `fields`."""
     if isinstance(error, ArgumentError):
         found = _NAMED.match(str(error))
         param = found[1] if found and found[1] in fields else None
@@ -86,22 +86,22 @@ async def _handle(request: Request, error: Exception) -> Response:
             message = f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {there}"
         error = HttpError(error.status_code, message, headers=dict(error.headers or {}))
     elif not isinstance(error, GraphdecodeError):
-        error = HttpError(500, "an internal error; the server's log says more")
+        error = HttpError(500, "internal error; see the server's log")
     return error_response(error if isinstance(error, HttpError) else as_http_error(error, frozenset()))
 
 
-# of an application
+# exception handlers of an application
 HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
     (HttpError, GraphdecodeError, HTTPException, Exception), _handle
 )
 
 
 class Bodies:
-    """Reads bodies, and bounds the memory of those not processed yet."""
+    """Reads request bodies, and bounds the memory of those in processing."""
 
     def __init__(self, limits: ServerConfig) -> None:
         self._limits = limits
-        self._held = 0  # bytes of large ones
+        self._held = 0  # bytes of large bodies
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
@@ -120,19 +120,19 @@ class Bodies:
                             counted = len(data)
                         if self._held > most and counted:
                             headers = {"Connection": "close", "Retry-After": "1"}
-                            message = f"large bodies take more than {most} bytes already"
+                            message = f"large request bodies exceed {most} bytes of memory; try again later"
                             raise HttpError(429, message, code="bodies", headers=headers)
             except TimeoutError:
-                raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
+                raise HttpError(408, "timed out while reading the body", headers={"Connection": "close"}) from None
             except ClientDisconnect:
-                raise HttpError(499, "the client went away") from None
+                raise HttpError(499, "the client disconnected") from None
             yield bytes(data)
         finally:
             self._held -= counted
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of some work; None: the client, whose body was read, disconnected, which cancels the work."""
+    """Return the result of `work`; cancel it and return None if the client disconnects (its body has been read)."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -148,7 +148,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# `Logprob` as vLLM's: its fields, by token id
+# a `Logprob` becomes a dict of its fields
 _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=vars).encode
 
 

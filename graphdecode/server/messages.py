@@ -39,22 +39,22 @@ class Heartbeat(NamedTuple):
 
 
 class Add(NamedTuple):
-    """A request, under the number that its sender gave it."""
+    """A request, with the id that the sender chose for it."""
 
     request_id: int
     request: Request
 
 
 class AddGrammar(NamedTuple):
-    """A valid grammar that requests will name."""
+    """A valid grammar, for requests to refer to."""
 
     grammar: str  # as `Grammars.compiled` takes it
-    automaton: TokenAutomaton | None  # its compiled form, where that is an automaton
-    nbytes: int  # of its compiled form
+    automaton: TokenAutomaton | None  # what it compiles to; None: a matcher, which cannot be sent
+    nbytes: int  # of what it compiles to
 
 
 class DropGrammar(NamedTuple):
-    """A grammar that no further request will name, unless it is added again."""
+    """A grammar that no later request refers to, unless it is added again."""
 
     grammar: str
 
@@ -67,7 +67,7 @@ class Finish(NamedTuple):
 
 
 class ChangeAdapter(NamedTuple):
-    """An adapter to be loaded, or to be forgotten, under the number that its sender gave the change."""
+    """Load an adapter, or forget it; `AdapterChanged` answers with the same number."""
 
     number: int
     name: str
@@ -109,19 +109,19 @@ class EngineStatus(NamedTuple):
 
 
 def pack_event(event: Event, request_id: int, *, whole: bool) -> tuple[Any, ...]:
-    """Return an event as plain values; `whole`: with the metrics, as the first and the last event of a request."""
+    """Return an event as plain values; `whole`: with metrics (the first and the last event of a request)."""
     kept = tuple(vars(event.metrics).values()) if whole else None
     return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
 
 
 def unpack_event(packed: tuple[Any, ...], known: RequestMetrics) -> Event:
-    """Return the event; `known` are the metrics where it has none."""
+    """Return the event; `known`: metrics for one that was packed without."""
     event = Event(*packed)
     return event._replace(metrics=known if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
 
 
 def in_parts(event: Event, entries: int) -> list[Event]:
-    """Split an event so that no part has many more than so many log-probabilities of the prompt."""
+    """Split an event into parts of about `entries` log-probabilities of the prompt each."""
     scores = event.prompt_logprobs
     if not scores:
         return [event]

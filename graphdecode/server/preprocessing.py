@@ -27,7 +27,7 @@ class Preprocessor:
     sampling_defaults: SamplingParams  # of the checkpoint
     engine: EngineReady
     max_open: int  # outputs that run and wait at a time
-    adapters: Collection[str] = ()  # that requests may name as their model; a child does not know later ones
+    adapters: Collection[str] = ()  # that requests may name as their model; a child does not see later ones
 
     @cached_property
     def input_processor(self) -> InputProcessor:
@@ -39,17 +39,17 @@ class Preprocessor:
         return known | {"adapters": tuple(self.adapters)}
 
     def warm(self) -> Preprocessor:
-        """Return this, after making what all grammars share; if that fails, each request with a grammar does."""
+        """Return this, after computing what all grammars share; if that fails, each request with a grammar will."""
         with suppress(GraphdecodeError):
             self.input_processor.grammars.warm()
         return self
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Return the adapter that a model's name means; None: it is the model as it is."""
+        """Return the adapter that a model's name means; None: the base model."""
         return None if name == self.model_name else name
 
     def check_model(self, name: str | None) -> None:
-        """Refuse (HttpError) a request for another model; None is this one."""
+        """Raise HttpError for an unknown model; None is this one."""
         if self.adapter_of(name) is not None and name not in self.adapters:
             there = " and ".join(map(repr, (self.model_name, *self.adapters)))
             message = f"the model {str(name)[:200]!r} does not exist; there is {there}"

@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's fields, and those that vLLM adds; types are strict.
+"""Request bodies: OpenAI's fields and vLLM's additions, with strict types.
 
 `SamplingParams` checks ranges. Unknown fields are in `model_extra`, and ignored.
 """
@@ -25,7 +25,7 @@ _LARGE = {
 }
 _MAX_UNKNOWN, _MAX_UNKNOWN_LENGTH = 10, 40
 _FROM_SAMPLING_PARAMS = {field.name for field in fields(SamplingParams) if field.init} - {*OTHER_TYPES}
-Listed = Annotated[list[T], Field(fail_fast=True)]  # one error, not one of each wrong element
+Listed = Annotated[list[T], Field(fail_fast=True)]  # one error, not one for each wrong element
 GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
 
 
@@ -73,7 +73,7 @@ else:
 
 
 class Generation(SamplingFields):
-    """What completions and chat completions share: `SamplingParams`, with other types for those in `OTHER_TYPES`."""
+    """Fields that completions and chat completions share: `SamplingParams`, with other types for `OTHER_TYPES`."""
 
     max_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
@@ -98,7 +98,7 @@ class Completion(Generation):
 
 
 class ChatFields(Body):
-    """What requests share that render a conversation."""
+    """Fields of requests that render a conversation."""
 
     tools: Listed[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -119,7 +119,7 @@ class ChatCompletion(ChatFields, Generation):
 
 
 class Tokenize(ChatFields):
-    """`POST /tokenize`: of a text, or of a chat."""
+    """`POST /tokenize`: a text, or a conversation."""
 
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None
@@ -166,8 +166,8 @@ def unknown_fields(body: Body) -> tuple[str, ...]:
 def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]:
     """Return the first error of a body: message, location, and code."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return f"{place}: {first['msg']}" if place else first["msg"], first["loc"], first["type"]
+    location = ".".join(map(str, first["loc"]))
+    return f"{location}: {first['msg']}" if location else first["msg"], first["loc"], first["type"]
 
 
 def sampling_params(

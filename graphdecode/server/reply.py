@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
     prompts: list[TokenizedPrompt]
     structured: StructuredOutput | None
     tools: ToolFormat | None = None  # of a chat; None: the output is not searched for calls
-    names: frozenset[str] = frozenset()  # of functions that may be called
+    names: frozenset[str] = frozenset()  # of the functions that may be called
 
 
 class Delta(NamedTuple):
@@ -105,7 +105,7 @@ class Reply(Response, ABC):
         pairs = [(parent, state) for parent in parents for state in parent.states]
         self.cursors = [Cursor(index, parent, state) for index, (parent, state) in enumerate(pairs)]
         self.background = None
-        self._release: Callable[[], None] = lambda: None
+        self._room = contextlib.ExitStack()  # for the outputs, until they are submitted
         self.status_code = 200
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -132,7 +132,7 @@ class Reply(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send, until the client disconnects; raises `HttpError` if there is no room."""
-        self._release = self.service.reserve(len(self.cursors))
+        self._room.enter_context(self.service.reserved(len(self.cursors)))
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:
@@ -140,7 +140,7 @@ class Reply(Response, ABC):
         except Exception as error:
             failed = error
         finally:
-            self._release()
+            self._room.close()
         if self.service.limits.log_requests:
             for cursor in self.cursors:
                 prompt, output = cursor.parent.output, cursor.state.output
@@ -154,20 +154,20 @@ class Reply(Response, ABC):
         if failed is not None:
             raise failed
 
-    async def _news(self) -> AsyncGenerator[None, None]:
-        """Submit the orders, and yield whenever there is news of them."""
+    async def _updates(self) -> AsyncGenerator[None, None]:
+        """Submit the prompts, and yield whenever their outputs change."""
         service, began = self.service, False
         with service.metrics.tracked(self.parents) as count_tokens:
             async with (
-                contextlib.aclosing(service.front.follow(self.parents)) as news,
+                contextlib.aclosing(service.front.follow(self.parents)) as updates,
                 asyncio.timeout(service.request_timeout),
             ):
-                self._release()  # the next line submits them
-                async for _ in news:
+                self._room.close()  # the next line submits them
+                async for _ in updates:
                     if not began:
                         began = True
                         requests = [request for parent in self.parents for request, _ in parent.children]
-                        if not any(request.priority for request in requests):  # which overtake, and are overtaken
+                        if not any(request.priority for request in requests):  # priorities override the queue
                             service.queue.began(min(request.start_tag for request in requests))
                     count_tokens()
                     yield
@@ -175,8 +175,8 @@ class Reply(Response, ABC):
     async def whole(self) -> bytes:
         """Generate, and return the body of the whole response, or raise `HttpError`."""
         try:
-            async with contextlib.aclosing(self._news()) as news:
-                async for _ in news:
+            async with contextlib.aclosing(self._updates()) as updates:
+                async for _ in updates:
                     pass
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
@@ -204,8 +204,8 @@ class Reply(Response, ABC):
         options = self.body_fields.stream_options or StreamOptions()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
-            async with contextlib.aclosing(self._news()) as news:
-                async for _ in news:
+            async with contextlib.aclosing(self._updates()) as updates:
+                async for _ in updates:
                     now = {"usage": self.usage() if options.continuous_usage_stats else None}
                     chunks = [
                         self._head | {"choices": [choice]} | (now if options.include_usage else {})
@@ -225,8 +225,8 @@ class Reply(Response, ABC):
         await send({"type": "http.response.body", "body": b""})
 
     def _cut_off(self) -> HttpError:
-        log.warning("%s was left unfinished: drain_timeout_s is over", self._head["id"])
-        return HttpError(503, "the server ends, and drain_timeout_s is over", code="shutting_down")
+        log.warning("%s was cut off: drain_timeout_s is over", self._head["id"])
+        return HttpError(503, "the server is shutting down, and drain_timeout_s is over", code="shutting_down")
 
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, TimeoutError):
@@ -236,7 +236,7 @@ class Reply(Response, ABC):
 
 
 async def in_pieces(choice: dict[str, Any]) -> bytes:
-    """Return a choice as JSON; other tasks run between two pieces of a prompt's log-probabilities."""
+    """Return a choice as JSON, letting other tasks run between pieces of its prompt log-probabilities."""
     scores = choice.get("prompt_logprobs")
     if scores is None:
         return as_json(choice)

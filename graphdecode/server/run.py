@@ -1,4 +1,4 @@
-"""The life of a server: bind, load, serve, drain, end; uvicorn's HTTP with bounds on time and connections."""
+"""Running a server: bind, load, serve, drain, shut down; uvicorn's HTTP with limits on time and connections."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from graphdecode.server.http import HttpError
 
 MAX_HEAD_BYTES = 64 << 10
 _REFUSALS = 64  # connections beyond the limit that get a response; further ones are just closed
-_REFUSED_SECONDS = 1.0  # to read it: closing at once could lose the response
+_REFUSED_SECONDS = 1.0  # to read that response: closing immediately could lose it
 _FRAMING = 8  # bytes on the connection for each byte of a body in chunks
-_POLL_SECONDS = 0.05  # whether all requests have finished
+_POLL_SECONDS = 0.05  # until all requests have finished
 _BACKLOG = 2048
 log = logging.getLogger(__name__)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection of uvicorn's, with bounds on its time and its bytes."""
+    """uvicorn's connection, with limits on time and bytes."""
 
     timeout_seconds: ClassVar[float | None] = None  # for the head of a request, and for the client to read
     max_connections: ClassVar[int] = 0
@@ -105,7 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-        """Answer with an error, read nothing more, and close soon."""
+        """Respond with an error, read nothing more, and close soon."""
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:  # another response has begun
             self.transport.abort()
@@ -164,10 +164,10 @@ class Served(Protocol):
 async def run(
     served: Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
 ) -> None:
-    """Start an engine or several (`ArgumentError`: a wrong model or setting), and serve until SIGTERM or Ctrl-C.
+    """Start one or several engines (`ArgumentError`: a wrong model or setting), and serve until SIGTERM or Ctrl-C.
 
-    The first signal drains: new requests are answered with 503, and requests in flight may finish for
-    `drain_timeout_s`. A second one ends at once. During loading, the process exits with 128 and the signal's number.
+    The first signal drains: new requests get 503, and requests in flight may finish for `drain_timeout_s`. A second
+    signal ends immediately. During loading, the process exits with 128 plus the signal's number.
     """
     shutdown = _Shutdown(served)
     on_signals(shutdown.take_signal)
@@ -185,7 +185,7 @@ async def run(
                 await loading
             sys.exit(128 + shutdown.signal)
         loading.result()
-        on_signals(shutdown.take_signal)  # what was loaded may have taken them: Ray does
+        on_signals(shutdown.take_signal)  # loading may have replaced the handlers: Ray does
         server = make_server(make_app(), served.limits)
         shutdown.on_second_signal = server.end_now
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
@@ -193,7 +193,7 @@ async def run(
             await asyncio.sleep(0.001)
         if not serving.done():
             gc.collect()
-            gc.freeze()  # what was loaded stays, and looking through it takes a tenth of a second
+            gc.freeze()  # collecting what was loaded would take 0.1 s each time
             on_ready()
         await asyncio.wait((serving, asyncio.ensure_future(shutdown.drained())), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
@@ -216,12 +216,12 @@ def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
         logger.addFilter(_is_unexpected)
     config = uvicorn.Config(
         app,
-        interface="asgi3",  # uvicorn cannot infer it of a method that Ray has wrapped
+        interface="asgi3",  # uvicorn cannot infer it from a method that Ray has wrapped
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # a client on this machine could say with each request that it is another one
+        proxy_headers=False,  # a local client could forge its address
         backlog=_BACKLOG,
         http=protocol,
         ws="none",
@@ -232,7 +232,7 @@ def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
 
 
 class _Server(uvicorn.Server):
-    """Does not handle signals: they drain first."""
+    """Leaves signals to `_Shutdown`, which drains first."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -250,7 +250,7 @@ def on_signals(call: Callable[[int], object]) -> None:
 
 
 def off_signals() -> None:
-    """Let SIGTERM and Ctrl-C end this process at once."""
+    """Let SIGTERM and Ctrl-C end this process immediately."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
@@ -273,11 +273,11 @@ class _Shutdown:
         self.ending.set()
 
     async def drained(self) -> None:
-        """Return when the end was asked for, and all requests have finished or time is up."""
+        """Return after a signal, when all requests have finished or time is up."""
         await self.ending.wait()
         running = self._served.num_open
         if running:
-            log.warning("finishing %d requests; ask again to end at once", running)
+            log.warning("finishing %d requests; a second signal ends immediately", running)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._served.limits.drain_timeout_s):
                 while self._served.num_open and not self.at_once.is_set():
@@ -285,6 +285,6 @@ class _Shutdown:
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's says more than that a request was cancelled."""
+    """Filter of uvicorn's log: drop records of cancelled requests."""
     cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and "without completing response" not in record.getMessage()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,12 @@ log = logging.getLogger(__name__)
 
 
 def lora_modules(limits: ServerConfig) -> dict[str, str]:
-    """Return the adapters that are loaded at startup: name -> folder; an ArgumentError says which text is none."""
+    """Return the adapters to load at startup: name -> folder; raises ArgumentError for a malformed one."""
     found: dict[str, str] = {}
     for given in limits.lora_modules:
         name, _, folder = given.partition("=")
         if not name or not folder or name in found:
-            raise ArgumentError(f"lora_modules: each is NAME=FOLDER, with a name of its own, got {given!r}")
+            raise ArgumentError(f"lora_modules must be NAME=FOLDER with distinct names, got {given!r}")
         found[name] = str(Path(folder).expanduser().absolute())
     return found
 
@@ -66,13 +67,13 @@ class Service:
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = limits.request_timeout_s or None
         self.draining = False  # new requests are refused
-        self._reserved = 0  # outputs that have room, and are not submitted yet
+        self._reserved = 0  # outputs that were admitted, and are not submitted yet
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         adapters = lora_modules(limits)
         if adapters and not config.max_adapters:
             config = config.with_settings(max_adapters=len(adapters))
-        spelt = tokenizer.backend_tokenizer.to_str() if is_available() else None
-        setup = EngineSetup(path, config, progress, spelt, tuple(adapters.items()))
+        serialized = tokenizer.backend_tokenizer.to_str() if is_available() else None
+        setup = EngineSetup(path, config, progress, serialized, tuple(adapters.items()))
         self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
         self.client = EngineClient(
             setup,
@@ -80,7 +81,7 @@ class Service:
             on_status=lambda status: self.metrics.take_status(status),
         )
         self.grammar_reader = GrammarReader(self.work, self.client)
-        self.router = Router(self.client, "the server was ended")
+        self.router = Router(self.client, "the server was shut down")
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint
@@ -102,29 +103,29 @@ class Service:
         return Preprocessor(self.model_name, self.tokenizer, self.limits, defaults, engine, self._max_open, known)
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter from below the folder that is allowed; raises `HttpError`, or as the client."""
+        """Load an adapter from `lora_folder`; raises `HttpError`, or as `EngineClient.change_adapter`."""
         allowed = self.limits.lora_folder
         if allowed is None:
-            raise HttpError(403, "requests load no adapters: [server] lora_folder says from where they may")
+            raise HttpError(403, "requests cannot load adapters: [server] lora_folder is not set")
         if name == self.model_name:
-            raise HttpError(400, f"the model itself is called {name!r}", param="lora_name")
+            raise HttpError(400, f"{name!r} is the name of the model", param="lora_name")
         root, wanted = Path(allowed).expanduser().resolve(), Path(folder)
         path = (root / wanted).resolve()
         if not path.is_relative_to(root):
-            raise HttpError(403, "lora_path is outside of the folder that is allowed", param="lora_path")
+            raise HttpError(403, "lora_path is outside of lora_folder", param="lora_path")
         await self.client.change_adapter(name, str(path))
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; raises `HttpError`, or as the client."""
+        """Forget an adapter; raises `HttpError`, or as `EngineClient.change_adapter`."""
         if self.limits.lora_folder is None:
-            raise HttpError(403, "requests unload no adapters: [server] lora_folder allows it")
+            raise HttpError(403, "requests cannot unload adapters: [server] lora_folder is not set")
         if name not in self.client.adapters:
             raise HttpError(404, f"there is no adapter {name[:200]!r}", param="lora_name", code="model_not_found")
         await self.client.change_adapter(name, None)
 
     @property
     def api_keys(self) -> list[str]:
-        """API keys of /v1; none: it needs no key."""
+        """API keys of /v1; empty: no key is needed."""
         return [*self.limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
 
     @property
@@ -137,42 +138,41 @@ class Service:
         """Requests in flight."""
         return self.client.num_open
 
-    def check_room(self, answers: int) -> None:
-        """Refuse (HttpError) a request: with 503 while draining or restarting, with 429 if too many wait."""
+    def check_room(self, outputs: int) -> None:
+        """Raise HttpError if outputs cannot be admitted: 503 while draining or restarting, 429 if too many wait."""
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
         if not self.client.serves:
-            raise HttpError(503, "the engine is being started again", code=RESTARTING, headers={"Retry-After": "5"})
+            raise HttpError(503, "the engine is restarting", code=RESTARTING, headers={"Retry-After": "5"})
         taken = self.num_open + self._reserved
-        if taken + answers > self._max_open:
+        if taken + outputs > self._max_open:
             raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=_RETRY_AFTER)
 
-    def reserve(self, answers: int) -> Callable[[], None]:
-        """Reserve room (see `check_room`) until the returned function is called: on submission, or when given up."""
-        self.check_room(answers)
-        held = [answers]
-        self._reserved += answers
-
-        def release() -> None:
-            self._reserved -= held.pop() if held else 0
-
-        return release
+    @contextmanager
+    def reserved(self, outputs: int) -> Iterator[None]:
+        """Reserve room for outputs (see `check_room`) in the context, until they are submitted."""
+        self.check_room(outputs)
+        self._reserved += outputs
+        try:
+            yield
+        finally:
+            self._reserved -= outputs
 
     async def parent_requests(
         self, caller: str, prompts: list[TokenizedPrompt], structured: StructuredOutput | None
     ) -> list[ParentRequest]:
-        """Return the requests of prompts that share their parameters; raises `HttpError` without room or grammar."""
-        answers = sum(prompt.params.sampling.n for prompt in prompts)
-        self.check_room(answers)  # before a grammar is read
+        """Return the requests of prompts that share parameters; raises `HttpError`: no room, or a bad grammar."""
+        outputs = sum(prompt.params.sampling.n for prompt in prompts)
+        self.check_room(outputs)  # before a grammar is compiled
         grammar = None
         if structured is not None:
             try:
                 grammar = await self.grammar_reader.grammar(structured.params, caller)
             except ArgumentError as error:
                 raise HttpError(400, structured.error_text(error), param=structured.field) from error
-        parents, release, input_processor = [], self.reserve(answers), self.preprocessor.input_processor
+        parents, input_processor = [], self.preprocessor.input_processor
         limit = self.client.rules.capacity.token_limit
-        try:
+        with self.reserved(outputs):  # the response reserves it again when it is sent
             for prompt in prompts:
                 params = prompt.params.sampling
                 most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
@@ -180,8 +180,6 @@ class Service:
                     input_processor.parent_request(prompt, grammar, self.queue.start_tag(caller, most * params.n))
                 )
                 await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
-        finally:
-            release()  # the response reserves it again when it is sent
         return parents
 
     def note_unknown(self, names: Iterable[str]) -> None:

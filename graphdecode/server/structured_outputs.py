@@ -1,4 +1,4 @@
-"""Structured outputs: which one a request has, and compiling it in a child process first."""
+"""Structured outputs of requests, compiled in a child process first."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from graphdecode.server.protocol import ChatCompletion, Generation
 from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
-# llguidance's options for arguments: what cannot be kept is refused, and JSON is spaced as chat templates write it
+# llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
 _STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
 _READING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
-_LEAST_SIZE = 1 << 14  # of a job: small grammars may take long, too
+_LEAST_SIZE = 1 << 14  # of a job, for fairness: small grammars may take long, too
 
 
 class StructuredOutput(NamedTuple):
@@ -40,7 +40,7 @@ class StructuredOutput(NamedTuple):
     field: str  # of the request
 
     def error_text(self, error: ArgumentError) -> str:
-        """Return an error of the engine, naming the fields of the request."""
+        """Return an error of the engine with the names of the request's fields."""
         text = str(error).removeprefix("structured_outputs")
         return self.field + (text.replace(": json ", ": json_schema ", 1) if self.field == "response_format" else text)
 
@@ -50,7 +50,7 @@ def structured_output_of(body: Generation) -> StructuredOutput | None:
     both = [_response_format(body.response_format), _structured_outputs(body.structured_outputs)]
     given = [each for each in both if each is not None]
     if len(given) > 1:
-        raise HttpError(400, "response_format and structured_outputs: give one of them", param="response_format")
+        raise HttpError(400, "give response_format or structured_outputs, not both", param="response_format")
     return given[0] if given else None
 
 
@@ -80,7 +80,7 @@ def _structured_outputs(given: dict[str, Any] | None) -> StructuredOutput | None
 
 
 def _checked(given: dict[str, Any], field: str) -> StructuredOutput:
-    """Return a structured output whose texts are bounded, with its schema as text."""
+    """Return a structured output, with its schema as text; check the lengths of its texts."""
     try:
         if isinstance(given.get("json"), dict):
             try:
@@ -128,7 +128,7 @@ def _calls(
     several: bool,
     amid_text: bool,
 ) -> StructuredOutput:
-    """Return a Lark grammar in which each schema is a document of its own, so that references stay in it."""
+    """Return a Lark grammar of calls; each schema is a separate document, so that its references resolve."""
     named = [(function.get("name"), function.get("parameters")) for function in functions]
     if not named or not all(isinstance(name, str) and isinstance(given, dict | None) for name, given in named):
         raise HttpError(400, "tools: each function must have a name, and parameters that are a schema", param="tools")
@@ -160,7 +160,7 @@ def _calls(
 
 
 class _Results(OrderedDict[bytes, str]):
-    """The texts that came of the latest jobs, by digest of the request; bounded in number and characters."""
+    """Texts that recent jobs returned, by digest of the request; bounded in number and characters."""
 
     def put(self, digest: bytes, text: str) -> None:
         self[digest] = text

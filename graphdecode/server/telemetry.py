@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_RECENT = 100  # steps and requests that medians are over
+_RECENT = 100  # steps and requests for medians
 _REASONS = ("stop", "length", "abort", "error")
 _COUNTERS = {
-    "prompt_tokens": "Prompt tokens of requests that began.",
+    "prompt_tokens": "Prompt tokens of started requests.",
     "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -41,14 +41,14 @@ _DRAFT_COUNTERS = {
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
     "vllm:inter_token_latency_seconds": ("Between two tokens.", _STEP_SECONDS),
-    "vllm:request_time_per_output_token_seconds": ("Mean of a request.", _STEP_SECONDS),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per output token of a request.", _STEP_SECONDS),
     "vllm:e2e_request_latency_seconds": ("From arrival to the end.", _SECONDS),
     "vllm:request_queue_time_seconds": ("Waiting for a row.", _SECONDS),
     "vllm:request_prefill_time_seconds": ("From the row to the first token.", _SECONDS),
     "vllm:request_decode_time_seconds": ("From the first token to the last.", _SECONDS),
     "vllm:request_inference_time_seconds": ("From the row to the last token.", _SECONDS),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
-    "vllm:request_generation_tokens": ("Generated tokens of one.", _TOKENS),
+    "vllm:request_generation_tokens": ("Generated tokens of an output.", _TOKENS),
     "graphdecode:step_seconds": ("Time of a decode step.", _STEP_SECONDS),
     "graphdecode:launch_seconds": ("The host's time for a launch.", _STEP_SECONDS),
 }
@@ -89,7 +89,7 @@ class Metrics(Collector):
             name: Counter(f"vllm:{name}", text, labels, registry=registry).labels(model_name)
             for name, text in _COUNTERS.items()
         }
-        success = Counter("vllm:request_success", "Answers by how they ended.", [*labels, "finished_reason"],
+        success = Counter("vllm:request_success", "Outputs by finish reason.", [*labels, "finished_reason"],
                           registry=registry)  # fmt: skip
         self._success = {reason: success.labels(model_name, reason) for reason in _REASONS}
         self._histograms = {
@@ -137,9 +137,9 @@ class Metrics(Collector):
         self._counters["prefix_cache_queries"].inc(prompt)
         self._counters["prefix_cache_hits"].inc(metrics.num_cached_tokens)
         histograms["vllm:request_prompt_tokens"].observe(prompt)
-        for answer in output.outputs:
-            self._success.get(answer.finish_reason or "abort", self._success["error"]).inc()
-            histograms["vllm:request_generation_tokens"].observe(len(answer.token_ids))
+        for each in output.outputs:
+            self._success.get(each.finish_reason or "abort", self._success["error"]).inc()
+            histograms["vllm:request_generation_tokens"].observe(len(each.token_ids))
         if metrics.first_scheduled_time is not None:
             self._counters["prompt_tokens"].inc(prompt)
         phases = _phases(metrics, time.perf_counter())
@@ -147,7 +147,7 @@ class Metrics(Collector):
             histograms[_PHASES[name]].observe(seconds)
         if "time_to_first_token" in phases:
             self.last_first_tokens.append(phases["time_to_first_token"])
-            longest = max(len(answer.token_ids) for answer in output.outputs)
+            longest = max(len(each.token_ids) for each in output.outputs)
             if longest > 1:
                 mean = phases["time_in_model_decode"] / (longest - 1)
                 histograms["vllm:request_time_per_output_token_seconds"].observe(mean)
@@ -164,9 +164,9 @@ class Metrics(Collector):
         )
         counts = (
             ("vllm:num_preemptions", "Preemptions of rows.", status.preemptions),
-            ("graphdecode:recaptures", "How often the engine was started again.", restarts),
-            ("graphdecode:adapter_writes", "Adapters that were brought into a slot.", adapters.writes),
-            ("graphdecode:adapter_evictions", "Adapters that left a slot for another.", adapters.evictions),
+            ("graphdecode:recaptures", "Restarts of the engine.", restarts),
+            ("graphdecode:adapter_writes", "Adapters loaded into a slot.", adapters.writes),
+            ("graphdecode:adapter_evictions", "Adapters evicted from a slot.", adapters.evictions),
             *((f"vllm:{name}", text, getattr(stats, name)) for name, text in _DRAFT_COUNTERS.items()),
         )
         for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
@@ -177,7 +177,7 @@ class Metrics(Collector):
         steps, accepted = sorted(stats.bucket_steps.items()), enumerate(stats.spec_decode_num_accepted_tokens_per_pos)
         for name, text, label, values in (
             ("graphdecode:bucket_replays", "Steps of a bucket.", "bucket", steps),
-            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position", accepted),
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by position.", "position", accepted),
             ("graphdecode:adapter_requests", "Requests by adapter.", "lora_name", adapters.requests.items()),
         ):
             by_label = CounterMetricFamily(name, text, None, ["model_name", label])
@@ -186,7 +186,7 @@ class Metrics(Collector):
             yield by_label
 
     def text(self) -> bytes:
-        """Return all of it in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -217,9 +217,9 @@ class Tracer:
             "gen_ai.response.model": self._model_name,
             "gen_ai.request.id": request_id,
             "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids),
-            "gen_ai.usage.completion_tokens": sum(len(answer.token_ids) for answer in output.outputs),
+            "gen_ai.usage.completion_tokens": sum(len(each.token_ids) for each in output.outputs),
             "gen_ai.usage.num_sequences": len(output.outputs),
-            "gen_ai.response.finish_reasons": [answer.finish_reason or "abort" for answer in output.outputs],
+            "gen_ai.response.finish_reasons": [each.finish_reason or "abort" for each in output.outputs],
             **{f"gen_ai.request.{name}": value for name, value in requested.items() if value is not None},
             **{f"gen_ai.latency.{name}": seconds for name, seconds in _phases(metrics, now).items()},
         }

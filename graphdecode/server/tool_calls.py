@@ -22,7 +22,7 @@ class ToolFormat:
     name: str
     opening: str  # text before a call or a list of calls; "": an output that begins with `{` is a call
     closing: str  # text after it; "": it ends with its JSON
-    sign: str  # text in the chat templates of such models
+    sign: str  # text by which a chat template of this format is known
     is_special: bool = False  # whether `opening` is a special token
     arguments: str = "arguments"  # the key of a call's arguments
 
@@ -94,7 +94,7 @@ class ToolCallReader:
         self._found: tuple[Any, int] | None = None  # the value of a call and its end, while its closing is missing
         self._is_inside = False  # the text begins like a call
         self._follows_call = False  # a call came last
-        self._may_begin = True  # a bare call may: at the beginning, and after another call
+        self._may_begin = True  # a bare call may begin here: at the beginning, and after another call
 
     def feed(self, piece: str, *, final: bool) -> tuple[str, list[ToolCall]]:
         """Return the content and the complete calls that a piece adds."""
@@ -193,7 +193,7 @@ BARE_JSON = ToolFormat("json", "", "", "")
 def messages_with_tools(
     messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, to_user: bool = False
 ) -> list[Any]:
-    """Describe tools in plain messages, for templates without tools; calls become content, results the user's messages.
+    """Describe tools in messages, for templates without tools; calls become content, results become user messages.
 
     Args:
         choice: the request's `tool_choice`.
@@ -214,16 +214,16 @@ def messages_with_tools(
         f"To call one, answer with nothing but JSON of the form {_SHAPE}. {must}"
     )
     role = "user" if to_user else "system"
-    place = next((n for n, each in enumerate(plain) if isinstance(each, Mapping) and each.get("role") == role), None)
-    if place is None or (not to_user and place > 0):
+    index = next((n for n, each in enumerate(plain) if isinstance(each, Mapping) and each.get("role") == role), None)
+    if index is None or (not to_user and index > 0):
         return [{"role": role, "content": description}, *plain]
-    plain[place] = {**plain[place], "content": _joined(description, plain[place].get("content"))}
+    plain[index] = {**plain[index], "content": _joined(description, plain[index].get("content"))}
     return plain
 
 
 def _as_plain(messages: Sequence[Any]) -> list[Any]:
     plain: list[Any] = []
-    names: dict[Any, Any] = {}  # of the functions, by the number of their call
+    names: dict[Any, Any] = {}  # of the functions, by call id
     follows_result = False
     for message in messages:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None

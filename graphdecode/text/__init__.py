@@ -1,4 +1,4 @@
-"""Text in, text out: `LLM`, the face of it all, and `AsyncLLM`, the same from asyncio."""
+"""Text in, text out: `LLM`, and `AsyncLLM` for asyncio."""
 
 from graphdecode.engine import EngineStats, RequestMetrics, SamplingParams
 from graphdecode.text.arguments import LoRARequest

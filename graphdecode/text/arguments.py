@@ -1,4 +1,4 @@
-"""What callers give: prompts, and what goes with each of them, in any of the forms that vLLM takes."""
+"""Arguments of `generate` and `chat`: prompts, parameters, priorities and adapters, in any of vLLM's types."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def as_prompt(prompt: Any) -> str | list[int]:
     """Return one prompt as a text or a list of token ids.
 
     Args:
-        prompt: a text; integers in a sequence, a NumPy array or a tensor; or vLLM's dict, in which `prompt_token_ids`
-            wins over `prompt`.
+        prompt: a text; integers in a sequence, a NumPy array or a tensor; or vLLM's dict, where `prompt_token_ids`
+            takes precedence over `prompt`.
 
     Raises:
         ValueError: it is none of these, or a text with surrogates.
@@ -36,10 +36,10 @@ def as_prompt(prompt: Any) -> str | list[int]:
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ArgumentError(f"a prompt is no valid text: {error}") from error
+            raise ArgumentError(f"a prompt is not valid text: {error}") from error
         return prompt
     ids = _listed(prompt)
-    if type(ids) is list and set(map(type, ids)) == {int}:  # the quick path for a million
+    if type(ids) is list and set(map(type, ids)) == {int}:  # the fast path, for a million tokens
         return list(ids)
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
         raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
@@ -71,7 +71,7 @@ def _is_token(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter that a request is to have, as vLLM's class of this name.
+    """The adapter of a request, as vLLM's class of this name.
 
     Attributes:
         lora_name: names it; the first request with a name loads the adapter.
@@ -109,17 +109,13 @@ def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]
 
 
 def as_lora_requests(given: LoRARequests, count: int) -> list[LoRARequest | None]:
-    """Return an adapter for each prompt; None: the model as it is; see `_one_each`."""
+    """Return an adapter for each prompt; None: the base model; see `_one_each`."""
     expected = "a LoRARequest, a list of them, or None"
     return _one_each(given, count, "lora_request", expected, lambda each: each is None or isinstance(each, LoRARequest))
 
 
 def _one_each(given: Any, count: int, name: str, expected: str, is_one: Callable[[Any], bool]) -> list[Any]:
-    """Return one for each prompt, given one for all of them or as many as there are.
-
-    Raises:
-        ArgumentError: it is something else, or there are not as many.
-    """
+    """Return a value for each prompt, given one for all of them or a list; raises `ArgumentError` for anything else."""
     if is_one(given):
         return [given] * count
     items = list(given) if isinstance(given, Iterable) else [given]

@@ -45,8 +45,8 @@ class AsyncFront:
             parent.output.request_id = request_id
             self._named.setdefault(request_id, []).append(parent)
         try:
-            async with contextlib.aclosing(self.follow([parent])) as news:
-                async for _ in news:
+            async with contextlib.aclosing(self.follow([parent])) as updates:
+                async for _ in updates:
                     outputs = [state.snapshot() for state in parent.states]
                     yield replace(parent.output, outputs=outputs, metrics=replace(parent.output.metrics))
         finally:
@@ -70,10 +70,10 @@ class AsyncFront:
             AnswerError: the engine was closed, or a step failed.
         """
         states = [state for parent in parents for state in parent.states]
-        news, loop = asyncio.Event(), asyncio.get_running_loop()
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
         waker = self._wakers.setdefault(loop, Waker(loop))
         for state in states:
-            state.on_change = partial(waker.wake, news)
+            state.on_change = partial(waker.wake, changed)
         try:
             self.router.submit(parents)
             for parent in parents:
@@ -82,8 +82,8 @@ class AsyncFront:
             self._on_work()
             finished = False
             while not finished:
-                await news.wait()
-                news.clear()
+                await changed.wait()
+                changed.clear()
                 finished = all(state.finished for state in states)
                 for parent in parents:
                     if parent.output.error is not None:
@@ -94,31 +94,31 @@ class AsyncFront:
 
 
 class Waker:
-    """Wakes tasks of one event loop from any thread, with one call for all that are woken at the same time."""
+    """Sets events of one event loop from any thread, with one call into the loop for all that are set together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread = threading.get_ident()  # the running loop's
         self._lock = threading.Lock()
-        self._news: list[asyncio.Event] = []
+        self._events: list[asyncio.Event] = []
 
-    def wake(self, news: asyncio.Event) -> None:
+    def wake(self, event: asyncio.Event) -> None:
         """Set an event, in its loop's thread."""
         if threading.get_ident() == self._thread:
-            news.set()
+            event.set()
             return
         with self._lock:
-            self._news.append(news)
-            is_called = len(self._news) > 1
+            self._events.append(event)
+            is_called = len(self._events) > 1
         if not is_called:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         with self._lock:
-            all_news, self._news = self._news, []
-        for news in all_news:
-            news.set()
+            events, self._events = self._events, []
+        for event in events:
+            event.set()
 
 
 class AsyncLLM:
@@ -151,12 +151,12 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of one prompt so far at each change; leaving the iterator aborts the request.
 
-        `structured_outputs` are compiled in a thread: a large one delays its own request alone.
+        `structured_outputs` are compiled in a thread: a large one delays only its own request.
 
         Args:
             prompt: as for `LLM.generate`.
             sampling_params: None means the defaults.
-            request_id: of the outputs; None: a number.
+            request_id: for the outputs; None: a number.
             priority: the lowest is served first.
             lora_request: the adapter; see `LLM.stream`.
 

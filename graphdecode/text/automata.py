@@ -1,4 +1,4 @@
-"""Automata over tokens for choices and regular expressions, each verified against llguidance's masks."""
+"""Token automata of choices and regular expressions, each verified against llguidance's masks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_STATES, MOST_CLASSES = 1024, 1024  # of an automaton
-_MOST_STEPS = 1_000_000  # from a state by a token
-_MOST_CHOICES_LENGTH = 1 << 16  # characters; far more than so many states
+_MOST_STEPS = 1_000_000  # transitions, each from a state by a token
+_MOST_CHOICES_LENGTH = 1 << 16  # characters; more would exceed MOST_STATES anyway
 _TEXT = r'"(?:[^"\\]|\\.)*"'
 _CHOICES = re.compile(rf"start: {_TEXT}(?: \| {_TEXT})*\s*")
 
@@ -36,7 +36,7 @@ class TokenAutomata:
         """Return the automaton of a grammar; None if it is neither choices nor a plain regex, or is too large.
 
         Args:
-            matcher: of the grammar, in its first state; the automaton's masks have to be those of the matcher.
+            matcher: of the grammar, in its first state; the automaton must have the same masks.
         """
         try:
             expression = _expression(grammar)
@@ -63,7 +63,7 @@ class TokenAutomata:
 
 
 def _expression(grammar: str) -> str | None:
-    """Return the regular expression that a grammar is; None if it is none."""
+    """Return the regular expression of a grammar; None if it is something else."""
     if _CHOICES.fullmatch(grammar) and len(grammar) <= _MOST_CHOICES_LENGTH:
         return "|".join(re.escape(json.loads(text)) for text in re.findall(_TEXT, grammar))
     if not grammar.startswith("{"):
@@ -75,11 +75,11 @@ def _expression(grammar: str) -> str | None:
 
 
 class _Walk:
-    """Walks through the states over bytes by whole tokens, and compares each state with llguidance's matcher.
+    """Walks through the states of a byte automaton token by token, and compares each with llguidance's matcher.
 
     Args:
         by_byte: the automaton over bytes.
-        eos_token_ids: tokens that the matcher allows where a text may end.
+        eos_token_ids: tokens that the matcher allows where the text may end.
 
     Raises:
         UnknownPatternError: there are too many states, or the matcher allows other tokens.
@@ -98,11 +98,11 @@ class _Walk:
         self._accepts = accepts
         self._follower = matcher.deep_copy()
         self.eos_token_ids = eos_token_ids
-        # where only one string can follow, the library allows the tokenizer's spelling of it alone
+        # where only one string can follow, the library allows only the tokenizer's own tokens for it
         self._is_forced = ((by_byte >= 0).sum(axis=1) == 1) & ~accepts
         self._completes = accepts & (by_byte < 0).all(axis=1)
         self._numbers: dict[int, int] = {}  # of the states that were reached
-        self._leading: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and the states over bytes that they lead to
+        self._leading: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and the byte states that they lead to
         self._masks: list[bytes] = []
         self._steps = 0
         self._walk()
@@ -131,7 +131,7 @@ class _Walk:
         if len(self._numbers) == MOST_STATES:
             raise UnknownPatternError("too many states")
         if self._follower.is_error() or self._completes[state] != self._follower.is_stopped():
-            raise UnknownPatternError("the library ends elsewhere")
+            raise UnknownPatternError("the library's final states differ")
         self._numbers[state] = len(self._numbers)
         tokens, targets = self._token_bytes.followed(self._by_byte, state)
         self._steps += len(tokens)
@@ -151,10 +151,10 @@ class _Walk:
         return [(int(target), int(tokens[np.argmax(targets == target)])) for target in found]
 
     def automaton(self, vocab_size: int, never: Sequence[int]) -> TokenAutomaton:
-        """Return the automaton, with states numbered in the order in which they were reached.
+        """Return the automaton, with states numbered as they were reached.
 
         Args:
-            never: tokens that the matcher allows where a text may end, and that end no output of the model.
+            never: tokens that the matcher allows where the text may end, but that do not end the model's outputs.
 
         Raises:
             UnknownPatternError: there are too many classes of tokens.
@@ -162,7 +162,7 @@ class _Walk:
         states = list(self._numbers)
         number_of = np.full(len(self._by_byte), -1, dtype=np.int32)
         number_of[states] = np.arange(len(states))
-        # tokens that lead to the same states have the same sum; that no others have it is checked below
+        # tokens with the same transitions have the same sum; collisions are checked below
         sums = np.zeros(vocab_size, dtype=np.uint64)
         weights = np.random.default_rng(0).integers(1, 2**63, size=len(states), dtype=np.uint64)
         for weight, (tokens, targets) in zip(weights, self._leading, strict=True):
@@ -175,7 +175,7 @@ class _Walk:
         for number, (tokens, targets) in enumerate(self._leading):
             following[number, classes[tokens]] = number_of[targets]
             if not np.array_equal(np.flatnonzero(following[number, classes] >= 0), tokens):
-                raise UnknownPatternError("two classes have one sum")
+                raise UnknownPatternError("the sums of two classes collide")
             words = np.frombuffer(self._masks[number], dtype=np.int32)[: masks.shape[1]]
             masks[number, : len(words)] = words
             forbid(masks[number], never)
@@ -185,7 +185,7 @@ class _Walk:
 
 
 class _TokenBytes:
-    """The bytes of all tokens, laid out so that all are followed at once; special tokens have none."""
+    """The bytes of all tokens in one array, to follow all tokens together; special tokens have none."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.lengths = np.array([len(token) for token in tokens])
@@ -231,19 +231,19 @@ class AutomatonConstraint(Constraint):
         return Guide(self._automaton, self._state)
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
-        """Write which tokens may come next; see `Constraint.fill`."""
+        """Write the mask of the next token; see `Constraint.fill`."""
         words[:] = self._automaton.masks[self._state]
         if self._automaton.accepts[self._state]:
             allow(words, stop_ids)
 
     def accept(self, token_id: int) -> bool:
-        """Take the token that came; see `Constraint.accept`."""
+        """Take the next token; see `Constraint.accept`."""
         automaton = self._automaton
         state = int(automaton.following[self._state, automaton.classes[token_id]])
         if state < 0:
             if automaton.accepts[self._state] and token_id in self._eos_token_ids:
                 return True
-            raise ConstraintError(f"token {token_id} is none that its form allows")
+            raise ConstraintError(f"token {token_id} is not allowed by its grammar")
         self._state = state
         return bool(automaton.completes[state])
 
@@ -262,7 +262,7 @@ class _Bytes:
 
 @cache
 def _class_of(name: str) -> Ranges:
-    """Return llguidance's characters of `d`, `w` or `s`, found by walking through their bytes."""
+    """Return the characters of llguidance's `\\d`, `\\w` or `\\s`, found by walking through their bytes."""
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), LLMatcher.grammar_from_regex(f"\\{name}"))

@@ -31,14 +31,14 @@ class ChatOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as a prompt."""
+    """A conversation, rendered as a prompt."""
 
     text: str
-    token_ids: list[int]  # of the text, which has its special tokens from the template
+    token_ids: list[int]  # of the text, whose special tokens come from the template
     end_of_turn_ids: tuple[int, ...]  # special tokens that end the assistant's messages in this template
 
     def ending(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters with which the output ends at the end of the message."""
+        """Return parameters that also stop at `end_of_turn_ids`."""
         if params.ignore_eos:
             return params
         stops = tuple(dict.fromkeys([*(params.stop_token_ids or ()), *self.end_of_turn_ids]))
@@ -59,7 +59,7 @@ def render_chat(
 
     Args:
         tokenizer: of transformers, or from `load_tokenizer`.
-        messages: of one conversation, in OpenAI's form: `role`, and `content` that is a text or a list of parts
+        messages: of one conversation, in OpenAI's format: `role`, and `content` that is a text or a list of parts
             `{"type": "text", "text": ...}`, which are joined by newlines; other keys go to the template.
         chat_template: in Jinja, or the path of a file; None: the tokenizer's own.
         add_generation_prompt: end with the beginning of an assistant's message.
@@ -74,20 +74,20 @@ def render_chat(
         raise ArgumentError("a chat needs a tokenizer, and this model was loaded without one")
     if add_generation_prompt and continue_final_message:
         raise ArgumentError(
-            "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another "
-            "one: set add_generation_prompt=False"
+            "continue_final_message=True continues the last message, and add_generation_prompt=True begins another: "
+            "set add_generation_prompt=False"
         )
     conversation = [_as_message(message, f"messages[{index}]") for index, message in enumerate(_listed(messages))]
     template = _template_of(tokenizer, chat_template, tools)
     for index, message in enumerate(conversation):
-        if message["role"] not in _ROLES and message["role"] not in template:  # templates may have roles of their own
+        if message["role"] not in _ROLES and message["role"] not in template:  # templates may define other roles
             expected = f"one of {', '.join(_ROLES)}, or one that the chat template names"
             raise ArgumentError(f"messages[{index}].role must be {expected}, got {message['role']!r:.80}")
     variables = dict(chat_template_kwargs or {})
     own = {"chat_template": template, "tokenize": False, "tools": tools}
 
     def rendered(conversation: list[dict[str, Any]], **how: bool) -> str:
-        try:  # a variable that has the name of one of these is an error, and takes no one's place
+        try:  # raises if a variable has the name of one of these
             return str(tokenizer.apply_chat_template(conversation, **own, **how, **variables))
         except Exception as error:  # a template is a program
             raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
@@ -97,7 +97,7 @@ def render_chat(
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # surrogates
-        raise ArgumentError(f"a message is no valid text: {error}") from error
+        raise ArgumentError(f"a message is not valid text: {error}") from error
     return RenderedChat(text, _encoded(tokenizer, text), _end_of_turn(tokenizer, rendered))
 
 
@@ -149,7 +149,7 @@ def _as_text(content: Any, name: str, *, may_be_absent: bool) -> str:
 
 
 def _as_call(call: Any) -> Any:
-    """Return a tool call with its arguments as a dict, for templates; OpenAI's form is a text of JSON."""
+    """Return a tool call with its arguments as a dict, for templates; OpenAI's are JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -186,13 +186,13 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def _end_of_turn(tokenizer: Any, rendered: Callable[..., str]) -> tuple[int, ...]:
-    """Return the special token of a template behind the assistant's messages, which is not always an EOS token."""
+    """Return the special token after the assistant's messages in a template, which is not always an EOS token."""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
         text = rendered(messages, add_generation_prompt=False)
     except ArgumentError:  # it expects other messages
         return ()
-    _, mark, behind = text.rpartition(_MARK)
-    first = _encoded(tokenizer, behind)[:1] if mark else []
+    _, mark, rest = text.rpartition(_MARK)
+    first = _encoded(tokenizer, rest)[:1] if mark else []
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     return tuple(token for token in first if token in added and added[token].special)

@@ -1,4 +1,4 @@
-"""A chat session: its messages, and those that fit the model's context."""
+"""A chat session that keeps its messages within the model's context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 
-_LEAST_ROOM = 8  # an eighth of all tokens at least is for the output
+_LEAST_ROOM = 8  # at least an eighth of all tokens is for the output
 
 
 class Conversation:
@@ -25,7 +25,7 @@ class Conversation:
         system: the system message; None: as the template has it.
         sampling_params: None: as `LLM.chat`.
         chat_template: see `render_chat`.
-        lora_request: the adapter; None: the model as it is.
+        lora_request: the adapter; None: the base model.
 
     Attributes:
         messages: all messages without `system`, oldest first.
@@ -61,7 +61,7 @@ class Conversation:
             ArgumentError: the message alone is too long, or the template refuses it.
         """
         self.messages.append({"role": "user", "content": text})
-        answer, complete = "", False
+        output, complete = "", False
         try:
             chat = self._fitting()
             params = chat.ending(self._params)
@@ -69,12 +69,12 @@ class Conversation:
             with self.llm.stream(prompt, params, lora_request=lora_request) as stream:
                 self.last = stream.request
                 for piece in stream:
-                    answer += piece
+                    output += piece
                     yield piece
             complete = True
         finally:
-            if answer or complete:
-                self.messages.append({"role": "assistant", "content": answer})
+            if output or complete:
+                self.messages.append({"role": "assistant", "content": output})
             else:
                 self.messages.pop()
 
@@ -102,7 +102,7 @@ class Conversation:
                 chat = self._rendered(start)
         if len(chat.token_ids) >= limit:
             raise ArgumentError(
-                f"the message takes {len(chat.token_ids)} tokens, and there is room for {limit}, the answer included: "
+                f"the message takes {len(chat.token_ids)} tokens, and there is room for {limit}, including the output: "
                 "shorten it, or set a larger max_sequence_length (--max-sequence-length)"
             )
         self.num_forgotten = start

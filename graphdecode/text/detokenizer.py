@@ -1,4 +1,4 @@
-"""Incremental detokenization: never half a character, never a stop string or the beginning of one."""
+"""Incremental detokenization that holds back partial characters and possible stop strings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Detokenizer:
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         skip_special_tokens: leave special tokens out.
-        min_tokens: stop strings count behind so many tokens.
+        min_tokens: tokens before which stop strings are ignored.
         spaced: put the tokenizer's spaces between special tokens.
-        include_stop: cut behind the stop string; nothing is held back for it.
+        include_stop: cut after the stop string; nothing is held back for it.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
-        self._sorted_stops = sorted(stop_strings)  # those with a common prefix are neighbours
+        self._sorted_stops = sorted(stop_strings)  # sorted, strings with a common prefix are adjacent
         self._longest_stop = max(map(len, stop_strings), default=0)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._text = ""
         self._handed_out = 0
-        self._seen = 0  # no stop string begins before this place
+        self._seen = 0  # no stop string begins before this position
         self._ids: list[int] = []
 
     @property
@@ -75,7 +75,7 @@ class Detokenizer:
         self._text += piece
         if not self._stop_strings or len(self._ids) <= self._min_tokens:
             return None
-        # a stop string that ends in the new piece begins at most so far before it
+        # where a stop string that ends in the new piece can begin
         starts = [(stop, max(before - len(stop) + 1, 0)) for stop in self._stop_strings]
         hits = [(at, stop) for stop, start in starts if (at := self._text.find(stop, start)) >= 0]
         if not hits:
@@ -107,7 +107,7 @@ class Detokenizer:
         if self._include_stop or not self._stop_strings:
             return 0
         end = len(self._text)
-        # each place is checked once
+        # each position is checked once
         self._seen = min(max(self._seen, end - self._longest_stop + 1), end)
         while self._seen < end and not self._begins_a_stop(self._text[self._seen :]):
             self._seen += 1

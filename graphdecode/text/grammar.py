@@ -1,4 +1,4 @@
-"""Structured outputs compiled to masks of the tokens that may come next, by llguidance."""
+"""Structured outputs, compiled by llguidance to masks of the allowed next tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _KEPT = 64  # compiled grammars: clients repeat the same few
 MAX_GRAMMAR_LENGTH = 1 << 20  # characters
 _WORTH_THREADS_BYTES = 1024  # of one mask
-_PLAIN = {"NoExtensionBias": "no text has this form"}  # llguidance's reasons
+_PLAIN = {"NoExtensionBias": "no text matches it"}  # llguidance's reasons, in words
 
 
 def is_available() -> bool:
@@ -64,7 +64,7 @@ class Grammars:
                 eos = list(self._eos_token_ids)
                 try:
                     vocabulary = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos or None)
-                    if not eos:  # llguidance needs one: a special token is no text
+                    if not eos:  # llguidance needs one: take a special token
                         special = filter(vocabulary.is_special_token, range(self._vocab_size))
                         eos = [next(special, vocabulary.eos_token)]
                         vocabulary = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos)
@@ -77,7 +77,7 @@ class Grammars:
         """Return the grammar of a structured output as text, for `constraint`.
 
         Raises:
-            ArgumentError: it cannot be enforced; the message names the keyword or the place.
+            ArgumentError: it cannot be enforced; the message names the keyword or the position.
         """
         self.load()
         with _as_argument_errors(params.kind):
@@ -130,7 +130,7 @@ class Grammars:
 
         vocabulary = self.load()
         with _as_argument_errors("grammar"):
-            # errors go to the client and to the log: without the text and the state of the grammar
+            # errors go to clients and logs, and must not contain the grammar's text and state
             matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
             if not matcher.is_error():
                 matcher.compute_bitmask()  # the first one is the slowest, and copies share it
@@ -156,7 +156,7 @@ class Grammars:
 
 @contextmanager
 def _as_argument_errors(kind: str) -> Iterator[None]:
-    """Raise llguidance's errors, and its panics, which are no `Exception`, as `ArgumentError`."""
+    """Raise llguidance's errors and panics as `ArgumentError`; a panic is not an `Exception`."""
     try:
         yield
     except (ValueError, RecursionError) as error:
@@ -203,7 +203,7 @@ class _MaskBatch:
         if len(matchers) > len(self._words):
             self._words = np.zeros((len(matchers), self.num_words), dtype=np.int32)
         address, size_bytes = self._words.ctypes.data, self.num_words * self._words.itemsize
-        if size_bytes < _WORTH_THREADS_BYTES:  # threads would wake up more slowly than this
+        if size_bytes < _WORTH_THREADS_BYTES:  # faster than waking threads
             for row, matcher in enumerate(matchers):
                 matcher.unsafe_compute_mask_ptr(address + row * size_bytes, size_bytes)
         else:
@@ -217,7 +217,7 @@ class TokenGrammar(Constraint):
 
     Args:
         eos_token_ids: tokens that the matcher allows where the output may end.
-        never: tokens that it allows there, and that end no output of the model.
+        never: tokens that it allows there, but that do not end the model's outputs.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class TokenGrammar(Constraint):
         self._never = never
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
-        """Write which tokens may come next; see `Constraint.fill`."""
+        """Write the mask of the next token; see `Constraint.fill`."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._end(words, stop_ids)
 
@@ -259,7 +259,7 @@ class TokenGrammar(Constraint):
             allow(mask, stop_ids)
 
     def accept(self, token_id: int) -> bool:
-        """Take the token that came; see `Constraint.accept`."""
+        """Take the next token; see `Constraint.accept`."""
         if not self._matcher.consume_token(token_id):
             raise _failure(self._matcher)
         return self._matcher.is_stopped()
@@ -275,7 +275,7 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it lists."""
+    """Return a schema whose objects allow only the properties that they list."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Input processor: prompts to requests of tokens, and to the outputs that their events will fill."""
+"""Input processor: prompts to requests of tokens, and the outputs that their events fill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ParentRequest:
     """A prompt and the engine's requests for its `n` outputs, as vLLM's class of this name."""
 
     output: RequestOutput  # for its caller
-    children: list[tuple[Request, RequestState]]  # with what its events update; none if the prompt was refused
+    children: list[tuple[Request, RequestState]]  # one for each output; empty if the prompt was refused
 
     @property
     def states(self) -> list[RequestState]:
@@ -34,7 +34,7 @@ class ParentRequest:
         return [state for _, state in self.children]
 
     def refuse(self, error: str) -> None:
-        """End it with an error, before anything of it was submitted."""
+        """End it with an error before it is submitted."""
         self.children.clear()
         self.output.error = error
         for output in self.output.outputs:
@@ -48,19 +48,19 @@ class TokenizedParams(NamedTuple):
     per_output: SamplingParams  # of one output, for the engine
     bad_words: list[list[int]]  # tokens of each spelling
     priority: int  # the lowest is served first
-    adapter: str | None = None  # its name; None: the model as it is
+    adapter: str | None = None  # its name; None: the base model
 
 
 class TokenizedPrompt(NamedTuple):
     """A tokenized prompt; picklable."""
 
     prompt: str | None  # the text; None if token ids were given
-    token_ids: list[int]  # truncated as the parameters say
+    token_ids: list[int]  # truncated to `truncate_prompt_tokens`
     params: TokenizedParams
 
 
 class InputProcessor:
-    """Tokenizes prompts and textual parameters, and checks them: the engine does not look at them again.
+    """Tokenizes and checks prompts and parameters; the engine does not check them again.
 
     Args:
         rules: the engine's limits of requests.
@@ -70,7 +70,7 @@ class InputProcessor:
 
     def __init__(self, rules: RequestRules, seed: int, tokenizer: Any) -> None:
         self._rules, self._seed, self._tokenizer = rules, seed, tokenizer
-        self._encoding = threading.Lock()  # a tokenizer keeps settings of the running call
+        self._encoding = threading.Lock()  # tokenizers keep state of the running call
         self._numbers = itertools.count()
 
     def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
@@ -85,7 +85,7 @@ class InputProcessor:
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
-            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): give token ids, and not a text")
+            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): give token ids instead of a text")
         (ids,) = self._encoded([prompt], "the prompt", special=special)
         if not ids and self._tokenizer.bos_token_id is not None:
             ids = [self._tokenizer.bos_token_id]
@@ -107,10 +107,10 @@ class InputProcessor:
         Args:
             token_ids: of the prompt; None: from `encode`.
             priority: the lowest is served first.
-            adapter: its name; None: the model as it is.
+            adapter: its name; None: the base model.
 
         Raises:
-            ArgumentError: the prompt or the parameters are of text, and there is no tokenizer, or it fails.
+            ArgumentError: the prompt or a parameter is a text, and there is no tokenizer, or it fails.
         """
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
@@ -157,7 +157,7 @@ class InputProcessor:
     def tokenized_prompt(
         self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
     ) -> TokenizedPrompt:
-        """Truncate a tokenized prompt as its parameters say, and check it.
+        """Truncate a tokenized prompt by its parameters, and check it.
 
         Raises:
             RequestError: it can never be served.
@@ -189,7 +189,7 @@ class InputProcessor:
         children: list[tuple[Request, RequestState]] = []
         for own_output in output.outputs:
             index = own_output.index
-            scored = params.prompt_logprobs if index == 0 else None  # once is enough
+            scored = params.prompt_logprobs if index == 0 else None  # computed once
             own = per_output.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
             request = Request(
                 tokenized.token_ids, own, bad_words, grammar, priority, start_tag, adapter, is_checked=True
@@ -217,7 +217,7 @@ class InputProcessor:
         return token_ids[-kept:]
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of words at the beginning of a text, and behind a space if those differ."""
+        """Return the tokens of words at the beginning of a text, and after a space if those differ."""
         plain = self._encoded([word.lstrip() for word in words], "bad_words", special=False)
         spaced = self._encoded([f" {word.lstrip()}" for word in words], "bad_words", special=False)
         spellings = []
@@ -233,4 +233,6 @@ class InputProcessor:
             if not is_tokenizers_own(error):
                 raise
             wrong = shown(texts[0] if len(texts) == 1 else list(texts))
-            raise ArgumentError(f"the tokenizer fails at {name} {wrong}: {type(error).__name__}: {error}") from error
+            raise ArgumentError(
+                f"the tokenizer cannot encode {name} {wrong}: {type(error).__name__}: {error}"
+            ) from error

@@ -19,11 +19,11 @@ from jinja2.utils import Namespace
 from graphdecode.errors import ArgumentError
 
 _PLAIN_KEYS = {"role", "content"}
-_OF_TRANSFORMERS = "generation"  # a template tag of transformers' own
-_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # take tokenizer.json as it is
+_OF_TRANSFORMERS = "generation"  # a template tag that only transformers defines
+_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # these use tokenizer.json unchanged
 _MODEL_TYPES = ("llama", "olmo2", "smollm3")  # have no tokenizer class of their own
 _USES = tuple(f"{use}_token" for use in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_HARMLESS = {  # keys of tokenizer_config.json that change no token and no text here
+_HARMLESS = {  # keys of tokenizer_config.json that change neither tokens nor text here
     *("tokenizer_class", "backend", "model_max_length", "padding_side", "truncation_side", "chat_template"),
     *("model_input_names", "is_local", "local_files_only", "name_or_path", "clean_up_tokenization_spaces"),
 }
@@ -31,14 +31,14 @@ _FURTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "chat_template
 
 
 def is_tokenizers_own(error: BaseException) -> bool:
-    """Whether an error may come from a tokenizer: any but an interrupt, and a panic of Rust code."""
+    """Whether an error may come from a tokenizer: any `Exception`, or a panic of Rust code."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class LightTokenizer:
     """A tokenizer with the methods of transformers' `PreTrainedTokenizerFast`.
 
-    Anything but encoding, decoding and plain conversations goes to the tokenizer of transformers, made on demand.
+    Only encoding, decoding and plain conversations are done here; the rest by transformers' tokenizer, made on demand.
 
     Args:
         backend: a `tokenizers.Tokenizer`.
@@ -56,7 +56,7 @@ class LightTokenizer:
         self._make_whole = make_whole
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "special_tokens_map":  # of a copy in the making
+        if name.startswith("__") or name == "special_tokens_map":  # while a copy is made
             raise AttributeError(name)
         return getattr(self.whole, name)
 
@@ -120,7 +120,7 @@ class LightTokenizer:
         return self._id_of("eos_token")
 
     def _bare(self) -> Any:
-        """Return the backend without the truncation and padding that a call of `whole` left in it."""
+        """Return the backend without truncation and padding, which a call of `whole` may have set."""
         if self.backend_tokenizer.truncation is not None:
             self.backend_tokenizer.no_truncation()
         if self.backend_tokenizer.padding is not None:
@@ -139,7 +139,7 @@ class LightTokenizer:
 
 
 def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> LightTokenizer | None:
-    """Return the tokenizer of a folder whose tokenizer.json says all, as those of Llama 3 and SmolLM3 do, else None."""
+    """Return the tokenizer of a folder if its tokenizer.json is sufficient, as for Llama 3 and SmolLM3, else None."""
     from tokenizers import Tokenizer
 
     try:
@@ -176,16 +176,16 @@ def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> Light
 
 
 def _of(token: Any) -> dict[str, Any]:
-    """Return an added token as tokenizer_config.json has it."""
+    """Return an added token in the format of tokenizer_config.json."""
     return {
         name: getattr(token, name) for name in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     }
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that reach into Python."""
+    """Jinja's namespace, without names that give access to Python."""
 
-    def __init__(*args: Any, **given: Any) -> None:  # as Jinja's: `self` may be a name, too
+    def __init__(*args: Any, **given: Any) -> None:  # as Jinja's: `self` may be a keyword, too
         own, *others = args
         for name in (found := dict(*others, **given)):
             _check_name(name)
@@ -216,7 +216,7 @@ def _compiled(template: str) -> Template:
     environment.filters["tojson"] = _as_json
     environment.globals |= {
         "raise_exception": _refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": lambda text: datetime.now().strftime(text),
         "dict": lambda *args, **given: dict(*args, **given),
         "namespace": _Namespace,
     }

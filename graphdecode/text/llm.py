@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, outputs out."""
+"""`LLM`, and the stream of one output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stream:
     """An iterator of the pieces of one output; reading it drives the engine.
 
     Leaving it early, by `close()` or at the end of a `with` block, aborts the request. An output that fails raises an
-    `AnswerError` behind its last piece.
+    `AnswerError` after its last piece.
 
     Args:
         request: the prompt, the output so far, and its metrics; with `error` set, there are no pieces.
@@ -94,13 +94,13 @@ class Stream:
 class LLM:
     """A model that generates text through captured graphs.
 
-    It starts no thread, and any number of threads may use it: one that waits for an output steps for all.
+    Any number of threads may use it. It starts none: one of the threads that wait for outputs steps for all.
 
     Args:
         model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, `"smollm2"` if installed, `"demo"`, a
             name in a folder of GRAPHDECODE_MODELS, or a shape such as `"shape:llama-3.1-8b"` with random weights; see
             `resolve_model_path`.
-        config: all settings, those of the buckets alone, the path of a configuration file, or its sections as a dict.
+        config: all settings, only those of the buckets, the path of a configuration file, or its sections as a dict.
         progress: show bars on standard error while loading and capturing.
         tokenizer: a folder or repository to take it from, or a tokenizer (`graphdecode.text.load_tokenizer`).
         keywords: settings that override `config`: see `EngineConfig` and `BucketConfig`. vLLM's names are understood
@@ -146,7 +146,7 @@ class LLM:
         self.engine = engine = load_engine(path, settings, progress=progress)
         self.model, self.cache, self.graphs = engine.model, engine.cache, engine.graphs
         self.capacity, self.stats, self.device = engine.capacity, engine.stats, engine.model.device
-        self.engine_config = _as_it_holds(settings, self.capacity)
+        self.engine_config = _effective(settings, self.capacity)
         self.config = self.engine_config.buckets
         self.router = SteppingRouter(engine)
         self.input_processor = InputProcessor(engine.rules, engine.seed, self.tokenizer)
@@ -202,7 +202,7 @@ class LLM:
             sampling_params: for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error if that is a terminal.
             priority: for all prompts, or one for each: the lowest is served first, and preempted last.
-            lora_request: for all prompts, or one (or None) for each: the adapter, which is loaded where it is not yet.
+            lora_request: for all prompts, or one (or None) for each: the adapter, which is loaded if it is new.
 
         Returns:
             One output for each prompt, in order. A prompt that can never be served (too long, empty, a token id
@@ -280,10 +280,10 @@ class LLM:
 
     @staticmethod
     def _bar(total: int, *, wanted: bool) -> tqdm[NoReturn] | nullcontext[None]:
-        """Return a progress bar if standard error is a terminal; call it with Ctrl-C deferred, for tqdm has a lock."""
+        """Return a progress bar if standard error is a terminal; call it with Ctrl-C deferred, as tqdm takes a lock."""
         if not wanted or sys.stderr is None or not sys.stderr.isatty():
             return nullcontext()
-        return tqdm(total=total, desc="generating", unit="answer", leave=False)
+        return tqdm(total=total, desc="generating", unit="output", leave=False)
 
     @refusing_calls()
     def stream(
@@ -302,7 +302,7 @@ class LLM:
             prompt: as for `generate`.
             sampling_params: with `n` 1.
             priority: the lowest is served first.
-            lora_request: the adapter, which is loaded where it is not yet; None: the model as it is.
+            lora_request: the adapter, which is loaded if it is new; None: the base model.
 
         Raises:
             ValueError: not a prompt, it can never fit, or `n` is not 1; the adapter cannot be used.
@@ -310,12 +310,12 @@ class LLM:
         self._check_open()
         if isinstance(sampling_params, SequenceOf):
             raise ArgumentError(
-                f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
+                f"a stream takes one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
             )
         (params,) = as_params(sampling_params, 1)
         prompt = as_prompt(prompt)
         if params.n != 1:
-            raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
+            raise ArgumentError(f"n must be 1 for a stream, got {params.n}")
         (first,) = as_priorities(priority, 1)
         (adapter,) = self.adapters_of(lora_request, 1)
         parent = self.input_processor.process(prompt, params, priority=first, adapter=adapter)
@@ -339,20 +339,20 @@ class LLM:
         self.engine.adapters.load(name, path)
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have it go on. An ArgumentError says that there is none of that name."""
+        """Forget an adapter; requests that use it go on. Raises ArgumentError if none has that name."""
         self.engine.adapters.unload(name)
 
     def adapters_of(self, lora_request: LoRARequests, count: int) -> list[str | None]:
-        """Return the names of the adapters of so many prompts; those that are new are loaded."""
+        """Return the name of each prompt's adapter, or None; new adapters are loaded."""
         requests = as_lora_requests(lora_request, count)
         for request in dict.fromkeys(each for each in requests if each is not None):
             self.engine.adapters.load_once(request.lora_name, request.lora_path)
         return [None if each is None else each.lora_name for each in requests]
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
-        """Copy other values into the weights, without a capture: of a folder or file, or tensors by name.
+        """Copy the weights of a folder or file, or tensors by name, into the model, without capturing again.
 
-        The tokenizer and the defaults for sampling stay. See `Engine.update_weights` for arguments and errors.
+        The tokenizer and the sampling defaults stay. See `Engine.update_weights` for arguments and errors.
         """
         with DeferredInterrupt():
             self.engine.update_weights(weights)
@@ -366,11 +366,11 @@ class LLM:
             return self.engine.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
-        """End the sleep of what the tags name, "weights" and "kv_cache"; None: both. See `Engine.wake_up`."""
+        """Wake up the "weights", the "kv_cache", or (None) both. See `Engine.wake_up`."""
         self.engine.wake_up(tags)
 
     def step(self) -> None:
-        """Run one step of the engine, for callers that drive their streams themselves; Ctrl-C is deferred."""
+        """Run one step of the engine, for callers that step by themselves; Ctrl-C is deferred."""
         with DeferredInterrupt():
             self.router.step()
 
@@ -398,12 +398,12 @@ class LLM:
             raise ClosedError("this LLM was closed")
 
 
-def _as_it_holds(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
-    """Return the settings with the effective `max_sequence_length`; warn if it is less than was asked for."""
-    asked, holds = settings.buckets.max_sequence_length, capacity.max_sequence_length
-    if asked > holds and asked != BucketConfig.max_sequence_length:
+def _effective(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
+    """Return the settings with the effective `max_sequence_length`; warn if it is less than requested."""
+    requested, length = settings.buckets.max_sequence_length, capacity.max_sequence_length
+    if requested > length and requested != BucketConfig.max_sequence_length:
         warnings.warn(
-            f"max_sequence_length is {holds}, for which the model was trained, and not {asked} as asked for",
+            f"max_sequence_length is {length}, for which the model was trained, instead of the requested {requested}",
             stacklevel=3,
         )
-    return replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=holds))
+    return replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=length))

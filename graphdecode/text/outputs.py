@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """A lazy value, computed at the first read."""
+    """A value that is computed at the first read."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -40,7 +40,7 @@ class CompletionOutput:
 
     Attributes:
         index: 0..n-1.
-        text: cut before a stop string, or behind it with `include_stop_str_in_output`.
+        text: cut before a stop string, or after it with `include_stop_str_in_output`.
         token_ids: the generated tokens, with the one that ended the output.
         finish_reason: "stop", "length", "abort", "refused" for a request that can never fit, or "error".
         stop_reason: the stop string or token id that ended the output; None for end-of-sequence.
@@ -48,7 +48,7 @@ class CompletionOutput:
         cumulative_logprob: sum over the generated tokens; None if not requested.
     """
 
-    # fields with a factory are no attributes of the class, so that `__getattr__` is asked for what is deferred
+    # a field with a factory is not an attribute of the class, so that `__getattr__` is called if it is deferred
     index: int
     text: str = field(default_factory=str)
     token_ids: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
 
     def defer(self, values: dict[str, Lazy[Any]]) -> None:
-        """Let fields be computed at their first read, in place of the values deferred before."""
+        """Compute fields at their first read; replaces what was deferred before."""
         vars(self)["_deferred"] = values
         for name in values:
             vars(self).pop(name, None)

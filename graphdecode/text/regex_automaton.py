@@ -1,31 +1,29 @@
-"""Plain regular expressions to automata over bytes of UTF-8.
+"""Plain regular expressions, compiled to automata over UTF-8 bytes.
 
-Supported: characters, escapes, bracket classes, `.`, `\\d`, `\\w`, `\\s` and their complements, groups, alternatives,
-and the quantifiers `?`, `*`, `+`, `{n}`, `{n,}` and `{n,m}`. Everything else is left to llguidance. The automaton is
-Thompson's construction (1968), followed by the subset construction.
+Python's own parser reads them. Characters, classes, groups, alternatives and repeats are supported; everything else is
+left to llguidance. The automaton is Thompson's construction (1968), followed by the subset construction.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from graphdecode.errors import GraphdecodeError
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, both ends included, ascending
-Pattern: TypeAlias = Callable[["_Nodes", int], int]  # adds itself in front of a node, and returns its first node
+Pattern: TypeAlias = Callable[["_Nodes", int], int]  # adds its nodes before a given node; returns its first one
 
 _LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
-_CONTROL = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
-_QUANTIFIER = re.compile(r"[?*+]|\{([0-9]+)(?:(,)([0-9]*))?\}")
-_BOUNDS: dict[str, tuple[int, int | None]] = {"?": (0, 1), "*": (0, None), "+": (1, None)}
+_NEWLINE: Ranges = ((10, 10),)
+_SET_OPERATION = re.compile(r"\[\[|&&|--|~~|\|\|")
 _MOST_REPEATS = 1000
-_MOST_DEPTH = 100  # of groups
 _MOST_NODES, _MOST_WORK = 50_000, 2_000_000
-# code points by their number of bytes; the surrogates in between are none
+# code points by their number of bytes, without surrogates
 _LENGTHS = ((0, 0x7F, 1), (0x80, 0x7FF, 2), (0x800, 0xD7FF, 3), (0xE000, 0xFFFF, 3), (0x10000, 0x10FFFF, 4))
 
 
@@ -34,7 +32,7 @@ class UnknownPatternError(GraphdecodeError):
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return all other characters; surrogates are none."""
+    """Return all other characters, without surrogates."""
     found, first = [], 0
     for low, high in merged((*ranges, _SURROGATES)):
         if first < low:
@@ -58,128 +56,71 @@ def parse(text: str, class_of: Callable[[str], Ranges]) -> Pattern:
     """Return the pattern of a regular expression that matches whole texts.
 
     Args:
-        class_of: gives the characters of `d`, `w` and `s`.
+        class_of: returns the characters of `d`, `w` and `s`.
 
     Raises:
         UnknownPatternError: it is not supported.
     """
-    parser = _Parser(text, class_of)
-    pattern = parser.alternatives(0)
-    if parser.position < len(text):
-        raise UnknownPatternError(f"unexpected {text[parser.position]!r}")
-    return pattern
+    if _SET_OPERATION.search(text):  # Python would warn of these
+        raise UnknownPatternError("an operation on classes")
+    try:
+        parsed = _parser.parse(text)
+    except (re.error, OverflowError) as error:
+        raise UnknownPatternError(str(error)) from error
+    if parsed.state.flags != re.UNICODE:
+        raise UnknownPatternError("flags")
+    return _sequence(parsed, class_of)
 
 
-class _Parser:
-    def __init__(self, text: str, class_of: Callable[[str], Ranges]) -> None:
-        self.text = text
-        self.position = 0
-        self._class_of = class_of
+def _sequence(parsed: Iterable[tuple[Any, Any]], class_of: Callable[[str], Ranges]) -> Pattern:
+    parts = [_part(str(operator), argument, class_of) for operator, argument in parsed]
 
-    def peek(self) -> str:
-        return self.text[self.position : self.position + 1]
+    def before(nodes: _Nodes, end: int) -> int:
+        for part in reversed(parts):
+            end = part(nodes, end)
+        return end
 
-    def take(self) -> str:
-        character = self.peek()
-        if not character:
-            raise UnknownPatternError("it ends too early")
-        self.position += 1
-        return character
-
-    def alternatives(self, depth: int) -> Pattern:
-        if depth > _MOST_DEPTH:
-            raise UnknownPatternError("groups are nested too deeply")
-        found = [self.chain(depth)]
-        while self.peek() == "|":
-            self.position += 1
-            found.append(self.chain(depth))
-        return found[0] if len(found) == 1 else lambda nodes, end: nodes.new(free=[part(nodes, end) for part in found])
-
-    def chain(self, depth: int) -> Pattern:
-        found: list[Pattern] = []
-        while self.peek() not in ("", "|", ")"):
-            found.append(self.quantified(self.atom(depth)))
-
-        def before(nodes: _Nodes, end: int) -> int:
-            for part in reversed(found):
-                end = part(nodes, end)
-            return end
-
-        return before
-
-    def atom(self, depth: int) -> Pattern:
-        character = self.take()
-        if character == "(":
-            if self.text.startswith("?", self.position):
-                if not self.text.startswith("?:", self.position):
-                    raise UnknownPatternError("a group with flags or a name, or an assertion")
-                self.position += 2
-            inside = self.alternatives(depth + 1)
-            if self.take() != ")":
-                raise UnknownPatternError("a group without end")
-            return inside
-        if character == "[":
-            return _characters(self.bracket())
-        if character == ".":
-            return _characters(complement(((10, 10),)))
-        if character == "\\":
-            return _characters(self.escape())
-        if character in "^$*+?{}]":
-            raise UnknownPatternError(f"{character!r} where a character is expected")
-        return _characters(_single(character))
-
-    def escape(self) -> Ranges:
-        character = self.take()
-        if character in "dwsDWS":
-            ranges = self._class_of(character.lower())
-            return ranges if character.islower() else complement(ranges)
-        character = _CONTROL.get(character, character)
-        if character.isalnum() or not character.isascii():
-            raise UnknownPatternError(f"the escape of {character!r}")
-        return _single(character)
-
-    def bracket(self) -> Ranges:
-        negated = self.peek() == "^"
-        self.position += negated
-        found = [*self.in_bracket()]
-        while self.peek() != "]":
-            found += self.in_bracket()
-        self.position += 1
-        ranges = merged(tuple(found))
-        return complement(ranges) if negated else ranges
-
-    def in_bracket(self) -> Ranges:
-        low = self.member()
-        if self.peek() != "-" or self.text.startswith("-]", self.position):
-            return low
-        self.position += 1
-        high = self.member()
-        if len(low) != 1 or len(high) != 1 or low[0][0] > high[0][0]:
-            raise UnknownPatternError("a range that is none")
-        return ((low[0][0], high[0][0]),)
-
-    def member(self) -> Ranges:
-        character = self.take()
-        if character in "[]" or character + self.peek() in ("&&", "--", "~~"):
-            raise UnknownPatternError("an operation on classes")
-        return self.escape() if character == "\\" else _single(character)
-
-    def quantified(self, part: Pattern) -> Pattern:
-        found = _QUANTIFIER.match(self.text, self.position)
-        if found is None:
-            return part
-        self.position = found.end()
-        least, comma, most = found.groups()
-        low, high = _BOUNDS.get(found[0]) or (int(least), (int(most) if most else None) if comma else int(least))
-        if max(low, high or 0) > _MOST_REPEATS or (high is not None and high < low):
-            raise UnknownPatternError("too many repeats")
-        if self.peek() and self.peek() in "?*+{":
-            raise UnknownPatternError("a quantifier behind a quantifier")
-        return _repeat(part, low, high)
+    return before
 
 
-def _single(character: str) -> Ranges:
-    return ((ord(character), ord(character)),)
+def _part(operator: str, argument: Any, class_of: Callable[[str], Ranges]) -> Pattern:
+    """Return the pattern of a node of Python's syntax tree."""
+    match operator:
+        case "LITERAL":
+            return _characters(((argument, argument),))
+        case "NOT_LITERAL":
+            return _characters(complement(((argument, argument),)))
+        case "ANY":
+            return _characters(complement(_NEWLINE))
+        case "IN":
+            return _characters(_class(argument, class_of))
+        case "BRANCH":
+            parts = [_sequence(each, class_of) for each in argument[1]]
+            return lambda nodes, end: nodes.new(free=[part(nodes, end) for part in parts])
+        case "SUBPATTERN" if not any(argument[1:3]):  # no flags
+            return _sequence(argument[3], class_of)
+        case "MAX_REPEAT" | "MIN_REPEAT" if argument[0] <= _MOST_REPEATS:
+            least, most, inside = argument
+            if most is _parser.MAXREPEAT or most <= _MOST_REPEATS:
+                return _repeat(_sequence(inside, class_of), least, None if most is _parser.MAXREPEAT else most)
+    raise UnknownPatternError(f"{operator} is not supported, or repeats too often")
+
+
+def _class(parsed: Iterable[tuple[Any, Any]], class_of: Callable[[str], Ranges]) -> Ranges:
+    found: list[tuple[int, int]] = []
+    (first, _), *rest = parsed
+    is_negated = str(first) == "NEGATE"
+    for operator, argument in rest if is_negated else parsed:
+        if isinstance(argument, tuple):
+            found.append(argument)
+        elif str(operator) == "LITERAL":
+            found.append((argument, argument))
+        else:  # such as CATEGORY_NOT_SPACE
+            *_, opposite, name = str(argument).split("_")
+            ranges = class_of(name[0].lower())
+            found += complement(ranges) if opposite == "NOT" else ranges
+    ranges = merged(tuple(found))
+    return complement(ranges) if is_negated else ranges
 
 
 def _characters(ranges: Ranges) -> Pattern:
@@ -211,10 +152,10 @@ def _repeat(part: Pattern, least: int, most: int | None) -> Pattern:
 
 
 def byte_automaton(pattern: Pattern, most_states: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the deterministic automaton of a pattern; state 0 is the beginning.
+    """Return the deterministic automaton of a pattern; state 0 is the initial one.
 
     Returns:
-        int32 [states, 256], the state that a byte leads to, -1 for none; and bool [states], where the text may end.
+        int32 [states, 256], the next state by byte, -1 for none; and bool [states], whether the text may end.
 
     Raises:
         UnknownPatternError: there are more states.
@@ -237,7 +178,7 @@ def byte_automaton(pattern: Pattern, most_states: int) -> tuple[np.ndarray, np.n
 
 
 class _Nodes:
-    """A nondeterministic automaton: steps by a range of bytes, and free steps."""
+    """A nondeterministic automaton with transitions by byte ranges, and free ones."""
 
     def __init__(self) -> None:
         self.free: list[list[int]] = []
@@ -252,7 +193,7 @@ class _Nodes:
         return len(self.free) - 1
 
     def closure(self, nodes: Sequence[int]) -> frozenset[int]:
-        """Return the nodes that free steps reach from some nodes."""
+        """Return the nodes that free transitions reach."""
         found, waiting = set(nodes), list(nodes)
         while waiting:
             new = [node for node in self.free[waiting.pop()] if node not in found]
@@ -261,7 +202,7 @@ class _Nodes:
         return frozenset(node for node in found if self.edges[node] or not self.free[node])
 
     def steps(self, state: frozenset[int]) -> Iterator[tuple[int, frozenset[int]]]:
-        """Yield bytes, and the nodes that each leads to from some nodes."""
+        """Yield bytes, and the nodes that each leads to."""
         targets: list[list[int]] = [[] for _ in range(256)]
         for node in state:
             for low, high, target in self.edges[node]:
@@ -280,7 +221,7 @@ class _Nodes:
 
 
 def utf8_ranges(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield sequences of byte ranges that together spell the characters of some ranges, without surrogates."""
+    """Yield sequences of byte ranges that together encode the characters of some ranges, without surrogates."""
     for low, high in ranges:
         for first, last, length in _LENGTHS:
             if max(low, first) <= min(high, last):

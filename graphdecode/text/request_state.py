@@ -1,4 +1,4 @@
-"""One output in progress: the engine's tokens to text, and stop strings."""
+"""One output in progress: detokenization of the engine's events, and stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphdecode.text.outputs import CompletionOutput, Lazy, Logprob, RequestOut
 class RequestState:
     """Makes one output of a prompt from the engine's events of one request.
 
-    Tokens end an output in the engine; a stop string ends it here, and nothing behind it is shown or counted.
+    The engine ends an output at tokens; a stop string ends it here, and what follows is neither shown nor counted.
 
     Args:
         request: the prompt's output that `output` is part of.
@@ -44,7 +44,7 @@ class RequestState:
             )
         self._begun = False
         self._texts: dict[int, str] = {}  # of single tokens, for log-probabilities
-        self._changing = threading.Lock()  # of the thread that steps, and of one that aborts
+        self._changing = threading.Lock()  # between the thread that steps and one that aborts
 
     @property
     def finished(self) -> bool:
@@ -52,7 +52,7 @@ class RequestState:
         return self.output.finish_reason is not None
 
     def take(self, event: Event) -> bool:
-        """Take an event of the engine; return whether a stop string ended the output, so that the engine must stop."""
+        """Take an event; return whether a stop string ended the output, so that the engine has to stop the request."""
         with self._changing:
             if self.output.finish_reason is not None:
                 return False
@@ -81,7 +81,7 @@ class RequestState:
         return stop is not None
 
     def abort(self, error: str | None = None) -> None:
-        """End it where it is, with an error if its reader did not ask for that."""
+        """End it with the output so far, and with an error unless its reader asked for that."""
         with self._changing:
             if self.output.finish_reason is None:
                 self._end("abort", None, error)
@@ -113,7 +113,7 @@ class RequestState:
 
     def _take_tokens(self, event: Event) -> str | None:
         """Take the tokens; return the stop string that ended them, if one did."""
-        # the text has no stop token unless that was asked for, but the last token of a grammar
+        # a stop token has no text unless that was requested; a grammar's last token has
         ends_silently = event.finish_reason == "stop" and not (event.completes or self._includes_stop)
         detokenizer, silent = self._detokenizer, len(event.token_ids) - ends_silently
         for index, token in enumerate(event.token_ids):
@@ -141,7 +141,7 @@ class RequestState:
             self.request.error = error
         self.request.metrics.finished_time = time.perf_counter()
         self.output.stop_reason = stop_reason
-        self.output.finish_reason = reason  # last: for other threads it says that all else is set
+        self.output.finish_reason = reason  # last: other threads take it as the sign that all else is set
 
     def _show(self, *, final: bool) -> None:
         """Update the visible text of the output and of the stream."""
@@ -150,7 +150,7 @@ class RequestState:
             self.pieces.append(piece)
 
     def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """Return the likeliest tokens at the place of a token, and the token itself."""
+        """Return the most likely tokens at a position, and the token there."""
         entries = {
             other: Logprob(value, rank, self._decode(other)) for rank, (other, value) in enumerate(logprobs.top, 1)
         }

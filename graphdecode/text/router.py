@@ -1,4 +1,4 @@
-"""Routing of the engine's events to outputs; if no other thread steps the engine, a waiting caller does."""
+"""Delivers the engine's events to outputs; one of the threads that wait for them steps the engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.request_state import RequestState
 
 _HANGING_SECONDS = 0.5
-_PATIENCE_SECONDS = 0.1  # until a waiting thread looks for Ctrl-C
+_PATIENCE_SECONDS = 0.1  # after which a waiting thread checks for Ctrl-C
 
 
 class DeferredInterrupt:
     """Defers Ctrl-C: `KeyboardInterrupt` is raised on leaving, or at the next `check`.
 
-    An interrupt within a step would leave the state of rows and pages inconsistent. A second Ctrl-C, at least half a
-    second later, is not deferred: the step hangs. Outside the main thread, which gets no signals, it does nothing.
+    An interrupt within a step would leave rows and pages inconsistent. A second Ctrl-C, at least half a second later,
+    is not deferred, as the step seems to hang. Only the main thread gets signals: in others this does nothing.
     """
 
     def __enter__(self) -> DeferredInterrupt:
@@ -74,7 +74,7 @@ class Router:
 
     Args:
         engine: serves the requests; the caller steps it, and delivers its events.
-        end: the error of outputs that are in progress when this is closed, and of later requests.
+        end: the error of outputs in progress when this is closed, and of later requests.
     """
 
     def __init__(self, engine: _TokenEngine, end: str = "this LLM was closed") -> None:
@@ -102,7 +102,7 @@ class Router:
                             ids.append(self.engine.add(request))
                             self._states[ids[-1]] = state
                             self._ids[state] = ids[-1]
-                    except RequestError as error:  # of the first of its requests: the others ask for no more
+                    except RequestError as error:  # of its first request: the others need no more
                         parent.refuse(str(error))
             except BaseException:
                 for request_id in ids:
@@ -136,9 +136,9 @@ class Router:
             try:
                 if state.take(event):
                     self.engine.finish(event.request_id, len(state.output.token_ids))
-            except Exception as error:  # of a tokenizer, which must not touch the other outputs
+            except Exception as error:  # of a tokenizer, which must not affect other outputs
                 self.engine.abort(event.request_id)
-                state.fail(f"its text cannot be made: {type(error).__name__}: {error}")
+                state.fail(f"detokenization failed: {type(error).__name__}: {error}")
             if state.output.finish_reason is not None:
                 self._forget(state)
 
@@ -157,8 +157,7 @@ class Router:
 
 
 class SteppingRouter(Router):
-    """A router that steps the engine, without a thread of its own: one of the threads that wait for outputs steps for
-    all, until its own are complete; then another one takes over."""
+    """A router whose waiting threads step the engine: one steps for all until its outputs are done, then another."""
 
     engine: Engine
 

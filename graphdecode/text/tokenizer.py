@@ -16,7 +16,7 @@ from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizers_own, 
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _ANOTHER_TOKENIZER = (
-    "; give another tokenizer (--tokenizer, `tokenizer=`), or in Python none: skip_tokenizer_init=True takes token ids"
+    "; give another tokenizer (--tokenizer, `tokenizer=`), or load none in Python (skip_tokenizer_init=True)"
 )
 
 
@@ -25,7 +25,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
 
     Args:
         trust_remote_code: run a tokenizer that is Python code of the checkpoint.
-        replaceable: errors may say how to give another tokenizer.
+        replaceable: whether errors explain how to give another tokenizer.
 
     Raises:
         ModelSourceError: there is none that transformers can read, or it is code that is not trusted.
@@ -36,7 +36,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
         return LightTokenizer(tokenizer, named, template, whole)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
-    for file in folder.iterdir():  # a pipe would be read without end
+    for file in folder.iterdir():  # reading a pipe would never end
         if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
             raise ModelSourceError(f"{file} is no plain file")
     found = light_folder_tokenizer(folder, partial(_by_transformers, folder, trust_remote_code))
@@ -80,12 +80,12 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
         code = _code_of(folder)
         if code is not None and not trust_remote_code:
             raise ModelSourceError(
-                f"{folder}: the tokenizer is Python code of the checkpoint ({code}), which is run with "
-                "trust_remote_code=True alone"
+                f"{folder}: the tokenizer is Python code of the checkpoint ({code}), which is run only with "
+                "trust_remote_code=True"
             ) from error
         reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         raise ModelSourceError(
-            f"{folder} holds no tokenizer that can be read (tokenizer.json, tokenizer_config.json)"
+            f"{folder} has no tokenizer that can be read (tokenizer.json, tokenizer_config.json)"
             f"{_ANOTHER_TOKENIZER if replaceable else ''}; transformers says: {reason}"
         ) from error
     return tokenizer
@@ -102,7 +102,7 @@ def _code_of(folder: Path) -> str | None:
 
 
 def _plain_config(folder: Path) -> Any:
-    """Return a configuration with all that AutoTokenizer needs of it; None if transformers has to read it itself.
+    """Return a configuration with what AutoTokenizer needs; None if transformers has to read it itself.
 
     The model's own configuration class would cost 3 s and 80 MB of imports.
     """

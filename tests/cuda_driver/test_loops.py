@@ -211,7 +211,7 @@ def test_a_step_with_a_node_that_no_body_may_hold_is_unrolled(device: Device, dr
     counting = CallsTheHost(CAPACITY)
     graphs = manager_of(counting, [CAPACITY])
     graphs.capture(progress=False)
-    assert kinds_and_reasons(graphs) == {("unrolled", "a WHILE node: the step holds nodes that no body may hold: host")}
+    assert kinds_and_reasons(graphs) == {("unrolled", "a WHILE node: its body cannot contain host")}
     counting.enter([0.2] * 4, [8, 8, 8, 8])
     graphs.launch(4, 8)
     counting.expect_steps(4, 8)

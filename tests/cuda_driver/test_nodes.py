@@ -117,7 +117,7 @@ def test_an_address_that_nobody_owns_is_reported_and_a_number_is_not(kernel_of: 
     (kernel,) = cuda_nodes.nodes_of(kernel_of(lost, 77), memory)
     assert [(argument.name, argument.address, argument.owner) for argument in kernel.arguments] == [("0+0", lost, None)]
     (found,) = stale_pointers(4, Captured([kernel], memory), Owners(make_buffers()))
-    assert str(found) == f"bucket 4: decode_kernel, argument 0+0 ({lost:#x}): nobody owned the memory there at capture"
+    assert str(found) == f"bucket 4: decode_kernel, argument 0+0 ({lost:#x}): the memory had no owner at capture"
     assert not found.is_certain
 
 
@@ -190,7 +190,7 @@ def test_the_audit_names_memory_that_was_freed_and_strict_graphs_refuse_it(devic
     HIDDEN.clear()
     torch.cuda.empty_cache()
     assert OTHERS in {pointer.owner for pointer in graphs.audit()}
-    with pytest.raises(StalePointerError, match="nothing is there now"):
+    with pytest.raises(StalePointerError, match="and is nothing now"):
         graphs.replay(CAPACITY)
     graphs.close()
 

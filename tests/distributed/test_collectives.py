@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_waits_again(backend: str)
     began = time.monotonic()
     together(2, lambda rank: shared[rank].all_reduce(x.clone(), "x"), backend)
     assert time.monotonic() - began < 60
-    assert shared[0].late() == shared[1].late() == "rank 2 of 3 did not come to a collective"
+    assert shared[0].late() == shared[1].late() == "rank 2 of 3 did not reach a collective"
     shared[0].all_reduce(x, "x")
     assert torch.equal(x, torch.ones(2, 2))
 
@@ -110,7 +110,7 @@ def test_ranks_that_come_for_different_collectives_find_out(backend: str) -> Non
     board = small_board(2)
     shared = [SharedCollectives(rank, 2, print, board) for rank in range(2)]
     together(2, lambda rank: shared[rank].all_reduce(torch.ones(2, 2 + rank), "x"), backend)
-    assert "came for another one to a collective" in str(shared[0].late())
+    assert "called another collective" in str(shared[0].late())
 
 
 def test_who_waits_for_a_rank_that_is_gone_is_let_go() -> None:
@@ -120,7 +120,7 @@ def test_who_waits_for_a_rank_that_is_gone_is_let_go() -> None:
     began = time.monotonic()
     shared.all_reduce(torch.ones(2, 2), "x")
     assert time.monotonic() - began < 60
-    assert shared.late() == "rank 1 of 2 did not come to a collective"
+    assert shared.late() == "rank 1 of 2 did not reach a collective"
 
 
 def test_places_of_a_board_do_not_overlap_and_fill_it() -> None:

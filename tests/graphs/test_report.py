@@ -152,7 +152,7 @@ def test_what_is_moved_is_called_a_bound_and_is_one(device: str) -> None:
     graphs = GraphManager(lambda batch: batch.y.copy_(table[batch.ids]), buffers, [2], constants=[table])
     report = graphs.capture(progress=False)
     gathered = 2 * 8 * 4
-    assert "moved MiB are at most: of caches and tables all is counted" in str(report)
+    assert "moved MiB is an upper bound: caches and tables count whole" in str(report)
     assert report.buckets[0].moved_bytes >= table.nbytes > gathered
     graphs.close()
 

@@ -126,7 +126,7 @@ def test_code_of_a_checkpoint_is_run_where_it_is_trusted_and_nowhere_else(folder
         load_tokenizer(folder)
     else:
         message = refusal(lambda: load_tokenizer(folder))
-        assert "run with trust_remote_code=True alone" in message
+        assert "run only with trust_remote_code=True" in message
         assert "own.Own" in message
         assert refusal(lambda: LLM(folder)) == message
     assert not ran.exists()
@@ -143,4 +143,4 @@ def test_a_damaged_tokenizer_is_refused_by_name(folder: Path, name: str, content
     if name == "tokenizer_config.json" and content.startswith(b"{"):
         content = b'{"tokenizer_class": {"a": 5}}'
     (folder / name).write_bytes(content)
-    assert refusal(lambda: load_tokenizer(folder)).startswith(f"{folder} holds no tokenizer that can be read")
+    assert refusal(lambda: load_tokenizer(folder)).startswith(f"{folder} has no tokenizer that can be read")

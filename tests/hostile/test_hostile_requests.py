@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from graphdecode import LLM, GraphdecodeError, SamplingParams
-from graphdecode.config.sampling_params import MAX_ANSWERS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from graphdecode.config.sampling_params import MAX_OUTPUTS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from graphdecode.engine import Request, RequestError
 from graphdecode.models import resolve_model_path
 from graphdecode.text.detokenizer import Detokenizer
@@ -32,8 +32,8 @@ def answers(llm: LLM) -> list[str]:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"n": 10**9}, rf"n must be an integer in 1..{MAX_ANSWERS}, got 1000000000"),
-        ({"n": 10**5000}, f"n must be an integer in 1..{MAX_ANSWERS}, got a value of type int that cannot be shown"),
+        ({"n": 10**9}, rf"n must be an integer in 1..{MAX_OUTPUTS}, got 1000000000"),
+        ({"n": 10**5000}, f"n must be an integer in 1..{MAX_OUTPUTS}, got a value of type int that cannot be shown"),
         ({"stop": [str(number) for number in range(20_000)]}, f"stop must be at most {MAX_STOP_STRINGS} texts"),
         ({"stop": "a" * 10**6}, f"stop must be of at most {MAX_STOP_LENGTH} characters, not 1000000"),
         ({"temperature": 10**400}, "temperature must be a number >= 0"),
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_fails_at_a_prompt_touches_no_other_request(llm: LLM, m
 
     with monkeypatch.context() as patched:
         patched.setattr(type(llm.tokenizer), "__call__", fails)
-        with pytest.raises(GraphdecodeError, match=r"the tokenizer fails at the prompt '12\+30=': PanicException"):
+        with pytest.raises(GraphdecodeError, match=r"the tokenizer cannot encode the prompt '12\+30=': PanicException"):
             llm.generate(["12+30="], GREEDY, use_tqdm=False)
     assert begun + "".join(stream) == alone[0]
     assert answers(llm) == alone
@@ -143,6 +143,6 @@ def test_a_set_of_allowed_tokens_is_as_good_as_a_list(llm: LLM) -> None:
 
 
 def test_as_many_answers_as_may_be_asked_for_are_given(llm: LLM) -> None:
-    [output] = llm.generate("12+30=", SamplingParams(n=MAX_ANSWERS, max_tokens=1), use_tqdm=False)
-    assert len(output.outputs) == MAX_ANSWERS
+    [output] = llm.generate("12+30=", SamplingParams(n=MAX_OUTPUTS, max_tokens=1), use_tqdm=False)
+    assert len(output.outputs) == MAX_OUTPUTS
     assert {len(answer.token_ids) for answer in output.outputs} == {1}

@@ -21,8 +21,8 @@ def shell(closed: str, *arguments: str, folder: Path) -> subprocess.CompletedPro
     ("closed", "said"),
     [
         ("<&-", "error: there is no prompt: give --prompt TEXT"),
-        (">&-", "error: standard output is closed, so there is nowhere to write to"),
-        ("<&- >&-", "error: standard output is closed, so there is nowhere to write to"),
+        (">&-", "error: standard output is closed"),
+        ("<&- >&-", "error: standard output is closed"),
         ("<&- >&- 2>&-", ""),
     ],
 )

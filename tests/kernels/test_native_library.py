@@ -35,7 +35,7 @@ TOOLS = ROOT / "tools"
 ORACLE = f"""
 import runpy, sys
 sys.path.insert(0, {str(TOOLS)!r})
-sys.argv = ["check", "few-bits", "one"]
+sys.argv = ["check", "quantized-products", "one"]
 runpy.run_path({str(TOOLS / "check")!r}, run_name="__main__")
 """
 ANSWER = """

@@ -90,7 +90,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_left(tmp_path: Path)
     file = write(random_model("gpt-oss"), "gpt-oss", tmp_path / "model.gguf", with_vocabulary)
     with pytest.raises(ArgumentError, match="the experts of Gpt"):
         converted_copy(file, tmp_path / "folder")
-    with pytest.raises(ArgumentError, match="model 'demo' is no GGUF file"):
+    with pytest.raises(ArgumentError, match="model 'demo' is not a GGUF file"):
         converted_copy("demo", tmp_path / "folder")
     file = write(random_model("llama"), "llama", tmp_path / "other.gguf", with_vocabulary)
     with pytest.raises(ArgumentError, match="dtype must be auto, float32, bfloat16, float16, got 'int8'"):

@@ -111,7 +111,7 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
     assert resolve_model_path(file.parent) == shards[0]
     before = shards[1].read_bytes()
     for taken in shards:
-        with pytest.raises(ArgumentError, match="holds the model itself"):
+        with pytest.raises(ArgumentError, match="contains the model itself"):
             quantized_copy(shards[0], taken, "q8_0", overwrite=True)
     assert shards[1].read_bytes() == before
     shards[1].unlink()

@@ -372,5 +372,5 @@ def test_a_wrong_model_costs_no_import_of_transformers(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_broken_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(GraphdecodeError, match="holds no tokenizer that can be read"):
+    with pytest.raises(GraphdecodeError, match="has no tokenizer that can be read"):
         load_tokenizer(folder)

@@ -123,7 +123,7 @@ def test_profiles_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     broken = [whole | {"rows": []}, whole | {"rows": [{}]}, whole | {"captures": {}}, whole | {"environment": {}}]
     for text in ("", "[]", '{"schema": 1}', '{"schema": 2}', *map(json.dumps, broken)):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"profile\.json is no profile"):
+        with pytest.raises(ValueError, match=r"profile\.json is not a profile"):
             read_profile(path)
     with pytest.raises(ValueError, match="in common"):
         compare_profiles(profile_of(QUIET), profile_of({(1, 7): [1.0]}))
@@ -289,7 +289,7 @@ def test_a_busy_machine_is_named(profile: dict) -> None:
     quiet["rows"][0] |= {"noise": 0.4, "noisy": True}
     assert "too noisy to tell at 1 of 4 points" in summary(quiet)[-1]
     quiet["rows"][1] |= {"eager_noise": 0.2}
-    assert any("eager steps were too noisy to tell the ratio to a tenth at 1 of 4 points" in s for s in summary(quiet))
+    assert any("eager steps are too noisy for a ratio within 10% at 1 of 4 points" in s for s in summary(quiet))
     assert [cells[4].endswith("?") for cells in floor_columns(quiet)[1]] == [False, True, False, False]
 
 

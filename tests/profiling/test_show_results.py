@@ -120,9 +120,9 @@ def test_what_falls_behind_the_committed_result_of_the_same_processor_is_named(t
         (tmp_path / machine).mkdir()
         (tmp_path / machine / "start.json").write_text(json.dumps(started(machine, **times)))
     found = started("own", one=2.09, two=2.2, three=9.0)
-    harness.tell_behind("start.json", found, lambda each: each["times"], tmp_path)
-    assert capsys.readouterr().out == "behind: two takes 1.10 of what was committed\n"
-    harness.tell_behind("start.json", started("unknown", one=9.0), lambda each: each["times"], tmp_path)
+    harness.warn_if_slower("start.json", found, lambda each: each["times"], tmp_path)
+    assert capsys.readouterr().out == "slower: two takes 1.10 times the committed result\n"
+    harness.warn_if_slower("start.json", started("unknown", one=9.0), lambda each: each["times"], tmp_path)
     assert capsys.readouterr().out == ""
 
 

@@ -216,9 +216,9 @@ def test_requests_under_way_are_asked_again_where_their_engine_died(runs: Runs) 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "holds no request"),
+        ("", "has no requests"),
         (request("a") + "{'custom_id'\n", "line 2: Invalid JSON"),
-        (request("a") + "\n" + request("b") + request("a"), "lines 1 and 4 have one custom_id: 'a'"),
+        (request("a") + "\n" + request("b") + request("a"), "lines 1 and 4 share a custom_id: 'a'"),
         ('{"method": "POST", "url": "/v1/completions", "body": {}}\n', "line 1: custom_id: Field required"),
         ("x\n" * 12, "line 10: Invalid JSON: expected value at line 1 column 1"),
         (request("a").replace("POST", "GET"), "line 1: method: Input should be 'POST'"),
@@ -257,11 +257,11 @@ ANSWER = '{"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 20
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a letter to my aunt\n", "line 1 is no answer of a batch"),
-        (ANSWER + "a letter without an end", "line 2 is no answer of a batch"),
-        (ANSWER + ANSWER, "line 2 answers 'a' a second time"),
-        (ANSWER.replace('"a"', '"c"'), "line 1 answers 'c', for which the input does not ask"),
-        (ANSWER.replace("200", "null"), "line 1 is no answer of a batch"),
+        ("a letter to my aunt\n", "line 1 is not a batch response"),
+        (ANSWER + "a letter without an end", "line 2 is not a batch response"),
+        (ANSWER + ANSWER, "line 2 is a second response to 'a'"),
+        (ANSWER.replace('"a"', '"c"'), "line 1 responds to 'c', which the input does not have"),
+        (ANSWER.replace("200", "null"), "line 1 is not a batch response"),
     ],
 )
 def test_a_file_of_something_else_is_refused_and_left_as_it_was(text: str, message: str, tmp_path: Path) -> None:

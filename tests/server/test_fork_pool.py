@@ -94,7 +94,7 @@ def test_what_the_machine_does_is_no_fault_of_the_work(
     killed = "__import__('os').kill(__import__('os').getpid(), 9)"
     short = LIMITS._replace(wall_seconds=0.3)
     for asked, why in (
-        (told(impatient, ASLEEP, short), "it was not done in 0.3 s"),
+        (told(impatient, ASLEEP, short), "it did not finish in 0.3 s"),
         (told(work, killed), "its child was killed"),
     ):
         with pytest.raises(HttpError, match=why) as error:
@@ -106,9 +106,9 @@ def test_answers_that_cannot_be_read_are_an_error_in_words(work: ForkPool, in_lo
     broken = "type('B', (), {'__reduce__': lambda self: (int, ('x',))})()"
     with pytest.raises(HttpError, match="cannot be read"):
         in_loop(told(work, broken))
-    with pytest.raises(RuntimeError, match="a piece of work failed"):
+    with pytest.raises(RuntimeError, match="a job failed"):
         in_loop(told(work, "1 / 0"))
-    with pytest.raises(RuntimeError, match="a piece of work failed"):
+    with pytest.raises(RuntimeError, match="a job failed"):
         in_loop(work.run(_Unreadable(), limits=LIMITS, caller="a", size=1))
     raiser = "(_ for _ in ()).throw(__import__('graphdecode.errors').errors.ArgumentError('wrong'))"
     with pytest.raises(ArgumentError, match="wrong"):
@@ -127,7 +127,7 @@ def test_a_process_that_stands_still_is_started_again(impatient: ForkPool, in_lo
     before = server_of(impatient)
     os.kill(before, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(HttpError, match="stood still") as error:
+    with pytest.raises(HttpError, match="did not respond") as error:
         in_loop(told(impatient, "1"))
     assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
     assert time.monotonic() - began < HANG_SECONDS < LIMITS.wall_seconds
@@ -188,7 +188,7 @@ def test_one_caller_alone_cannot_fill_the_queue_for_others(in_loop: InLoop[Any])
         lane, done = Lane(), asyncio.Event()
 
         async def wait(caller: str) -> str:
-            async with lane.place(caller, 10):
+            async with lane.held(caller, 10):
                 await done.wait()
                 return caller
 

@@ -95,7 +95,7 @@ def test_tools_and_variables_reach_the_template(tokenizer: Any) -> None:
             r"content\[0\] must be .* got a part of the type 'image_url'",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] must be"),
-        ([{"role": "user", "content": "\ud83d"}], "no valid text"),
+        ([{"role": "user", "content": "\ud83d"}], "not valid text"),
         ([TURNS[0], 7], r"messages\[1\] must be a dict"),
         ([[TURNS[0]], TURNS[0]], "got {"),
     ],

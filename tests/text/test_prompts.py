@@ -84,7 +84,7 @@ def test_a_dict_is_answered_as_its_text(llm):
 
 
 def test_text_that_cannot_be_encoded_is_refused(llm):
-    with pytest.raises(ValueError, match="no valid text"):
+    with pytest.raises(ValueError, match="not valid text"):
         llm.generate(["fine", "half a pair: \ud83d"], GREEDY)
 
 

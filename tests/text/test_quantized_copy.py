@@ -214,7 +214,7 @@ def test_a_copy_is_replaced_where_that_is_asked_for(model: Path, tmp_path: Path)
     with pytest.raises(ArgumentError, match="is for plain weights, and these are INT8 already"):
         copy(made, tmp_path / "again", "int4")
     (tmp_path / "holiday").mkdir()
-    with pytest.raises(ArgumentError, match="is no checkpoint folder, and is not replaced"):
+    with pytest.raises(ArgumentError, match="is not a checkpoint folder, and is not replaced"):
         copy(model, tmp_path / "holiday", "int4", overwrite=True)
 
 
@@ -226,7 +226,7 @@ def test_a_gguf_file_is_expanded_and_rounded_anew(tmp_path: Path) -> None:
         assert found == answers(expanded, quantize=quantize)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert theirs.config.quantization_config.quantization_config.config_groups["group_0"].weights.num_bits == 4
-    with pytest.raises(ArgumentError, match="holds the model itself"):
+    with pytest.raises(ArgumentError, match="contains the model itself"):
         copy(file, file, "q4_k", overwrite=True)
 
 
@@ -236,13 +236,13 @@ def test_blocks_are_kept_of_a_gguf_file_alone(model: Path) -> None:
 
 
 REFUSED = {
-    "no name": ("int4", "..", {}, "needs a name of its own"),
+    "no name": ("int4", "..", {}, "the copy needs a name"),
     "a word for nothing": ("int3", "copy", {}, "quantize must be int8, int4, fp8, q8_0, q4_k, got 'int3'"),
     "a format that there is not": ("int4", "copy", {"file_format": "onnx"}, "must be one of safetensors, gguf"),
-    "a format of others": ("int4", "copy.gguf", {"file_format": "gguf"}, "int4 is not written as gguf; what is so"),
-    "a folder for a file": ("q8_0", "copy", {}, "needs a name that ends in .gguf"),
+    "a format of others": ("int4", "copy.gguf", {"file_format": "gguf"}, "int4 cannot be written as gguf, only"),
+    "a folder for a file": ("q8_0", "copy", {}, "must end in .gguf"),
     "a file for a folder": ("int8", "copy.gguf", {}, "needs a folder"),
-    "a folder in none": ("int8", "no/copy", {}, "is no folder, so copy cannot be made"),
+    "a folder in none": ("int8", "no/copy", {}, "is not a folder, so copy cannot be made"),
     "a group that does not fit": ("int4", "copy", {"group_size": 48}, "divide all weights' columns"),
 }
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused_and_nothing_written(model, tmp_path, quantize
 
 def test_the_model_itself_is_not_written_over(model: Path) -> None:
     for out in (model, model.parent):
-        with pytest.raises(ArgumentError, match="holds the model itself"):
+        with pytest.raises(ArgumentError, match="contains the model itself"):
             copy(model, out, "int4", overwrite=True)
 
 

@@ -1,1 +1,1 @@
-"""What `tools/bench` measures: a module for each subject, with a function `main` that takes its options."""
+"""The subjects of `tools/bench`: modules with a function `main`, or with an `app` of several commands."""

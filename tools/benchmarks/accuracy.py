@@ -37,7 +37,7 @@ from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import load_model, resolve_model_path
 from graphdecode.models.model import Chunks, Model
 from graphdecode.text import load_tokenizer
-from harness import LlamaPython, Out, command_of, elsewhere, record, show, told_by, write
+from harness import LlamaPython, Out, command_of, elsewhere, json_of, record, show, write
 
 TEXT = Path(__file__).with_suffix(".txt")
 TOKENS, STEP_TOKENS = 1360, 128
@@ -249,7 +249,7 @@ def measure(
                 if each == WITHOUT_COMPILER and SUBJECTS[name].quantize == "gguf":
                     continue  # blocks need compiled kernels
                 command = command_of("bench", "accuracy", "one", model, name, wanted, given, step_tokens)
-                calls[each, name] = partial(told_by, command, env=os.environ | setting)
+                calls[each, name] = partial(json_of, command, env=os.environ | setting)
         for (each, name), found in calls.items():
             print(f"{each} {name}", flush=True)
             row: dict[str, Any] = {"isa": each, "subject": name}

@@ -2,7 +2,7 @@
 
 Peers are torch's SDPA and flex_attention on a GPU, SDPA over gathered keys on a CPU. Outputs are compared with float64
 first; a peer that fails or gives another output is listed with the reason. Calls rotate over more memory than the last
-cache holds. Figures are medians of rounds taken in turn. Writes attention.json after every point.
+cache holds. Figures are medians of alternating rounds. Writes attention.json after every point.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.models import resolve_device
 from graphdecode.profiling.environment import read_bandwidth
-from harness import Device, in_turn, names, numbers, record, write
+from harness import Device, alternated, names, numbers, record, write
 from peers.peer import attempt, choose
 
 OWN = "graphdecode"
@@ -175,7 +175,7 @@ PEERS: dict[str, Callable[[AttentionProblem], Calls]] = {"sdpa": sdpa, "gather+s
 def compare_attention(
     peers: Mapping[str, Callable[[AttentionProblem], Calls]], problem: AttentionProblem
 ) -> list[dict[str, Any]]:
-    """Return a row of `attention.json` for this attention and each peer, which take turns."""
+    """Return a row of `attention.json` for this attention and each peer, measured alternately."""
     bandwidth = read_bandwidth(problem.device, repeats=3)
     rows: list[dict[str, Any]] = []
     timed: dict[str, Callable[[], float]] = {}
@@ -195,7 +195,7 @@ def compare_attention(
         ready, row["note"] = attempt(partial(prepared, calls, problem.device))
         if ready is not None:
             timed[name] = ready
-    rounds = in_turn(timed, ROUNDS)
+    rounds = alternated(timed, ROUNDS)
     own = rounds.get(OWN)
     for row in rows:
         if row["peer"] in rounds:

@@ -1,9 +1,9 @@
-"""Another commit's package beside this one's, in turns: any subject of `tools/bench` with the same options.
+"""Another commit's package beside this one's, alternately: any subject of `tools/bench` with the same options.
 
     tools/bench beside main~5 step --model demo --batch-sizes 1
 
 The subject is this checkout's; the package is this one's and the commit's. All floats of the result are compared:
-medians over the turns, and the median of the turns' ratios.
+medians over the rounds, and the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness import ROOT, Out, Rounds, command_of, in_turn, record, show, write
+from harness import ROOT, Out, Rounds, alternated, command_of, record, show, write
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -53,23 +53,23 @@ def figures(found: Any, place: str = "") -> Iterator[tuple[str, float]]:
 def main(
     commit: Annotated[str, typer.Argument(help="As git names it.")],
     subject: Annotated[list[str], typer.Argument(help="A subject of tools/bench, with its options but for --out.")],
-    turns: Rounds = 3,
+    rounds: Rounds = 3,
     out: Out = None,
 ) -> None:
-    """Measure both in turns, and print the ratios."""
+    """Measure both alternately, and print the ratios."""
     with tempfile.TemporaryDirectory() as scratch:
         there = Path(scratch) / "there"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", there, commit], cwd=ROOT, check=True)
         try:
             calls = {"here": partial(measured, ROOT, subject), "there": partial(measured, there, subject)}
-            found = in_turn(calls, turns)
+            found = alternated(calls, rounds)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", there], cwd=ROOT, check=True)
     rows = []
     for place in found["here"][0]:
         pairs = [(here.get(place), other.get(place)) for here, other in zip(found["here"], found["there"], strict=True)]
         both = [(here, other) for here, other in pairs if here and other]
-        if len(both) == turns:
+        if len(both) == rounds:
             here, other = (statistics.median(each) for each in zip(*both, strict=True))
             times = statistics.median(one / two for one, two in both)
             rows.append({"figure": place, "here": here, "there": other, "times_there": times})

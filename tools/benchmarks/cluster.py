@@ -24,7 +24,7 @@ from graphdecode.config.server import DOWNSCALING_FACTOR, target_requests
 from harness import TOOLS, Out, write
 
 PROFILE = TOOLS / "results" / "cpu-epyc-2" / "profile-llama-100m.json"
-SIZES = (384, 128, 128)  # tokens of a beginning, of the prompt behind it, and of an answer in the mean
+SIZES = (384, 128, 128)  # mean tokens of a shared prefix, of the rest of the prompt, and of an output
 PREFIXES = 20_000
 KEPT_PREFIXES = 64  # of 384 tokens in a replica's cache
 POLICIES = ("random", "round robin", "least loaded", "prefix")
@@ -66,10 +66,10 @@ def routed(costs: StepCosts, policy: str, replicas: int, rate: float, seconds: f
     times = arrivals(lambda _: each, each, seconds, random.Random(1))
     asked = requests(times, prefixes=PREFIXES, sizes=SIZES, seed=2)
     cluster = Cluster(costs, policy, replicas, kept_prefixes=KEPT_PREFIXES, slack=slack)
-    told = figures(cluster.run(asked).requests, seconds)
+    row = figures(cluster.run(asked).requests, seconds)
     about = {"policy": policy, "replicas": replicas, "rate_per_replica": rate, "slack": slack}
-    print(about, told, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-    return about | told
+    print(about, row, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    return about | row
 
 
 def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | None) -> tuple[dict[str, Any], Outcome]:
@@ -78,7 +78,7 @@ def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | N
     asked = requests(times, prefixes=PREFIXES, sizes=SIZES, seed=4)
     outcome = Cluster(costs, "prefix", replicas, kept_prefixes=KEPT_PREFIXES, bounds=bounds).run(asked)
     first = [request.first_token - request.arrived for request in outcome.requests]
-    told = {
+    row = {
         "name": name,
         "requests": len(first),
         "replica_hours": outcome.replica_seconds / 3600,
@@ -87,12 +87,12 @@ def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | N
         "ttft_ms_p99": 1e3 * percentile(first, 99),
         "later_than_a_second": sum(each > 1.0 for each in first) / len(first),
     }
-    print(told, file=sys.stderr, flush=True)
-    return told, outcome
+    print(row, file=sys.stderr, flush=True)
+    return row, outcome
 
 
 def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
-    """Return a day with a fixed number of replicas and with autoscaling; the last two are what replicas do not do."""
+    """Return a day with a fixed number of replicas and with autoscaling; the last two are for comparison."""
     rows, outcomes = [], {}
     scaled = Bounds(6, 24, target_requests(costs.max_rows), 10.0, 300.0, START_S, downscaling_factor=DOWNSCALING_FACTOR)
     for name, bounds in (
@@ -104,8 +104,8 @@ def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
         ("2 to 24, twice the target", replace(scaled, least=2, target=2 * scaled.target)),
     ):
         replicas = FIXED if bounds is None else bounds.least
-        told, outcomes[name] = through_a_day(costs, name, replicas, bounds)
-        rows.append(told)
+        row, outcomes[name] = through_a_day(costs, name, replicas, bounds)
+        rows.append(row)
     return rows, outcomes
 
 
@@ -164,7 +164,7 @@ def main(
     steady = [routed(costs, policy, 100, rate, 120.0) for policy in POLICIES for rate in RATES]
     slacks = [routed(costs, "prefix", 100, 5.0, 120.0, slack) for slack in SLACKS]
     large = [routed(costs, policy, 1000, 4.0, 16.0) for policy in POLICIES]
-    told, outcomes = days(costs)
+    rows, outcomes = days(costs)
     found = {
         "schema": 1,
         "profile": profile.name,
@@ -176,7 +176,7 @@ def main(
         "policies": steady,
         "slacks": slacks,
         "thousand": large,
-        "days": told,
+        "days": rows,
     }
     write(out, found)
     if pictures is not None:

@@ -1,7 +1,7 @@
 """A layer's quantized experts beside bf16 on a CPU: both products of a step, by number of rows.
 
 Experts have a known model's sizes and random weights, but there are fewer. Products run as in a recorded step, without
-Python in between, each step with other experts. Formats take turns.
+Python in between, each step with other experts. Formats alternate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from graphdecode.linear.weight_form import FormOptions, Shard, Stored
 from graphdecode.models.gguf.quantize import quantized_blocks
 from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
 from graphdecode.profiling.environment import read_bandwidth
-from harness import Out, Sizes, in_turn, medians, numbers, record, write
+from harness import Out, Sizes, alternated, medians, numbers, record, write
 
 MODELS = {  # slots, channels outside and inside
     "qwen3-30b-a3b": (8, 2048, 768),
@@ -133,7 +133,7 @@ class _Binding(TorchDispatchMode):
 
 
 def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield a row of the result for each format and number of rows; formats take turns."""
+    """Yield a row of the result for each format and number of rows, measured alternately."""
     slots = MODELS[model][0]
     forms = {name: products(kind, model, experts) for name, kind in FORMATS.items()}
     for rows in sizes:
@@ -142,7 +142,9 @@ def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, A
         taken = statistics.mean(count for _, count in steps["bf16"])
         calls = {name: [call for each, _ in own for call in each] for name, own in steps.items()}
         timed = {name: partial(seconds_of, each) for name, each in calls.items()}
-        rounds = {name: [2e6 * each for each in found] for name, found in in_turn(timed, _ROUNDS).items()}  # two a step
+        rounds = {
+            name: [2e6 * each for each in found] for name, found in alternated(timed, _ROUNDS).items()
+        }  # two a step
         of_step = medians(rounds)
         plain = of_step["bf16"]
         for name, (gate_up, down) in forms.items():

@@ -3,9 +3,9 @@
     tools/bench generate --model llama-100m --dtype bfloat16 --peers all
     tools/bench generate --model random:gpt2        an architecture that runs as transformers' module in our graphs
 
-A peer that is not installed, that fails, or whose tokens are wrong is listed with the reason. Engines take turns (A B A
-B ...), and medians are compared. Every figure stands next to its floor: the time to read the weights once. What is over
-5% further from it than as committed, for the same processor and instruction set, is named.
+A peer that is not installed, fails, or gives wrong tokens is listed with the reason. Engines alternate (A B A B ...),
+and medians are compared. Every figure stands next to its floor: the time to read the weights once. Ratios to the floor
+that are over 5% above the committed ones, for the same processor and instruction set, are named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from adopted_models import ADOPTED, SMALL, save_random
 from graphdecode.models import resolve_device, resolve_model_path
-from harness import Device, Dtype, Out, Rounds, Sizes, numbers, record, tell_behind, write
+from harness import Device, Dtype, Out, Rounds, Sizes, numbers, record, warn_if_slower, write
 from peers.contest import PEERS, compare_engines, contest_notes, contest_table, parse_peers
 from peers.peer import Workload
 
@@ -64,7 +64,7 @@ def main(
 ) -> None:
     chosen = parse_peers(peers)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)  # if it cannot be, better now than after the run
+        out.parent.mkdir(parents=True, exist_ok=True)  # fails before the run
     disable_progress_bar()  # of loading weights
     if threads:
         torch.set_num_threads(threads)
@@ -77,5 +77,5 @@ def main(
     console.print(contest_table(found, f"{model} {dtype} on {place}, threads: {workload.threads}"))
     for note in contest_notes(found, int(found["environment"]["cache_bytes"])):
         console.print(note, highlight=False, markup=False)
-    tell_behind(f"generate-{Path(model).name}-{dtype}.json", found, figures_of)
+    warn_if_slower(f"generate-{Path(model).name}-{dtype}.json", found, figures_of)
     write(out, found)

@@ -1,4 +1,4 @@
-"""Compile what decode steps launch for a GPU that is not here, and say what its code and the model of a step tell.
+"""Compile the kernels of decode steps for a GPU that is not here; figures of their code, and a model of the step time.
 
     tools/bench kernels                  # the tables
     tools/bench kernels --write          # docs/kernels.md, and budgets of what is new or has become better
@@ -37,7 +37,7 @@ BUDGETED = ("registers", "shared", "levels", "barriers", "fences", "latency_cycl
 
 
 def looked_at(arch: int, cache: Path) -> dict[str, Any]:
-    """Return what there is to say: tables of kernels, costs of steps, and what breaks a rule."""
+    """Return the tables of kernels, the costs of steps, and violations of rules."""
     os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
     measured, gpu = Measured(arch, cache / "figures"), Gpu(arch=arch)
 
@@ -52,8 +52,8 @@ def looked_at(arch: int, cache: Path) -> dict[str, Any]:
             step = recorded_step(f"shape:{model}", rows, gpu=gpu, product_us=product)
             kernels[case_name(model, rows)] = rows_of(step, measured)
             of_grids = [fault for launch in step.launches for fault in grid_faults(launch)]
-            told = [*early_start_faults(step, measured), *of_grids]
-            faults += [f"{case_name(model, rows)}: {fault}" for fault in told]
+            of_step = [*early_start_faults(step, measured), *of_grids]
+            faults += [f"{case_name(model, rows)}: {fault}" for fault in of_step]
             for context in CONTEXTS.get(rows, ()):
                 cost = step_cost(step, rows, context, measured, gpu)
                 steps[case_name(model, rows, context)] = asdict(cost) | {"times_floor": cost.times_floor}
@@ -86,13 +86,13 @@ def rows_of(step: RecordedStep, measured: Measured) -> list[dict[str, Any]]:
 
 
 def budgets_of(kernels: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return what the kernels of all steps take, by their labels: the most, and of the loop's rate the least."""
+    """Return the budgets of kernels by label: the maximum over all steps, and the minimum of the loop's rate."""
     budgets: dict[str, dict[str, float]] = {}
     for row in (row for rows in kernels.values() for row in rows if row["figures"] is not None):
         figures = row["figures"]
         known = budgets.setdefault(row["label"], {name: figures[name] for name in BUDGETED})
         known.update({name: max(known[name], figures[name]) for name in BUDGETED})
-        if figures["stack"]:  # it takes a person to let that stand
+        if figures["stack"]:  # spilling needs an explicit budget
             known["stack"] = max(known.get("stack", 0), figures["stack"])
         if figures["loop_bytes_per_clock"]:
             rate = round(figures["loop_bytes_per_clock"], 1)
@@ -138,7 +138,7 @@ def tables_of(seen: dict[str, Any]) -> list[str]:
 
 
 def write(seen: dict[str, Any]) -> None:
-    """Write the document's tables, the budgets, and the limits of steps where they became lower; goals stay."""
+    """Write the document's tables, the budgets, and lower limits of steps; goals stay."""
     BUDGETS.write_text(_one_a_line(budgets_of(seen["kernels"])))
     limits = json.loads(LIMITS.read_text())
     for name, limit in limits.items():

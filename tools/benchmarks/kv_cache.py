@@ -1,4 +1,4 @@
-"""Caches of 16 and 8 bits: perplexity of a text, bytes per token, and the decode step by context, in turns."""
+"""Caches of 16 and 8 bits: perplexity of a text, bytes per token, and the decode step by context, alternating."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.models import load_model, resolve_device
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, fill_pages, rows_at
-from harness import ROOT, Dtype, Model, OutFolder, Sizes, in_turn, medians, numbers, perplexity, record, write
+from harness import ROOT, Dtype, Model, OutFolder, Sizes, alternated, medians, numbers, perplexity, record, write
 
 Kind = Literal["auto", "fp8", "int8"]
 KINDS: tuple[Kind, ...] = ("auto", "fp8", "int8")
@@ -51,7 +51,7 @@ def steps(
                 with rows_at(runner, batch, context) as rows:
                     fill_pages(runner, rows)
             calls = {str(kind): partial(turn, runner, batch, context, count) for kind, runner in runners.items()}
-            times = {kind: list(chain(*each)) for kind, each in in_turn(calls, ROUNDS).items()}
+            times = {kind: list(chain(*each)) for kind, each in alternated(calls, ROUNDS).items()}
             step_ms = {kind: round(median, 3) for kind, median in medians(times).items()}
             print(f"batch {batch} context {context:6}: {step_ms} ms a step", flush=True)
             found.append({"batch": batch, "context": context, "step_ms": step_ms})

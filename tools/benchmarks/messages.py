@@ -33,7 +33,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def between_ranks(model: str) -> dict[str, Any]:
     """Return the bytes between ranks: operands of a step's collectives, and messages of rank 0."""
     made: list[collectives.Collectives] = []
-    told: list[tuple[int, int]] = []
+    sent: list[tuple[int, int]] = []
     begin, send = collectives.Collectives.__init__, Link.send
 
     def noted(self: collectives.Collectives, *arguments: Any) -> None:
@@ -41,7 +41,7 @@ def between_ranks(model: str) -> dict[str, Any]:
         made.append(self)
 
     def counted(self: Link, message: Message) -> None:
-        told.append((message.kind, 24 + len(message.payload)))
+        sent.append((message.kind, 24 + len(message.payload)))
         send(self, message)
 
     sizes: Any = {"tensor_parallel_size": 2, "max_batch_size": ROWS, "max_sequence_length": 512}
@@ -51,7 +51,7 @@ def between_ranks(model: str) -> dict[str, Any]:
         LLM(model, device="cpu", **sizes) as llm,
     ):
         lines = made[0].manifests[f"bucket {ROWS}"]
-        told.clear()
+        sent.clear()
         llm.generate([PROMPT] * ROWS, SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0))
         dtype = str(llm.model.dtype)
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
@@ -60,13 +60,13 @@ def between_ranks(model: str) -> dict[str, Any]:
         kind, rows, columns, item = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
         kinds[kind]["calls"] += 1
         kinds[kind]["operand_bytes"] += int(rows) * int(columns) * _ITEM_BYTES[item]
-    steady = Counter(size for _, size in told).most_common(1)[0]
+    steady = Counter(size for _, size in sent).most_common(1)[0]
     return {
         "rows": ROWS,
         "dtype": dtype,
         "collectives_of_a_step": kinds,
-        "told_each_rank_bytes": sum(size for _, size in told),
-        "told_each_rank_messages": len(told),
+        "told_each_rank_bytes": sum(size for _, size in sent),
+        "told_each_rank_messages": len(sent),
         "steps": steady[1],
         "told_of_a_steady_step_bytes": steady[0],
     }

@@ -1,9 +1,9 @@
-"""Prompts and decode steps on a CPU, in turns with peers, beside the machine's limits.
+"""Prompts and decode steps on a CPU, alternating with peers, beside the machine's limits.
 
     tools/bench prompts FOLDER --vllm-python PYTHON --out FILE        bf16 weights beside transformers and vLLM
     tools/bench prompts FILE.gguf --llama-python PYTHON --out FILE    GGUF blocks beside bf16 weights and llama.cpp
 
-A turn is a prompt up to its first token, or greedy steps after prompts of 32 tokens. Peers in other environments run
+A round is a prompt up to its first token, or greedy steps after prompts of 32 tokens. Peers in other environments run
 with as many threads. The floor of a step is the time to read its weights at the bandwidth measured in the same run. For
 a folder, prompts stand beside the peak of the bf16 dot instructions, and steps after 8,100 tokens beside the time to
 read weights, keys and values.
@@ -29,16 +29,16 @@ from graphdecode.kernels.native.compiler import Compiler
 from graphdecode.models import resolve_model_path
 from graphdecode.profiling.environment import read_bandwidth
 from harness import (
-    Answering,
+    JsonProcess,
     LlamaPython,
     Out,
     Rounds,
+    alternated,
     elsewhere,
-    in_turn,
-    moments,
     record,
+    request_times,
     seconds_of,
-    tell_behind,
+    warn_if_slower,
     write,
 )
 from peers.peer import Transformers, Workload
@@ -60,7 +60,7 @@ def timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, floa
     """Return the seconds up to the last first token, and those of a step after it."""
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
-    began, first, ended = moments(outputs)
+    began, first, ended = request_times(outputs)
     return {"seconds": first - began, "step_seconds": (ended - first) / max(new_tokens - 1, 1)}
 
 
@@ -78,7 +78,7 @@ def by_transformers(folder: Path) -> Turn:
 
 @contextmanager
 def by_process(command: list[str]) -> Iterator[Turn]:
-    process = Answering(command)
+    process = JsonProcess(command)
     yield lambda prompts, new_tokens: process.ask({"prompts": prompts, "new_tokens": new_tokens})
     process.close()
 
@@ -90,13 +90,15 @@ def random_tokens(rng: random.Random, rows: int, length: int, vocab_size: int) -
 def measure(
     engines: dict[str, Turn], workloads: dict[str, tuple[int, int, int]], rounds: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Return milliseconds by workload and engine: the median turn, and all of them; the first turn does not count."""
+    """Return milliseconds by workload and engine: the median, and all rounds but the first."""
     rng = random.Random(7)
     found: dict[str, Any] = {}
     for name, (rows, length, new_tokens) in workloads.items():
         prompts = random_tokens(rng, rows, length, vocab_size)
         kind = "seconds" if new_tokens == 1 else "step_seconds"
-        seconds = in_turn({name: partial(turn, prompts, new_tokens) for name, turn in engines.items()}, rounds, warm=1)
+        seconds = alternated(
+            {name: partial(turn, prompts, new_tokens) for name, turn in engines.items()}, rounds, warm=1
+        )
         turns = {engine: [round(1e3 * turn[kind], 3) for turn in each] for engine, each in seconds.items()}
         found[name] = {engine: {"ms": statistics.median(each), "turns_ms": each} for engine, each in turns.items()}
         print(f"{name:12}", "  ".join(f"{engine} {each['ms']:.2f} ms" for engine, each in found[name].items()))
@@ -114,7 +116,7 @@ def floor_of(weight_bytes: int, step_ms: float) -> dict[str, Any]:
 
 
 def dot_peaks(threads: int) -> dict[str, float]:
-    """Return the operations a second of AVX-512's bf16 pairs and of AMX's tiles; 0 where there are none."""
+    """Return the operations per second of AVX-512's bf16 pairs and of AMX's tiles; 0 if not available."""
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "dot_peak.so"
         Compiler.found().compile({made: Path(__file__).with_name("dot_peak.c").read_text()}, [])
@@ -211,5 +213,5 @@ def main(
         result |= {"dtype": "bfloat16", "peaks": beside_peaks(llm.model, figures)}
         result["long_contexts"] = long_contexts(path, rounds)
     if out is not None:
-        tell_behind(out.name, result, figures_of)
+        warn_if_slower(out.name, result, figures_of)
     write(out, result)

@@ -1,4 +1,4 @@
-"""A model in each quantized form on a CPU: perplexity, resident memory, and the time of a step.
+"""A model with each kind of quantized weights on a CPU: perplexity, resident memory, and the time of a step.
 
     tools/bench quantized prepare FOLDER --llama-python PYTHON   SmolLM2 in bf16, and a copy in each form
     tools/bench quantized measure FOLDER --out FILE              each in a process of its own, one after another
@@ -32,6 +32,7 @@ from harness import (
     Out,
     command_of,
     elsewhere,
+    json_of,
     medians,
     perplexity,
     read,
@@ -39,7 +40,6 @@ from harness import (
     replaced,
     show,
     step_seconds,
-    told_by,
     write,
 )
 
@@ -149,7 +149,7 @@ def one(
     model: Path,
     dtype: Dtype = "bfloat16",
     quantize: Annotated[str | None, typer.Option(help="As LLM's keyword.")] = None,
-    times: Annotated[bool, typer.Option(help="Time steps, too, which wants a quiet machine.")] = True,
+    times: Annotated[bool, typer.Option(help="Time steps, too, on an idle machine.")] = True,
     answers: Annotated[bool, typer.Option(help="Give greedy answers, too, with the margins of their tokens.")] = False,
 ) -> None:
     """Print a JSON line for one model, in a process of its own, whose memory is that model's."""
@@ -178,7 +178,7 @@ def measure(
     for form in only.split(",") if only else [form for form in there if form not in done]:
         model = resolve_model_path("smollm2") if form == AS_IT_COMES else folder / form
         options = ["--quantize", "gguf"] * (model.suffix == ".gguf") + ["--no-times"] * (not times)
-        row = {"form": form} | told_by(command_of("bench", "quantized", "one", model, *options))
+        row = {"form": form} | json_of(command_of("bench", "quantized", "one", model, *options))
         result |= record(read_bandwidth=bandwidth, rows=replaced(result["rows"], row, "form"))
         print(f"{form}: {row['perplexity']}", flush=True)
         write(out, result)

@@ -2,7 +2,7 @@
 
     tools/bench servers --model smollm2 --clients 32 --peer llama-cpp=/opt/llama/bin/python --out server
 
-Each server runs in the environment where it is installed. The clients are cheap, for they share the machine. Writes
+Each server runs in the environment where it is installed. The clients are cheap, as they share the machine. Writes
 server.json.
 """
 
@@ -36,12 +36,12 @@ import typer
 from graphdecode import LLM, SamplingParams
 from graphdecode.errors import ArgumentError
 from graphdecode.models import resolve_model_path
-from harness import Model, OutFolder, Rounds, elsewhere, in_turn, medians, record, show, until, write
+from harness import Model, OutFolder, Rounds, alternated, elsewhere, medians, record, show, until, write
 
 _START_SECONDS = 600
 _END_SECONDS = 20
 _CAPACITY = 512  # tokens of a prompt and its answer
-_VITALS_SECONDS = 0.5  # after which our server's metrics know of all steps
+_VITALS_SECONDS = 0.5  # after which our server's metrics have all steps
 _TEXT = "the old river runs under a stone bridge while people walk home and talk about bread rain work music"
 _WORDS = 24  # of a prompt
 _ALONE_REQUESTS = 9
@@ -207,9 +207,9 @@ def running(server: Server, setting: Setting, log: Path) -> Iterator[Running]:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = int(found.getsockname()[1])
     command = server.command(setting, port)
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=said, stderr=said, start_new_session=True, env=os.environ | server.environment(setting)
+            command, stdout=output, stderr=output, start_new_session=True, env=os.environ | server.environment(setting)
         )
     try:
 
@@ -250,10 +250,10 @@ class Contest(NamedTuple):
 
 
 def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of each, a row per turn. All are loaded before the first turn.
+    """Return the figures of each, a row per round. All are loaded before the first round.
 
     `library` is the engine in this process on the first core; `server` is `graphdecode serve` with the engine on the
-    first core, and HTTP and clients on the others. Peers, and ours beside each of them, run on the first core alone.
+    first core, and HTTP and clients on the others. Peers, and ours beside each of them, run only on the first core.
     """
     cores = sorted(os.sched_getaffinity(0))
     engine, others = {cores[0]}, set(cores[1:]) or {cores[0]}
@@ -288,7 +288,7 @@ def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[st
         os.sched_setaffinity(0, others)
         print("measuring", file=sys.stderr, flush=True)
         first = {"library": _turns(library), "server": _turns(partial(_served, own, contest))}
-        found = in_turn(first | calls, contest.rounds)
+        found = alternated(first | calls, contest.rounds)
         os.sched_setaffinity(0, set(cores))
         return found
 

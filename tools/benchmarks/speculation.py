@@ -1,4 +1,4 @@
-"""Decode speed with and without speculation on one model, in turns.
+"""Decode speed with and without speculation on one model, alternating.
 
     tools/bench speculation                                   SmolLM2, n-gram drafts, batch 1 and 8
     tools/bench speculation --llama-python ENV/bin/python     beside llama.cpp's prompt lookup
@@ -23,20 +23,20 @@ import typer
 from graphdecode import LLM, SamplingParams
 from graphdecode.models import resolve_model_path
 from harness import (
-    Answering,
     Dtype,
+    JsonProcess,
     LlamaPython,
     Model,
     Out,
     Rounds,
+    alternated,
     elsewhere,
-    in_turn,
     medians,
-    moments,
     names,
     numbers,
     read,
     record,
+    request_times,
     show,
     write,
 )
@@ -80,7 +80,7 @@ class Ours:
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens)
         outputs = self.llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        _, began, ended = moments(outputs)
+        _, began, ended = request_times(outputs)
         return (sum(map(len, answers)) - len(answers)) / (ended - began), answers
 
     def drafted(self) -> list[int]:
@@ -90,7 +90,7 @@ class Ours:
         return [*counts, stats.spec_decode_num_accepted_tokens]
 
 
-def of_llama(process: Answering, prompts: list[list[int]], new_tokens: int) -> Turn:
+def of_llama(process: JsonProcess, prompts: list[list[int]], new_tokens: int) -> Turn:
     """Let llama.cpp complete prompts one at a time."""
     answer = process.ask({"prompts": prompts, "new_tokens": new_tokens})
     return answer["tokens_per_second"], answer["tokens"]
@@ -110,7 +110,7 @@ def measure(engines: Mapping[str, Callable[[], Turn]], drafted: Callable[[], lis
     answers = {name: turn()[1] for name, turn in engines.items()}
     engines["speculating"]()  # what its first turn used is captured now
     before = drafted()
-    speeds = {name: [speed for speed, _ in turns] for name, turns in in_turn(engines, rounds).items()}
+    speeds = {name: [speed for speed, _ in turns] for name, turns in alternated(engines, rounds).items()}
     runs, drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
     ratios = [fast / slow for fast, slow in zip(speeds["speculating"], speeds["plain"], strict=True)]
     return {
@@ -144,11 +144,11 @@ def main(
     rows = run["rows"]
     for batch_size in numbers(batch_sizes):
         plain, fast = Ours(model, batch_size, None, dtype), Ours(model, batch_size, method, dtype)
-        peers: dict[str, Answering] = {}
+        peers: dict[str, JsonProcess] = {}
         if llama_python is not None and batch_size == 1:
             file, end = resolve_model_path(model), (torch.get_num_threads(), *["plain"] * llama_plain)
             for name, drafts in (("llama.cpp", 0), ("llama.cpp lookup", llama_drafts)):
-                peers[name] = Answering(elsewhere(llama_python, "llama-lookup", file, drafts, *end))
+                peers[name] = JsonProcess(elsewhere(llama_python, "llama-lookup", file, drafts, *end))
         for kind in names(kinds, KINDS, "--kinds"):
             prompts = plain.prompts(kind, batch_size)
             engines = {"plain": plain, "speculating": fast}

@@ -1,9 +1,9 @@
-"""Time from the start of a process to its first output, in turns with the import of torch.
+"""Time from the start of a process to its first output, alternating with the import of torch.
 
     tools/bench start --out start.json
 
-Times over that of the import of torch are compared with the committed result of the same processor and instruction set;
-what takes more than 5% longer is named.
+Ratios to the import of torch are compared with the committed result of the same processor and instruction set; those
+over 5% larger are named.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any
 
 from graphdecode.models.source import installable
-from harness import Out, Rounds, in_turn, record, show, tell_behind, write
+from harness import Out, Rounds, alternated, record, show, warn_if_slower, write
 
 QUESTION = "What is the capital of France?"
 SERVED = ("--max-batch-size", "32", "--port", "0")
 
 
-def seconds_to(said: str, *arguments: str, stream: str = "stdout") -> float:
+def seconds_to(text: str, *arguments: str, stream: str = "stdout") -> float:
     """Return the time until a new Python has printed something; it is ended then."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began, streams = time.perf_counter(), dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
@@ -34,12 +34,12 @@ def seconds_to(said: str, *arguments: str, stream: str = "stdout") -> float:
         command, env=environment, text=True, stdout=streams["stdout"], stderr=streams["stderr"]
     ) as process:
         lines = getattr(process, stream)
-        heard = ""
-        while said not in heard:
+        printed = ""
+        while text not in printed:
             piece = lines.read(1)
             if not piece:
-                raise RuntimeError(f"{' '.join(arguments)} ended with {process.wait()}, and did not say {said!r}")
-            heard += piece
+                raise RuntimeError(f"{' '.join(arguments)} ended with {process.wait()}, and did not print {text!r}")
+            printed += piece
         seconds = time.perf_counter() - began
         process.send_signal(signal.SIGKILL if stream == "stdout" else signal.SIGTERM)
     return seconds
@@ -68,7 +68,7 @@ def main(rounds: Rounds = 7, out: Out = None) -> None:
         name: partial(seconds_to, *given, stream="stderr" if "served" in name else "stdout")
         for name, given in subjects().items()
     }
-    turns = in_turn(calls, rounds, warm=1)
+    turns = alternated(calls, rounds, warm=1)
     imports = turns["import torch"]
     rows = []
     for name, seconds in turns.items():
@@ -90,5 +90,5 @@ def main(rounds: Rounds = 7, out: Out = None) -> None:
     }
     show(columns, rows)
     found = record(schema=1, rounds=rounds, rows=rows)
-    tell_behind("start.json", found, figures_of)
+    warn_if_slower("start.json", found, figures_of)
     write(out, found)

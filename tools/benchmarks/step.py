@@ -4,7 +4,7 @@
     tools/bench step --model shape:llama-3.2-1b --batch-sizes 1,64 --contexts 512,4096 --out results/step
 
 The floor is the time to read the weights, keys and values once at the read bandwidth of the same run. The step runs
-eagerly, replayed, and replayed with each optimization switched off, in turns. On a GPU a trace tells the top kernels
+eagerly, replayed, and replayed with each optimization switched off, alternately. On a GPU a trace shows the top kernels
 and the idle time between kernels. Writes step.json after every model.
 """
 
@@ -46,7 +46,7 @@ from graphdecode.models.blocks import AppendAndAttend, Attend, ResidualStream, S
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
-from harness import Device, Dtype, OutFolder, Rounds, Sizes, in_turn, numbers, record, show, write
+from harness import Device, Dtype, OutFolder, Rounds, Sizes, alternated, numbers, record, show, write
 
 SCHEMA_VERSION = 1
 FULL, EAGER = "full", "eager"
@@ -70,7 +70,7 @@ def measure_steps(
     rounds: int = 5,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Measure a model's step and its variants in turn; return its entry of `step.json`."""
+    """Measure a model's step and its variants alternately; return its entry of `step.json`."""
     if min(batch_sizes, default=0) < 1 or min(contexts, default=0) < 1 or steps < 1 or rounds < 1:
         raise ArgumentError(
             f"batch_sizes, contexts, steps and rounds must be >= 1, got {list(batch_sizes)}, {list(contexts)}, "
@@ -127,18 +127,18 @@ def _rope_append(
     positions: Tensor,
     live: Tensor,
     page_table: Tensor,
-    turn: QKNormRope,
+    rope: QKNormRope,
     **_scales: object,
 ) -> None:
     """Do what the operator of this name does, in torch's operators; padding goes to the trash page."""
     tokens, qo_heads, head_dim = q_out.shape
     pages, page_size, kv_heads = k_cache.shape[:3]
     q, k, v = qkv.view(tokens, -1, head_dim).split([qo_heads, kv_heads, kv_heads], dim=1)
-    if turn.q_norm is not None and turn.k_norm is not None:
-        q, k = _normed_heads(q, turn.q_norm, turn.eps), _normed_heads(k, turn.k_norm, turn.eps)
+    if rope.q_norm is not None and rope.k_norm is not None:
+        q, k = _normed_heads(q, rope.q_norm, rope.eps), _normed_heads(k, rope.k_norm, rope.eps)
     alive = torch.arange(tokens, device=qkv.device) < live
     at = torch.where(alive, positions, 0)
-    angles = turn.cos_sin.index_select(0, at)
+    angles = rope.cos_sin.index_select(0, at)
     page = page_table.index_select(0, torch.where(alive, rows, 0)).gather(1, (at // page_size).long()[:, None])[:, 0]
     place = (torch.where(alive, page, pages - 1) * page_size + at % page_size).long()
     q_out.copy_(_rotated(q, angles))
@@ -168,7 +168,7 @@ def _embedding_norm(
 
 
 class Apart(ResidualStream):
-    """A stream whose products fuse nothing, and which appends before it attends."""
+    """A residual stream with no fused products, and with append and attention as two operators."""
 
     appends_too = False  # whether attention appends the new keys and values itself
 
@@ -180,21 +180,21 @@ class Apart(ResidualStream):
 
 
 class ProductsApart(Apart):
-    """A stream whose products fuse nothing."""
+    """A residual stream with no fused products."""
 
     appends_too = True
 
 
 @contextmanager
 def streaming(stream: type[ResidualStream]) -> Iterator[None]:
-    """Have what is captured inside run through another stream."""
+    """Capture with another residual stream in the context."""
     with mock.patch.object(decoder, "ResidualStream", stream):
         yield
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Take the fused operators apart into torch's own, to measure what fusing them is worth."""
+    """Replace fused operators by torch's own in the context, to measure the gain of fusing."""
     others: dict[str, Any] = {name: versions(name).torch for name in ("rms_norm", "add_rms_norm")}
     others |= {"rope_append": _rope_append, "act_mul": gated, "embedding_norm": _embedding_norm}
     with streaming(Apart), mock.patch.multiple(blocks, **others):
@@ -204,7 +204,7 @@ def unfused() -> Iterator[None]:
 def _variants(
     model: str, device: torch.device, dtype: str, config: BucketConfig
 ) -> Iterator[tuple[str, Decoder, AbstractContextManager[Any]]]:
-    """Yield name, decoder, and what it is captured within, for the full step and its variants."""
+    """Yield name, decoder and capture context of the full step and its variants."""
 
     def load() -> Decoder:
         loaded = load_model(
@@ -238,7 +238,7 @@ def _without_early_start(choice: LinearChoice) -> LinearChoice:
 def captured_variants(
     model: str, device: torch.device, dtype: str, config: BucketConfig
 ) -> Iterator[dict[str, Runner]]:
-    """Give the full step and its variants, captured over one cache."""
+    """Yield the full step and its variants, captured over one cache."""
     runners: dict[str, Runner] = {}
     with ExitStack() as held:
         for name, changed, within in _variants(model, device, dtype, config):
@@ -262,12 +262,12 @@ def _measure_point(
     with rows_at(full, bucket, context) as rows:
         eager = LatencyProfiler(full)
         calls: dict[str, Callable[[], list[Any]]] = {
-            # in turn with the steps, for it is not the same for long
+            # between the steps, as it changes
             "bandwidth": lambda: [read_bandwidth(device, repeats=2)],
             **{name: partial(_replayed, LatencyProfiler(each, steps=steps), rows) for name, each in runners.items()},
             EAGER: lambda: [(step_ms, 0.0) for step_ms in eager.eager(rows, _EAGER_STEPS)],
         }
-        turns = {name: [each for turn in found for each in turn] for name, found in in_turn(calls, rounds).items()}
+        turns = {name: [each for turn in found for each in turn] for name, found in alternated(calls, rounds).items()}
     bandwidth = statistics.median(turns.pop("bandwidth"))
     floor_ms = 1000 * step_bytes(full, bucket, context) / bandwidth
     medians = {name: statistics.median(step_ms for step_ms, _ in times) for name, times in turns.items()}

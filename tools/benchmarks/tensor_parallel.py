@@ -1,6 +1,6 @@
 """A decode step of several ranks of one thread beside one rank with as many threads, on a CPU.
 
-Both engines run in processes of their own, and take turns. The run is added to the file.
+Both engines run in processes of their own, alternately. The run is added to the file.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import typer
 from graphdecode import Engine, EngineConfig, Request, SamplingParams
 from graphdecode.engine.loading import load_engine
 from harness import (
-    Answering,
     Dtype,
+    JsonProcess,
     Model,
     Out,
     Rounds,
     Sizes,
+    alternated,
     command_of,
-    in_turn,
     medians,
     numbers,
     read,
@@ -83,13 +83,13 @@ def main(
         serve(model, of_ranks, sizes, dtype=dtype, quantize=quantize)
         return
     command = command_of("bench", "tensor-parallel", *sys.argv[1:], "--serve")
-    engines = {name: Answering([*command, str(count)]) for name, count in (("one", 1), ("ranks", ranks))}
-    nbytes = {name: int(engine.hear()) for name, engine in engines.items()}
+    engines = {name: JsonProcess([*command, str(count)]) for name, count in (("one", 1), ("ranks", ranks))}
+    nbytes = {name: int(engine.read()) for name, engine in engines.items()}
     run: dict[str, Any] = {"model": Path(model).stem, "dtype": dtype, "quantize": quantize, "ranks": ranks}
     run |= {"threads": torch.get_num_threads(), "rank_bytes": nbytes["ranks"], "model_bytes": nbytes["one"]}
     run |= {"share_of_bytes": round(nbytes["ranks"] / nbytes["one"], 4), "rows": []}
     for size in sizes:
-        turns = in_turn({name: partial(engine.ask, size) for name, engine in engines.items()}, rounds)
+        turns = alternated({name: partial(engine.ask, size) for name, engine in engines.items()}, rounds)
         of_step, pairs = medians(turns), list(zip(turns["one"], turns["ranks"], strict=True))
         row = {
             "batch_size": size,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.quantized import AS_IT_COMES, PLAIN, PROMPTS, TEXT_TOKENS, TEXTS, expand
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
-from harness import ROOT, command_of, elsewhere, read, record, replaced, told_by, write
+from harness import ROOT, command_of, elsewhere, json_of, read, record, replaced, write
 
 MODEL_FILE, FP16, UNDONE = "model.safetensors", "fp16", "undone"
 BY_BITSANDBYTES = {"nf4": False, "nf4 nested": True}  # whether its scales are quantized, too
@@ -75,7 +75,7 @@ def write_pair(plain: Path, folder: Path, undone: Path, form: Form) -> None:
 
 def measured(model: str, dtype: str, *options: str) -> Any:
     command = command_of("bench", "quantized", "one", model, "--dtype", dtype, "--no-times", "--answers", *options)
-    found = told_by(command)
+    found = json_of(command)
     return {name: found[name] for name in ("weight_bytes", "perplexity", "answers")}
 
 
@@ -139,7 +139,7 @@ def perplexities_by(python: Path, reader: str, model: Path, dtype: str) -> Any:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(ids, file)
         file.flush()
-        return told_by(elsewhere(python, "perplexity", reader, model, dtype, file.name))
+        return json_of(elsewhere(python, "perplexity", reader, model, dtype, file.name))
 
 
 def half_and_whole(folder: Path, readers: dict[str, Path]) -> dict[str, Any]:

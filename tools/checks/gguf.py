@@ -17,7 +17,7 @@ import typer
 from graphdecode import LLM, SamplingParams
 from graphdecode.models import resolve_model_path
 from graphdecode.text import load_tokenizer
-from harness import ROOT, elsewhere, perplexity, told_by
+from harness import ROOT, elsewhere, json_of, perplexity
 
 NUM_LINES = 2000
 NEAR_TIE = 1e-3
@@ -71,7 +71,7 @@ def llama_ids(path: Path, texts: Sequence[str], python: str) -> list[list[int]]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(texts, file)
         file.flush()
-        return told_by(elsewhere(python, "llama-ids", path, file.name))
+        return json_of(elsewhere(python, "llama-ids", path, file.name))
 
 
 def compare_ids(path: Path, python: str) -> bool:

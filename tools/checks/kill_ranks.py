@@ -106,7 +106,7 @@ def trial(
         reader.join(2)
     text = "".join(said)
     # of a killed rank 0 its followers tell, on their standard error; of all others rank 0 does
-    expected = rf"rank {victim}\b.*({'stalled|did not come' if is_stop else 'SIGKILL|died'})"
+    expected = rf"rank {victim}\b.*({'stalled|did not reach' if is_stop else 'SIGKILL|died'})"
     wrong = ""
     if left:
         wrong = f"{len(left)} processes were left: {text[-4000:]}"

@@ -1,4 +1,4 @@
-"""Replicas and batches on a real Ray on this machine, under load, with kills; each part's function says what it tries.
+"""Replicas and batches on a real Ray on this machine, under load, with kills; see the function of each part.
 
 Ray listens on the loopback interface, its files have a folder of their own, and all processes are ended. A part takes
 one to four minutes; `--part` runs some of them, and the file keeps the results of the others.
@@ -77,7 +77,7 @@ class Server:
         return {replica: float(value) for replica, value in found}
 
     def until_replicas(self, count: int, seconds: float = START_SECONDS) -> float:
-        """Wait until so many replicas serve; return the seconds."""
+        """Wait until `count` replicas serve; return the seconds."""
         name = "vllm:prefix_cache_queries_total"
         began = time.monotonic()
         until(lambda: len(self.counts(name)) == count, seconds, f"not {count} replicas", every=0.5)
@@ -144,7 +144,7 @@ def replicas_of(folder: str) -> list[int]:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Return a Ray's processes, by environment, or by open logs where a long title replaced the environment."""
+    """Return a Ray's processes, by environment, or by open logs if a long title replaced the environment."""
     mark = f"RAY_TMPDIR={folder}".encode()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [

@@ -1,4 +1,4 @@
-"""This engine and its peers on one checkpoint: tokens are compared first, then engines are timed in turn.
+"""This engine and its peers on one checkpoint: tokens are compared first, then engines are timed alternately.
 
 Near-ties of logits may go either way, and all that follows differs. So each token is judged given the tokens before it:
 by how far its logit in a float32 reference lies below the largest one.
@@ -19,7 +19,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from graphdecode.profiling.environment import read_bandwidth
-from harness import in_turn, table
+from harness import alternated, table
 from peers.llama_cpp import LlamaCpp
 from peers.peer import TRANSFORMERS, Graphdecode, Peer, Tokens, Workload, attempt, choose, random_prompts
 
@@ -38,7 +38,7 @@ def compare_engines(
 ) -> dict[str, Any]:
     """Compare this engine with its peers at every batch size; return what `generate-*.json` holds of it.
 
-    A peer that is absent, fails, or gives tokens that are not greedy is left out with its reason. The others take turns
+    A peer that is absent, fails, or gives tokens that are not greedy is left out with its reason. The others alternate
     (A B A B ...), with a measurement of the read bandwidth between them.
 
     Raises:
@@ -139,12 +139,12 @@ class _Round:
         }
 
     def time(self, repeats: int) -> None:
-        """Time the remaining engines in turn; a first turn warms up and does not count."""
+        """Time the remaining engines alternately, after a round of warm-up."""
         calls: dict[str, Callable[[], Any]] = {"": partial(read_bandwidth, self._workload.device, repeats=2)}
         for name, engine in self._engines.items():
             measure = partial(engine.seconds_per_step, self._prompts, self._workload.new_tokens)
             calls[name] = partial(attempt, measure)
-        turns = in_turn(calls, repeats, warm=1)
+        turns = alternated(calls, repeats, warm=1)
         self._bandwidth = statistics.median(turns.pop(""))
         for name, found in turns.items():
             self._seconds[name] = [seconds for seconds, failure in found if not failure]
@@ -202,7 +202,7 @@ def contest_table(record: dict[str, Any], title: str) -> Table:
 def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
     """Return the lines below the table: floors, tokens, and who was left out and why."""
     lines = [
-        "ms/step: the median of turns taken one after another; spread: the range of their middle half.",
+        "ms/step: the median of alternating rounds; spread: their interquartile range.",
         "ratio: its time over graphdecode's; floors: its time over that of reading the weights once.",
         "same: tokens before the first that graphdecode chose otherwise. All are greedy up to near-ties: no token's "
         f"logit lies more than {record['tolerance']:g} standard deviations of the logits below the best.",
@@ -213,12 +213,10 @@ def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
         for row in record["rows"]
     ]
     if record["weight_bytes"] <= cache_bytes:
-        lines.append("the weights fit in the last cache: memory sets no floor for them, and floors may be below 1")
+        lines.append("the weights fit in the last-level cache: floors may be below 1")
     noisy = [str(row["batch_size"]) for row in record["rows"] if max(map(_spread, row["turns_ms"].values())) > _NOISY]
     if noisy:
-        lines.append(
-            f"the machine was too noisy to tell at batch {', '.join(noisy)}: look at the spread, and run again"
-        )
+        lines.append(f"the machine was too noisy at batch {', '.join(noisy)}: see the spread, and run again")
     lines += [f"{name}: left out: {reason}" for name, reason in record["left_out"].items()]
     for row in record["rows"]:
         lines += [f"{name}: left out at batch {row['batch_size']}: {why}" for name, why in row["left_out"].items()]

@@ -1,4 +1,4 @@
-"""`check`: runs a step under observation and reports what a graph would get wrong, before anything is captured."""
+"""`check`: reports what a graph would get wrong in a step, before anything is captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphdecode.graphs.inspect.observer import Given, StepObserver, mapped, obs
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 from graphdecode.graphs.step_graph import Step, slots_restored
 
-# magnitudes of hostile values: finite in float16, since a mask may multiply; a small one, since a step may saturate
+# magnitudes of hostile values: finite in float16, as masks may multiply; one is small, as a step may saturate
 _HOSTILE = (1e4, 3e4, 2.0)
 # these explain a difference between two runs
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
@@ -69,7 +69,7 @@ def check(
     findings: dict[tuple[str, str | None, int | None], Finding] = {}
 
     def collect(error: CaptureError) -> None:
-        # a method and the operators that it calls are one finding: one of a kind per line
+        # one finding per kind and line: a method and the operators that it calls are one
         found = Finding(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
         findings.setdefault((error.kind, error.file, error.line), found)
 
@@ -86,7 +86,7 @@ def check(
         _compare(*traces, refuse=collect)
     if not findings and not any(traces):
         collect(CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step)))
-    if not findings:  # else runs cannot be compared
+    if not findings:  # else the runs are not comparable
         with slots_restored(buffers):
             _find_mixed_rows(step, buffers, owners, collect)
     return list(findings.values())

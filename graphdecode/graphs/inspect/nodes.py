@@ -16,11 +16,11 @@ from graphdecode.graphs.step_graph import Argument, Node
 
 try:
     from cuda.bindings import driver
-except ImportError:  # graphs are captured and replayed without cuda-python, too
+except ImportError:  # capture and replay work without cuda-python
     driver = None
 
 POOL = "the graphs' pool"
-OTHERS = "memory that is no part of the buffers"
+OTHERS = "memory that is not in the buffers"
 NOT_OF_TORCH = "memory that torch did not allocate"
 _LOWEST_ADDRESS = 1 << 20  # smaller numbers are sizes and counts
 _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
@@ -62,7 +62,7 @@ class AddressMap:
 
     @classmethod
     def now(cls, owners: Owners, pool: Any) -> AddressMap:
-        """Return the present map."""
+        """Return the current map."""
         return cls(owners, pool, torch.cuda.memory_snapshot(), is_mapped)
 
     def owner_at(self, address: int) -> str | None:
@@ -82,11 +82,11 @@ class AddressMap:
     def problem_of(self, argument: Argument) -> str | None:
         """Return how the owner of an address has changed since capture, or None."""
         if argument.owner is None:
-            return "nobody owned the memory there at capture"
+            return "the memory had no owner at capture"
         owner = None if argument.address is None else self.owner_at(argument.address)
         if owner == argument.owner:
             return None
-        return f"{argument.owner} was there at capture, {owner or 'nothing'} is there now"
+        return f"its owner was {argument.owner} at capture, and is {owner or 'nothing'} now"
 
     def _look_up(self, address: int) -> tuple[str | None, bool]:
         for memory in self._declared:
@@ -170,8 +170,8 @@ def _words(parameters: Any, info_of: Callable[[int], tuple]) -> Iterator[tuple[s
         index += 1
 
 
-def _checked(answer: tuple) -> tuple:
-    error, *values = answer
+def _checked(result: tuple) -> tuple:
+    error, *values = result
     if int(error) != 0:
         raise RuntimeError(f"the CUDA driver refused to describe a graph: {error.name}")
     return tuple(values)

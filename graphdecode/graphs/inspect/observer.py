@@ -1,4 +1,4 @@
-"""Observes one run of a step, and refuses what no graph can replay, with the operator and the line."""
+"""Observes one run of a step, and reports what no graph can replay, with the operator and the line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ try:
 except ImportError:
 
     class TorchsMode:  # type: ignore[no-redef]
-        """Placeholder: without torch's mode, steps run on the eager backend alone."""
+        """Placeholder: without torch's mode, steps run only on the eager backend."""
 
         def __enter__(self) -> None:
             raise GraphdecodeError("this torch has no TorchDispatchMode to watch a step with; use backend='eager'")
@@ -242,7 +242,7 @@ class StepObserver(TorchDispatchMode):
             if key is None or key in self._slots or key in self.made or key in self.literals:
                 continue
             if schema.hazard == "host-data":
-                continue  # reported as host-data
+                continue  # already reported
             if key not in self._constants:
                 detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
                 self.refuse(CaptureError("undeclared-input", schema.overload, detail))
@@ -320,10 +320,10 @@ class WatchedBatch(Batch):
 
 @contextmanager
 def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_methods: bool = True) -> Iterator[Batch]:
-    """Observe the step that runs over the yielded batch; afterwards, refuse writes that no operator of its thread did.
+    """Observe the step that runs over the yielded batch; afterwards, refuse writes by no operator of its thread.
 
-    `step` gives the file and line for those. `guards_methods` makes some of torch's modules take another path (they ask
-    whether torch functions are overridden): off where the bits of an eager step are wanted.
+    `step` is for their file and line. `guards_methods` makes some of torch's modules take another path (they ask
+    whether torch functions are overridden): turn it off for the bits of an eager step.
 
     Raises:
         CaptureError: no graph can replay the step, or it raised an error.
@@ -354,7 +354,7 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_m
 
 
 def _version(tensor: Tensor) -> int:
-    """Return torch's count of writes to a tensor; 0 for those of inference mode."""
+    """Return torch's count of writes to a tensor; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -398,7 +398,7 @@ def _copies_to_host(schema: Schema, args: tuple, kwargs: dict) -> bool:
 
 
 def _names_the_cpu(args: tuple, kwargs: dict) -> bool:
-    """Return whether `to` names the CPU; `x.to(y.device)` on a CPU is no copy."""
+    """Return whether `to` names the CPU; `x.to(y.device)` on a CPU does not copy."""
     if not any(isinstance(value, str) and value == "cpu" for value in [*args[1:], kwargs.get("device")]):
         return False
     file, line = caller()

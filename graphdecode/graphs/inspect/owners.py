@@ -30,7 +30,7 @@ def storage_address(tensor: Tensor) -> int | None:
 
 
 class MemoryMap:
-    """Names and sizes of tensors by their memory; several may share a storage (slots of a staging block)."""
+    """Names and sizes of tensors by their memory; several may share a storage, as the slots of a staging block do."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
@@ -76,12 +76,12 @@ class Owners:
         self._addresses = [(name, tensor, tensor.data_ptr()) for name, tensor in named if not is_opaque(tensor)]
 
     def slots(self) -> MemoryMap:
-        """Return the present memory of slots and adopted tensors."""
+        """Return the current memory of slots and adopted tensors."""
         prompts = {f"{name} of prompts": t for other in self._prompts for name, t in other.tensors.items()}
         return MemoryMap(self.buffers.tensors | prompts)
 
     def constants_now(self) -> MemoryMap:
-        """Return the present memory of the constants."""
+        """Return the current memory of the constants."""
         return MemoryMap(dict(_named_tensors(self._constants, "constants")))
 
     def freeze(self) -> None:

@@ -37,16 +37,16 @@ _COMMON_OPTIONS: dict[str, Any] = {
     "health_check_timeout_s": 10.0,
     "logging_config": _LOGGING,
 }
-_MAX_REQUESTS = 2**31 - 1  # that Ray can count
-_ATTEMPTS = 2  # at starting a replica
+_MAX_REQUESTS = 2**31 - 1  # Ray's limit
+_ATTEMPTS = 2  # to start a replica
 _STATS_SECONDS = 1.0  # how often the router learns which engines serve
-_PROXY_SECONDS = 10.0  # for a proxy to say that it is there
+_PROXY_SECONDS = 10.0  # for a proxy to respond
 
 log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """The replicas of one model, in an application of Ray that replaces another one of its name."""
+    """The replicas of one model, in a Ray application that replaces another one of the same name."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Cluster:
         self._application = application
         self._deployed_at: float | None = None  # by the clock of the cluster; None: not deployed
         self.limits = limits
-        self.front: Front | None = None  # in this process, for requests directly over HTTP
+        self.front: Front | None = None  # in this process, with the transport "direct"
 
     @property
     def draining(self) -> bool:
@@ -116,7 +116,7 @@ class Cluster:
             finally:
                 latest = self._latest()
                 self._deployed_at = latest if latest != before else None
-        except (RayError, RuntimeError) as error:  # which holds what the replicas said
+        except (RayError, RuntimeError) as error:  # its text has the errors of the replicas
             raise ArgumentError(f"the replicas cannot be started: {error}") from error
 
     def _check_proxy(self) -> None:
@@ -133,7 +133,7 @@ class Cluster:
                 ) from error
 
     def _latest(self) -> float | None:
-        """Return when the application was last deployed, by any command; None: it is not there."""
+        """Return when the application was last deployed, by any command; None: it is not deployed."""
         application = serve.status().applications.get(self._application)
         return None if application is None else application.last_deployed_time_s
 
@@ -186,7 +186,7 @@ class Cluster:
             on_signals(lambda _: ending.set())
             on_ready()
             await ending.wait()
-            log.warning("finishing what runs; ask again to end at once")
+            log.warning("finishing the requests in flight; a second signal ends immediately")
             off_signals()  # Ray's processes end with this one
         finally:
             await asyncio.to_thread(self.close)
@@ -209,10 +209,10 @@ class Cluster:
                     return await handle.whole.remote(request, route=route)  # type: ignore[no-any-return]
             except LostError as lost:
                 log.warning("%r: %s", request.custom_id, lost)
-        return 503, HttpError(503, f"{ATTEMPTS} replicas ended while they answered it").body
+        return 503, HttpError(503, f"{ATTEMPTS} replicas ended while processing it").body
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the replicas, and a Ray that was started here; a later deployment by another command stays."""
+        """End the replicas, and Ray if it was started here; a later deployment by another command stays."""
         if not ray.is_initialized():
             return
         joined = self._replicas.ray_address is not None

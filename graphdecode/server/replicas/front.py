@@ -1,4 +1,4 @@
-"""The front of the replicas: forwards each request to one of them, and to another where the first is gone."""
+"""The front of the replicas: forwards each request to one of them, and retries with another if it is lost."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from graphdecode.errors import GraphdecodeError
 from graphdecode.server.http import HANDLERS, SSE_DONE, Bodies, HttpError, error_response, sse_event, until_gone
 from graphdecode.server.replicas.routing import prompt_blocks
 
-REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: the replica's name
+REPLICA_HEADER = b"x-graphdecode-replica"  # names the replica in each response
 _MAX_ROUTED_BYTES = 1 << 20  # a larger body is not parsed: other requests would wait
-_ATTEMPTS = 3  # at a request; one that ends an engine shall not end all of them
+_ATTEMPTS = 3  # for a request: one that crashes engines must not crash all of them
 _TRY_ELSEWHERE = (429, 503)
-_LOST = "the replica ended before the answer was complete"
+_LOST = "the replica ended before the response was complete"
 log = logging.getLogger(__name__)
 
 
 class LostError(GraphdecodeError, RuntimeError):
-    """The replica that was to answer is gone."""
+    """The replica of a request was lost."""
 
 
 class _Channel(Protocol):
@@ -43,7 +43,7 @@ class _Channel(Protocol):
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Merge texts in Prometheus' format, by replica; each sample gets the label `replica`."""
+    """Merge the metrics of replicas, in Prometheus' text format; each sample gets the label `replica`."""
     families: dict[str, list[str]] = {}  # the HELP line of a family -> its TYPE, and the samples of all replicas
     for replica, text in texts.items():
         family: list[str] = []
@@ -59,7 +59,7 @@ def merged(texts: Mapping[str, str]) -> str:
 
 
 def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Front]:
-    """Return the application in front of the replicas, and its part that forwards."""
+    """Return the application in front of the replicas, and its `Front`."""
     front = Front(channel, limits)
 
     async def metrics(_: Request) -> Response:
@@ -70,9 +70,9 @@ def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Fron
 
 
 class Front:
-    """Forwards requests to replicas, and to another one as long as no response has begun.
+    """Forwards requests to replicas; retries with another replica until a response has begun.
 
-    If a replica is lost later, a stream ends with an error event; another response is cut.
+    If a replica is lost later, a stream ends with an error event, and any other response is cut off.
     """
 
     def __init__(self, channel: _Channel, limits: ServerConfig) -> None:
@@ -95,7 +95,7 @@ class Front:
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         blocks, avoid = _blocks_of(body), list[str]()
-        error = HttpError(503, "no replica could answer; try again", code="no_replica", headers={"Retry-After": "5"})
+        error = HttpError(503, "no replica could respond; try again", code="no_replica", headers={"Retry-After": "5"})
         try:
             async with asyncio.timeout(self._limits.request_timeout_s or None) as timeout:
                 for attempt in range(1, _ATTEMPTS + 1):
@@ -104,16 +104,16 @@ class Front:
                         try:
                             begin, first = await anext(messages), await anext(messages)
                         except (LostError, StopAsyncIteration) as lost:
-                            log.warning("attempt %d at a request: %s", attempt, lost)
+                            log.warning("attempt %d of a request: %s", attempt, lost)
                             continue
                         if _is_unavailable(begin, first) and attempt < _ATTEMPTS:
                             avoid.append(_header(begin, REPLICA_HEADER))
                             continue
-                        timeout.reschedule(None)  # from here on the replica's own timeout holds
+                        timeout.reschedule(None)  # from here on the replica's own timeout applies
                         await self._forward(begin, first, messages, send)
                         return
         except TimeoutError:
-            error = HttpError(504, f"no replica answered in {self._limits.request_timeout_s:g} s", code="timeout")
+            error = HttpError(504, f"no replica responded in {self._limits.request_timeout_s:g} s", code="timeout")
         await error_response(error)(scope, receive, send)
 
     async def _forward(self, begin: Message, first: Message, messages: Any, send: Send) -> None:
@@ -125,13 +125,13 @@ class Front:
         except LostError as lost:
             if not _header(begin, b"content-type").startswith("text/event-stream"):
                 raise ConnectionAbortedError(str(lost)) from lost  # closes the connection
-            log.warning("an answer under way: %s", lost)
+            log.warning("a response in progress: %s", lost)
             failed = HttpError(503, _LOST, code="replica_lost")
             await send({"type": "http.response.body", "body": sse_event(failed.body) + SSE_DONE})
 
 
 def _is_unavailable(begin: Message, first: Message) -> bool:
-    """Whether the replica is full, or its engine restarted."""
+    """Whether the replica is full, or its engine is restarting."""
     if _header(begin, b"content-type").startswith("text/event-stream"):
         return first["body"].startswith(b'data: {"error":') and b'"code":"restarting"' in first["body"]
     return begin["status"] in _TRY_ELSEWHERE

@@ -1,4 +1,4 @@
-"""Fronts and replicas on Ray: routing, and the transport of requests and answers."""
+"""Fronts and replicas on Ray: routing, and transport of requests and responses."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Route(NamedTuple):
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that `choose` names; those that do not serve or are to be avoided come last."""
+    """Routes a request to the replica that `choose` returns; replicas that do not serve, or should not, are last."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take `slack`, see `choose`, and `policy`, as `routing` of [replicas]."""
+        """Take `slack` (see `choose`) and `policy` (`routing` of [replicas])."""
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
         self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
@@ -54,7 +54,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replica for a request, and then the others: Ray takes the first that has room."""
+        """Return the chosen replica, then the others; Ray takes the first one with room."""
         route = pending_request.kwargs.get("route", Route()) if pending_request is not None else Route()
         fit = [
             each
@@ -89,7 +89,7 @@ class PrefixRouter(RequestRouter):
 
 
 class RayChannel:
-    """Sends requests by calls of Ray, whose messages may hold several events of a stream."""
+    """Sends requests as Ray calls."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -98,7 +98,7 @@ class RayChannel:
     async def messages(
         self, scope: Scope, body: bytes, blocks: Sequence[int], avoid: Sequence[str]
     ) -> AsyncGenerator[Message, None]:
-        """Yield the ASGI messages of the response of a replica; `LostError`: it is gone. See `Route`."""
+        """Yield the ASGI messages of a replica's response; raises `LostError`. See `Route`."""
         sent = {name: scope[name] for name in _SENT if name in scope}
         answer = self._streaming.answer.remote(sent, body, route=Route(blocks, avoid))
         try:
@@ -118,7 +118,7 @@ class RayChannel:
 
 
 class HttpChannel(RayChannel):
-    """Ray chooses the replica and counts the request, by a lease; the response itself comes over HTTP."""
+    """Leases a replica from Ray, which counts the request; the response itself comes over HTTP."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         super().__init__(handle)
@@ -160,7 +160,7 @@ class Ingress:
 
 
 async def _asgi_messages(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, None]:
-    """Yield the ASGI messages of a response, with whole events of a stream."""
+    """Yield the ASGI messages of a response; those of a stream have whole events."""
     raw = [(key.lower(), value) for key, value in response.raw_headers]
     headers = [(key, value) for key, value in raw if key not in _NOT_RETURNED]
     yield {"type": "http.response.start", "status": response.status, "headers": headers}
@@ -177,7 +177,7 @@ async def _asgi_messages(response: aiohttp.ClientResponse) -> AsyncGenerator[Mes
 
 @contextlib.contextmanager
 def as_lost_errors() -> Iterator[None]:
-    """Raise `LostError` for all errors that mean that a replica ended."""
+    """Raise `LostError` for errors that mean that a replica ended."""
     try:
         yield
     except (RayError, RayServeException, aiohttp.ClientError, StopAsyncIteration, TimeoutError) as error:

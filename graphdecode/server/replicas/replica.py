@@ -19,8 +19,8 @@ from graphdecode.server.replicas.ray_channel import LEASE_HEADER, Route
 from graphdecode.server.run import bind, make_server
 from graphdecode.server.service import Service
 
-_RESTART_SECONDS = 60.0  # for an engine to serve again; then Ray replaces the replica
-_LEASE_SECONDS = 30.0  # until the request of a lease comes
+_RESTART_SECONDS = 60.0  # for an engine to restart; then Ray replaces the replica
+_LEASE_SECONDS = 30.0  # for the request of a lease to come
 _LEASE_KEY = LEASE_HEADER.encode()
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Replica:
     async def __init__(self, make_service: Callable[[], Service], listens: bool) -> None:  # type: ignore[misc]
         self.service = make_service()
         self.name = serve.get_replica_context().replica_id.unique_id
-        self._leases: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}  # the request has come; its response ended
+        self._leases: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}  # set at the request's arrival and end
         self._served_at = time.monotonic()
         await self.service.start()
         self._app = _signed(make_app(self.service), self.name)
@@ -45,7 +45,7 @@ class Replica:
             self._address = f"http://{node}:{bound.getsockname()[1]}"
 
     async def answer(self, scope: Scope, body: bytes, *, route: Route) -> AsyncGenerator[list[Message], None]:
-        """Yield the ASGI messages of the response to a request, as many at a time as there are."""
+        """Yield the ASGI messages of the response to a request, all that are ready at a time."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         sent: list[Message] = [{"type": "http.request", "body": body}]
 
@@ -88,7 +88,7 @@ class Replica:
                 await came.wait()
             await ended.wait()
         except TimeoutError:
-            log.warning("a request never came for which a lease was taken")
+            log.warning("no request came for a lease")
         finally:
             del self._leases[number]
 
@@ -114,7 +114,7 @@ class Replica:
             raise RuntimeError(f"the engine has not served for {now - self._served_at:.0f} s")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the router uses; Ray calls this periodically."""
+        """Return the statistics for `PrefixRouter`; Ray calls this periodically."""
         return {"serves": self.service.client.serves}
 
     async def __del__(self) -> None:
@@ -123,7 +123,7 @@ class Replica:
 
 
 def _signed(app: ASGIApp, name: str) -> ASGIApp:
-    """Return an application whose responses name the replica."""
+    """Return an application that adds the replica's name to its responses."""
     header = (REPLICA_HEADER, name.encode("latin-1"))
 
     async def signed(scope: Scope, receive: Receive, send: Send) -> None:

@@ -28,7 +28,7 @@ class RoutedPrefixes(Generic[R]):
         self._blocks: dict[R, OrderedDict[int, None]] = {}  # the latest are last
 
     def matched(self, blocks: Sequence[int]) -> dict[R, int]:
-        """Return how many of a prompt's blocks, from the beginning on, each replica has that has the first one."""
+        """Return the number of a prompt's leading blocks that each replica has; replicas without any are left out."""
         depths: dict[R, int] = {}
         holding = self._holders.get(blocks[0], set()) if blocks else set()
         for depth in range(1, len(blocks) + 1):
@@ -63,10 +63,10 @@ class RoutedPrefixes(Generic[R]):
 
 
 class OwnRequests(Generic[R]):
-    """The requests of this front in flight at each replica.
+    """This front's requests in flight at each replica.
 
-    A replica reports its total, other fronts' included, when it takes a request; but Ray forgets that after ten
-    seconds, and responses that overtake each other put it back.
+    A replica reports its total, of all fronts, when it accepts a request; but Ray drops that after ten seconds, and
+    reports that arrive out of order are stale.
     """
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class OwnRequests(Generic[R]):
         self._chosen: dict[Hashable, R] = {}
 
     def chosen(self, request: Hashable, replica: R) -> None:
-        """Count a request from its choice on, so that simultaneous ones spread; the last choice of a request counts."""
+        """Count a request once its replica is chosen, so that simultaneous ones spread; the last choice counts."""
         self.settled(request)
         self._chosen[request] = replica
         self.sent(replica)
 
     def settled(self, request: Hashable) -> None:
-        """Count a choice no more: its request was sent, or cancelled."""
+        """Stop counting a choice: its request was sent or cancelled."""
         if request in self._chosen:
             self.ended(self._chosen.pop(request))
 
@@ -89,13 +89,13 @@ class OwnRequests(Generic[R]):
         self._counts[replica] += 1
 
     def ended(self, replica: R) -> None:
-        """Count it no more."""
+        """Stop counting a request."""
         self._counts[replica] -= 1
         if self._counts[replica] <= 0:
             del self._counts[replica]
 
     def load(self, replica: R, reported: int | None) -> int:
-        """Return the requests in flight at a replica; `reported`: its own total, if it is known."""
+        """Return the requests in flight at a replica; `reported`: its own total, if known."""
         return max(reported or 0, self._counts[replica])
 
 
@@ -115,7 +115,7 @@ def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: r
 def prompt_blocks(body: Any) -> list[int]:
     """Return hashes of the prefix blocks of a request's prompt, each of all characters up to its end.
 
-    Prompts that begin alike share their first blocks, as far as that shows without tokenizer and chat template.
+    Prompts with the same beginning share their first blocks; tokenizer and chat template are not applied.
     """
     body = body if isinstance(body, dict) else {"prompt": ""}
     if "messages" in body:  # tools stand before the messages in most chat templates

@@ -41,11 +41,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     Args:
         float_workspace_buffer: workspace on the cache's device, of any dtype, for partial results of split rows;
-            128 MB fit any batch, `plan` says how much it needs. A CPU needs none of it.
+            128 MB fit any batch; `plan` raises an error if it is too small. Unused on a CPU.
         kv_layout: `NHD` (pages [pages, page_size, heads, dim]) or `HND` (pages [pages, heads, page_size, dim]).
         use_cuda_graph: keep the metadata in the three buffers, at fixed addresses, so that a captured `run` goes on
             working after any later `plan`, of any batch up to the buffers' capacity.
-        use_tensor_cores: a hint; all paths here use them. Several queries a request need it, as they do there.
+        use_tensor_cores: a hint; all kernels use them. Required for several queries per request, as in FlashInfer.
         paged_kv_indptr_buffer: int32 [max_batch + 1].
         paged_kv_indices_buffer: int32 [max_pages].
         paged_kv_last_page_len_buffer: int32 [max_batch].
@@ -74,14 +74,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         check_layout(kv_layout)
         require_choice("backend", backend, BACKENDS)
         if jit_args is not None:
-            raise ValueError(f"jit_args must be None: kernels of one's own are not taken, got {jit_args!r}")
+            raise ValueError(f"jit_args must be None: custom kernels are not supported, got {jit_args!r}")
         self._layout, self._invariant, self.use_tensor_cores = kv_layout, batch_invariant, use_tensor_cores
         self.is_cuda_graph_enabled = use_cuda_graph
         self._workspace, self._device = float_workspace_buffer, float_workspace_buffer.device
         self._problem: DecodeProblem | None = None
         self._rows = self._max_items = 0
         self._pages: tuple[Tensor, ...] = ()  # indptr, indices, last_page_len
-        self._max_rows: int | None = None  # where the caller keeps these
+        self._max_rows: int | None = None  # of the caller's buffers; None: there are none
         if use_cuda_graph:
             self._pages = self._checked_buffers(
                 paged_kv_indptr_buffer=paged_kv_indptr_buffer,
@@ -120,9 +120,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
     ) -> None:
-        """Work in another workspace of the same device from now on; `plan` again before `run`.
+        """Use another workspace of the same device; `plan` again before `run`.
 
-        `int_workspace_buffer` is part of the surface: the plan keeps its integers itself.
+        `int_workspace_buffer` is ignored: the plan has its own integers.
         """
         require_tensors(self._device, float_workspace_buffer=float_workspace_buffer)
         self._workspace, self._problem = float_workspace_buffer, None
@@ -148,7 +148,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         non_blocking: bool = False,
         q_len_per_req: int = 1,
     ) -> None:
-        """Say what the rows are and how to attend; everything that later `run`s share.
+        """Set the rows and the parameters of later `run`s.
 
         Without use_cuda_graph the tensors on a GPU are kept, not copied: they may be changed in place between two
         replays of a captured plan and run. Those in host memory are copied, whatever the cache's device.
@@ -163,7 +163,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             page_size: tokens a page, >= 1.
             pos_encoding_mode: `NONE`, `ROPE_LLAMA` (keys and queries are rotated in the kernel) or `ALIBI`.
             window_left: keys before a query's own that it sees; -1: all.
-            logits_soft_cap: caps the logits; None or 0: not.
+            logits_soft_cap: caps the logits; None or 0: no cap.
             q_data_type: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, as a name or a dtype; left out:
                 data_type where that has more than one byte, else float16; None: data_type, else float16.
             kv_data_type: likewise; None: data_type, else as the queries.
@@ -182,7 +182,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, page_size, q_len_per_req,
         )  # fmt: skip
         if q_len_per_req > 1 and not self.use_tensor_cores:
-            raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as there")
+            raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as in FlashInfer")
         rows = self._checked_rows(indptr, indices, last_page_len)
         wave_items, fixed_split, max_items = self._divide(problem, rows, indices.shape[0] * page_size)
         if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
@@ -203,7 +203,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._problem, self._rows, self._max_items = problem, rows, max_items
 
     def _checked_rows(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> int:
-        """Return how many rows there are, whose pages fit the caller's buffers."""
+        """Return the number of rows; raise ValueError if they do not fit the caller's buffers."""
         rows = check_metadata(indptr, indices, last_page_len)
         if self._max_rows is not None:
             if rows > self._max_rows:
@@ -213,7 +213,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return rows
 
     def _divide(self, problem: DecodeProblem, rows: int, tokens: int) -> tuple[int, int, int]:
-        """Return the work items of a wave, the fixed split and the most items, such that partials fit the workspace."""
+        """Return the work items of a wave, the fixed split and the most items; partial results fit the workspace."""
         if self._max_rows is not None:
             rows, tokens = self._max_rows, len(self._pages[1]) * problem.page_size
         wave_items = problem.wave_items(self._device, problem.head_dim)
@@ -234,7 +234,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return wave_items, fixed_split, items
 
     def _plan_tensors(self, rows: int, max_items: int, queries_of_row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tensors that the plan is written to: those there are, where they are large enough."""
+        """Return the tensors for the plan: the existing ones if they are large enough."""
         rows = rows if self._max_rows is None else self._max_rows
         size = plan_size(max_items)
         kv_lens, plan, counters = self._kv_lens, self._plan, self._counters
@@ -271,7 +271,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             out: where to write, [b * q_len_per_req, num_qo_heads, head_dim_v], contiguous, of q's dtype; for fp8
                 queries fp16, bf16 or fp32 too.
             lse: where to write the log-sum-exps, fp32 [b * q_len_per_req, num_qo_heads], contiguous.
-            window_left: this layer's window, where it is not the planned one.
+            window_left: this layer's window; None: the planned one.
 
         Returns:
             The output in q's dtype, 0 for empty rows; with return_lse also the base-2 log-sum-exp of the logits,

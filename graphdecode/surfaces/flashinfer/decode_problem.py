@@ -1,4 +1,4 @@
-"""What FlashInfer's arguments may be, and what a decode wrapper was planned for: checked once, and at each run."""
+"""FlashInfer's arguments of `plan`, checked once, and checks of `run` against them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from graphdecode.kernels.attention.attention_torch import POSITION_MODES, Positi
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*OUT_DTYPES, *FP8_DTYPES)
-Q_DTYPE_LEFT_OUT = str(b"float16", "ascii")  # made anew: equal to what a caller may give, and never the same object
+Q_DTYPE_LEFT_OUT = str(b"float16", "ascii")  # a new object: equal to a given "float16", but not identical
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn", "cute-dsl")  # all mean the same here
-_MAX_HEADS, _MAX_WINDOW = 1 << 16, 1 << 30  # places of keys are int32
+_MAX_HEADS, _MAX_WINDOW = 1 << 16, 1 << 30  # positions are int32
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512
 _LARGEST = 1 << 20  # of tokens a page, and queries a row
 
@@ -34,7 +34,7 @@ def _dtype_of(name: str, value: str | torch.dtype) -> torch.dtype:
 def planned_dtypes(
     q_data_type: str | torch.dtype | None, kv_data_type: str | torch.dtype | None, data_type: str | torch.dtype | None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of queries and of keys and values; what each argument means says `plan`."""
+    """Return the dtypes of queries, and of keys and values; see `plan` for the arguments."""
     if data_type is not None:
         both = _dtype_of("data_type", data_type)
         kv_data_type = kv_data_type or both
@@ -111,11 +111,11 @@ class DecodeProblem:
         require_tensors(q=q)
         require_fit("q", q, ("rows", self.num_qo_heads, self.head_dim))
         if (given := (q.dtype, k_cache.dtype)) != (self.q_dtype, self.kv_dtype):
-            raise ValueError(f"planned were queries and a cache of {self.q_dtype} and {self.kv_dtype}, got {given}")
+            raise ValueError(f"queries and cache must be {self.q_dtype} and {self.kv_dtype} as planned, got {given}")
         fits = (self.page_size, self.num_kv_heads, self.head_dim)
         if tuple(k_cache.shape[1:]) != fits:
             raise ValueError(
-                f"planned were pages of (page_size, num_kv_heads, head_dim) = {fits}, got {tuple(k_cache.shape[1:])}"
+                f"pages must be (page_size, num_kv_heads, head_dim) = {fits} as planned, got {tuple(k_cache.shape[1:])}"
             )
         if q.device != device or k_cache.device != device:
             raise ValueError(f"q and the cache must be on {device}, got {q.device} and {k_cache.device}")
@@ -123,7 +123,7 @@ class DecodeProblem:
     def how_to_attend(
         self, q_scale: float | None, k_scale: float | None, v_scale: float | None, window_left: int | None = None
     ) -> dict[str, Any]:
-        """Return the keywords of `decode_attention` that say what is done with the logits."""
+        """Return the keywords of `decode_attention` for logits, output scale and positions."""
         window = self.window_left if window_left is None else window_left
         require_range(-1, _MAX_WINDOW, window_left=window)
         scale = self.sm_scale * _scale_of(q_scale=q_scale, k_scale=k_scale)  # type: ignore[operator]
@@ -148,7 +148,7 @@ class DecodeProblem:
 
 
 def check_metadata(indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> int:
-    """Return the number of rows; a ValueError says that the tensors do not fit each other. No values are read."""
+    """Return the number of rows; raises ValueError if the tensors do not fit each other. No values are read."""
     require_tensors(indptr=indptr, indices=indices, last_page_len=last_page_len)
     for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
         if tensor.is_meta:

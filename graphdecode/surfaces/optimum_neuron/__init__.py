@@ -1,4 +1,4 @@
-"""optimum-neuron's surface: a cache of sequence slots, and the ladder of lengths that its steps are captured for."""
+"""optimum-neuron's surface: a cache of sequence slots."""
 
 from .slot_cache import SlotKVCacheManager, kv_heads_per_rank
 

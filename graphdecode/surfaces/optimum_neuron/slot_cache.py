@@ -1,4 +1,4 @@
-"""The cache of sequence slots: `[batch, heads, length, head_dim]` a layer, as optimum-neuron's users know it."""
+"""The cache of sequence slots, `[batch, heads, length, head_dim]` per layer, with optimum-neuron's interface."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class SlotKVCacheManager:
         return BucketLadder(sizes, self.length)
 
     def layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer, as they are stored; a ValueError says that there is none."""
+        """Return the keys and values of a layer, as they are stored; raises ValueError for an unknown layer."""
         if not 0 <= layer_number < self.num_layers:
             raise ValueError(f"layer_number must be in 0..{self.num_layers - 1}, got {layer_number!r}")
         return self._flat[2 * layer_number], self._flat[2 * layer_number + 1]
@@ -166,7 +166,7 @@ class SlotKVCacheManager:
     def get_kv_by_layer_id(
         self, key_layer_idx: int, gather_index: Tensor | None = None, slice_index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys at a flat index of `past_key_values` and the values behind them, as they are stored.
+        """Return the keys at a flat index of `past_key_values` and the values after them, as they are stored.
 
         `key_layer_idx` is twice the layer's number; the others are part of the surface, without effect, there as here.
 

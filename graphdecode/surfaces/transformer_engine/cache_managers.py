@@ -1,4 +1,4 @@
-"""The cache managers: rows or pages and lengths of sequences, and their updates in a step."""
+"""The cache managers: rows or pages of sequences, their lengths, and the update in a step."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -83,8 +83,8 @@ class KVCacheManager:
 class StagedKVCacheManager(KVCacheManager, ABC):
     """Base of the built-in managers: sequences, their lengths and rows.
 
-    Subclasses place tokens, in `allocate_memory` and the `_places` hooks. All lengths on the device are derived from
-    `sequences`; `metadata` has the buffers there. Arguments, by shorter names, and errors are those of
+    Subclasses decide where tokens are stored, in `allocate_memory` and the `_places` hooks. All lengths on the device
+    are derived from `sequences`; `metadata` has the buffers there. Arguments, by shorter names, and errors are those of
     `InferenceParams`.
     """
 
@@ -148,7 +148,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         """Prepare a step: row i becomes the i-th sequence of `step_dict`, and advances by that many tokens.
 
         Sequences that are not in `step_dict` are removed, unknown ones are added. Costs the host O(batch + changed
-        pages) and one copy to the device, which nothing waits for.
+        pages) and one asynchronous copy to the device.
 
         Returns:
             `sequences`: id -> length after the step.
@@ -251,7 +251,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             raise ValueError(f"new_k and new_v must have {needed}{upper} {what} for this step, got {given}")
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """Add `child_id` behind all other rows, with the parent's tokens. Call it between steps.
+        """Add `child_id` after all other rows, with the parent's tokens. Call it between steps.
 
         Raises:
             CacheFullError: there is no page for the child.

@@ -58,13 +58,13 @@ def check_training_arguments(module: str, given: Mapping[str, object]) -> None:
 class DotProductAttention(nn.Module):
     """Causal attention of the step's tokens over all tokens of their sequences, up to their own positions.
 
-    With a cache the masks `causal` and `padding_causal` are aligned at the bottom right, as there, and mean the same.
+    With a cache the masks `causal` and `padding_causal` are both aligned at the bottom right.
 
     Args:
         num_attention_heads: query heads.
         kv_channels: size of a head, or those of a key and a value head.
         num_gqa_groups: key/value heads; None: as many as query heads.
-        attention_dropout: part of the surface: nothing is dropped.
+        attention_dropout: ignored.
         qkv_format: `sbhd`, `bshd` or `thd`, the default of `forward`.
         attn_mask_type: one of `MASK_TYPES`, likewise.
         window_size: (tokens to the left that a query sees or -1, 0 or -1), likewise.
@@ -122,21 +122,21 @@ class DotProductAttention(nn.Module):
             query_layer: [s, b, h, d], [b, s, h, d] or [t, h, d].
             key_layer: the new tokens' keys, the same with the key/value heads.
             value_layer: likewise.
-            attention_mask: must be None: lengths say what is padding.
+            attention_mask: must be None: padding follows from the lengths.
             qkv_format, attn_mask_type, window_size: None: the module's.
             cu_seqlens_q: int32 [b + 1], sums of the tokens of each row; without a cache, for thd and rows with padding.
             cu_seqlens_kv: must be None or `cu_seqlens_q`: keys and queries are of the same tokens.
             inference_params: the cache; `pre_step` has been called, and memory for this layer allocated. None: the
-                tokens attend to one another alone.
+                tokens attend only to one another.
 
         Returns:
-            [s, b, h * d_v], [b, s, h * d_v] or [t, h * d_v]; zero where there is no token.
+            [s, b, h * d_v], [b, s, h * d_v] or [t, h * d_v]; zero for padding.
         """
         form = self.qkv_format if qkv_format is None else qkv_format
         window = self.window_size if window_size is None else window_size
         _check_options(form, self.attn_mask_type if attn_mask_type is None else attn_mask_type, window)
         if attention_mask is not None:
-            raise ValueError("attention_mask must be None: the lengths say what is padding")
+            raise ValueError("attention_mask must be None: padding follows from the lengths")
         table = None
         if inference_params is not None:
             keys, values, cu_q, cu_kv, _, out_format = inference_params.step(

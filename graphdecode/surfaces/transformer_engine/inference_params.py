@@ -1,4 +1,4 @@
-"""`InferenceParams`: the cache as TransformerEngine's users know it."""
+"""`InferenceParams`: the cache with TransformerEngine's interface."""
 
 import inspect
 from collections import OrderedDict
@@ -32,13 +32,13 @@ class InferenceParams:
         dtype: of the cache.
         head_dim_v: size of a value head; None means `head_dim_k`.
         is_paged: whether sequences own pages or whole rows.
-        total_num_pages: pages, where paged; any number >= 1.
-        page_size: tokens in a page, where paged.
+        total_num_pages: pages, if paged; any number >= 1.
+        page_size: tokens in a page, if paged.
         max_ctx_len: tokens that a sequence may enter with or advance by in one step, at most; None means
             `max_sequence_length`.
-        qkv_format: what `step` is given unless it says otherwise: `bshd`, `sbhd` or `thd`.
+        qkv_format: default of `step`: `bshd`, `sbhd` or `thd`.
         custom_cache_manager: a class to use instead of the built-in one; see `KVCacheManager`.
-        device: None means CUDA where there is one, else the CPU.
+        device: None means CUDA if available, else the CPU.
 
     Attributes:
         pre_step_seqlens: int32 [max_batch], lengths before the step; 0 past the batch.
@@ -46,7 +46,7 @@ class InferenceParams:
         cu_seqlens_kv: int32 [max_batch + 1], sums of the lengths after the step; likewise.
         cache_manager: of the cache.
         batch_size: rows of the last `pre_step`.
-        and the arguments but for the last two, with the defaults filled in.
+        and the other arguments, with defaults filled in.
 
     Raises:
         ValueError: a size is missing or is not a positive integer, or the format is unknown.
@@ -174,7 +174,7 @@ class InferenceParams:
 
         Returns:
             (keys, values, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, out_format). The cache is bshd: its first
-            b rows (thd: all rows), or the whole pool where paged. `out_format` is `bshd`, `sbhd_2bshd` or `thd_2bshd`.
+            b rows (thd: all rows), or the whole pool if paged. `out_format` is `bshd`, `sbhd_2bshd` or `thd_2bshd`.
         """
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         require_choice("qkv_format", qkv_format, QKV_FORMATS)
@@ -183,7 +183,7 @@ class InferenceParams:
         return keys, values, *lengths, self.max_sequence_length, OUTPUT_FORMATS[qkv_format]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return a layer as contiguous rows `[batch_size, max_seq, h, d]`, zero past each length, where paged."""
+        """Return a layer of a paged cache as contiguous rows `[batch_size, max_seq, h, d]`, zero past each length."""
         if not self.is_paged:
             raise ValueError("convert_paged_to_nonpaged needs is_paged=True: this cache's rows are contiguous already")
         converted = []

@@ -1,4 +1,4 @@
-"""`MultiheadAttention`, `TransformerLayer`, and their norms and products, with TransformerEngine's names."""
+"""`MultiheadAttention`, `TransformerLayer`, and their norms and linear layers, with TransformerEngine's names."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def frozen(*shape: int, value: float | None = None, like: dict[str, object]) -> 
 
 
 class NormSettings(NamedTuple):
-    """Settings of a norm of `hidden_size`, and of the products behind it; `like` is their dtype and device."""
+    """Settings of a norm, and of the linear layers after it."""
 
     hidden_size: int  # of the input
     eps: float  # added to the variance, or to the mean square
     normalization: str | None  # one of `NORMALIZATIONS`; None: no norm
     zero_centered_gamma: bool  # whether the norm multiplies by 1 + weight
-    bias: bool  # whether the products have biases
+    bias: bool  # whether the linear layers have biases
     like: dict[str, object]  # dtype and device of the parameters
 
 
@@ -133,7 +133,7 @@ class MultiheadAttention(nn.Module):
         zero_centered_gamma: whether it multiplies by 1 + weight.
         bias: whether projections have biases.
         normalization: `LayerNorm` or `RMSNorm`.
-        rotary_pos_interleaved: whether the pairs that are rotated are neighbours.
+        rotary_pos_interleaved: whether rotated pairs are adjacent.
         device: None means CUDA where there is one, else the CPU.
 
     Raises:
@@ -208,8 +208,8 @@ class MultiheadAttention(nn.Module):
         Args:
             hidden_states: [s, b, hidden], [b, s, hidden] or [t, hidden], as the output.
             inference_params: the cache, after its `pre_step`.
-            rotary_pos_emb: angles [s2, 1, 1, d2], or those of queries and keys; tokens are rotated to the positions
-                that `get_seqlens_pre_step` says.
+            rotary_pos_emb: angles [s2, 1, 1, d2], or a pair for queries and keys; tokens are rotated to the positions
+                from `get_seqlens_pre_step` on.
             others: see `DotProductAttention.forward`.
         """
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:

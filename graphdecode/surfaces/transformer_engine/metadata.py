@@ -67,7 +67,7 @@ class StepMetadata:
         self._dirty_rows = max(self._dirty_rows, row + 1)
 
     def upload(self) -> None:
-        """Upload what has changed, in one copy that nothing waits for."""
+        """Upload what has changed, in one asynchronous copy."""
         self._block.upload(len(self._block.host) - self._table_bytes + self._dirty_rows * self._row_bytes)
         self._dirty_rows = 0
         self.num_uploads += 1

@@ -1,4 +1,4 @@
-"""Rotary position embedding with TransformerEngine's names: angles made once, applied from any start positions."""
+"""Rotary position embedding with TransformerEngine's names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RotaryPositionEmbedding(nn.Module):
         pretrained_max_position_embeddings: tokens that a model was trained for; positions of a sequence that is more
             than the factor times as long are scaled into these.
         rotary_base: base of the frequencies.
-        interleaved: whether pairs are neighbours (0, 1), or apart (i, i + dim / 2).
-        device: None means CUDA where there is one, else the CPU.
+        interleaved: whether pairs are adjacent (0, 1), or (i, i + dim / 2).
+        device: None means CUDA if available, else the CPU.
     """
 
     inv_freq: Tensor
@@ -75,7 +75,7 @@ def apply_rotary_pos_emb(
             Positions past s2, where only padding may be, take the last angles.
         tensor_format: `sbhd`, `bshd` or `thd`.
         start_positions: int [>= b], the position of each row's first token; None: 0.
-        interleaved: whether pairs are neighbours.
+        interleaved: whether pairs are adjacent.
         cu_seqlens: int32 [b + 1], where each row's tokens begin; thd needs it.
         fused, cp_size, cp_rank: part of the surface; a sequence is not shared among ranks.
 
@@ -99,9 +99,9 @@ def apply_rotary_pos_emb(
     return torch.cat(((rotated * angles.cos() + rotated_half * angles.sin()).to(t.dtype), rest), -1)
 
 
-def _positions(t: Tensor, form: str, starts: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def _positions(t: Tensor, tensor_format: str, starts: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Return the position of each token, int64: [s, b], [b, s] or [t]."""
-    if form == "thd":
+    if tensor_format == "thd":
         if cu_seqlens is None:
             raise ValueError("cu_seqlens is needed with tensor_format='thd', got None")
         tokens = torch.arange(t.shape[0], device=t.device)
@@ -109,9 +109,9 @@ def _positions(t: Tensor, form: str, starts: Tensor | None, cu_seqlens: Tensor |
         rows = rows.clamp(max=cu_seqlens.shape[0] - 2)
         inside = tokens - cu_seqlens[rows]
         return inside if starts is None else inside + starts[rows]
-    batch_dim = form.index("b")
+    batch_dim = tensor_format.index("b")
     steps = torch.arange(t.shape[1 - batch_dim], device=t.device)
     if starts is not None and starts.shape[0] < t.shape[batch_dim]:
         raise ValueError(f"start_positions must have {t.shape[batch_dim]} entries or more, got {starts.shape[0]}")
     offsets = steps.new_zeros(t.shape[batch_dim]) if starts is None else starts[: t.shape[batch_dim]].long()
-    return offsets[:, None] + steps if form == "bshd" else offsets + steps[:, None]
+    return offsets[:, None] + steps if tensor_format == "bshd" else offsets + steps[:, None]

@@ -1,7 +1,7 @@
 """All quantized forms, caches of 8 bits and fp16, compared with float64, for every instruction set of the C kernels.
 
-    tools/check few-bits whole --out FILE  every form, shape and number of rows, for each set, a process each
-    tools/check few-bits one               some of it, for the set that GRAPHDECODE_ISA names
+    tools/check quantized-products whole --out FILE  every form, shape and number of rows, for each set, a process each
+    tools/check quantized-products one               some of it, for the set that GRAPHDECODE_ISA names
 
 Weights are dequantized in float64 by the gguf library, by compressed-tensors and from the formats' definitions (see
 `tests/kernels/quantized_weights.py`, `tests/models/quantized_checkpoints.py`). A difference is given as a share of what
@@ -46,7 +46,7 @@ from graphdecode.kernels.native.registration import versions
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GGUF_BLOCKS, GgufBlocks
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.models import load_model
-from harness import Out, command_of, read, record, replaced, told_by, write
+from harness import Out, command_of, json_of, read, record, replaced, write
 
 SETS = {
     "AVX-512 and AMX": "amx",
@@ -254,8 +254,8 @@ def whole(
     rows: Any = read(out, sets=[])["sets"] if only else []
     for name in [only] if only else [*SETS, TRITON]:
         environment = os.environ | ({VARIABLE: SETS[name]} if name in SETS else {})
-        command = command_of("check", "few-bits", "one", "--whole", *["--triton"] * (name == TRITON))
-        row = {"set": name, **told_by(command, env=environment)}
+        command = command_of("check", "quantized-products", "one", "--whole", *["--triton"] * (name == TRITON))
+        row = {"set": name, **json_of(command, env=environment)}
         rows = replaced(rows, row, "set")
         for part, found in row["parts"].items():
             count = sum(each["compared"] for each in found.values())

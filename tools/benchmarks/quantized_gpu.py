@@ -1,7 +1,7 @@
 """Quantized weights on a GPU, modelled: bytes, the code that dequantizes them, and the time of a step.
 
-    tools/bench few-bits                  # the tables
-    tools/bench few-bits --write          # and into docs/quantization.md
+    tools/bench quantized-gpu                  # the tables
+    tools/bench quantized-gpu --write          # and into docs/quantization.md
 
 No GPU has confirmed these figures. A product takes the time to read its weight or to issue its loop's instructions,
 whichever is longer; the rest of a step costs what docs/kernels.md says of it in bf16.
