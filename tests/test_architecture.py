@@ -31,6 +31,7 @@ FLOORS = (
     (
         "graphdecode.buffers",
         "graphdecode.buckets",
+        "graphdecode.child",
         "graphdecode.config",
         "graphdecode.errors",
         "graphdecode.extensions",

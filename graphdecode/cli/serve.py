@@ -30,8 +30,10 @@ from graphdecode.cli.options import (
 )
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 from graphdecode.errors import ArgumentError
+from graphdecode.server import start_engine_process
 
 if TYPE_CHECKING:
+    from graphdecode.child import ConnectedChild
     from graphdecode.server.batch import BatchInput, BatchOutput
     from graphdecode.server.service import Service
 
@@ -130,11 +132,22 @@ def serve(
         settings = sharing(settings, several)
     elif several.ray_address is not None or several.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
-    _run(service_maker(model, tokenizer, settings, limits), settings, limits, several)
+    # its process imports torch while this one does
+    engine = None if several.wanted else start_engine_process()
+    try:
+        _run(service_maker(model, tokenizer, settings, limits), settings, limits, several, engine)
+    except BaseException:
+        if engine is not None:
+            engine.process.kill()
+        raise
 
 
 def _run(
-    make_service: Callable[[], Service], settings: EngineConfig, limits: ServerConfig, several: ReplicaConfig
+    make_service: Callable[[], Service],
+    settings: EngineConfig,
+    limits: ServerConfig,
+    several: ReplicaConfig,
+    engine: ConnectedChild | None,
 ) -> None:
     import asyncio
     import logging
@@ -156,6 +169,7 @@ def _run(
         return
     bound = bind(limits.host, limits.port)
     service = make_service()
+    service.client.prepared = engine
     ready = partial(_say_ready, service, f"http://{limits.host}:{bound.getsockname()[1]}")
     if several.wanted:
         from graphdecode.server.replicas.cluster import Cluster

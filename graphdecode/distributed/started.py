@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphdecode.distributed.child import signal_at_end_of, start_child
+from graphdecode.child import signal_at_end_of, start_child
 from graphdecode.distributed.link import Link, Message
 from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
 from graphdecode.errors import ArgumentError

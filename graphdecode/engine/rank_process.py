@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from graphdecode.distributed.child import leave_signals
+from graphdecode.child import leave_signals
 from graphdecode.distributed.started import follower_of
 from graphdecode.engine.loading import captured_runner
 from graphdecode.engine.ranks import run

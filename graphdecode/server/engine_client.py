@@ -13,17 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from graphdecode.distributed.child import start_child
+from graphdecode.child import ConnectedChild
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
-from graphdecode.server import messages
+from graphdecode.server import messages, start_engine_process
 from graphdecode.server.http import RESTARTING
 
 _DIED = "the engine's process ended before the output was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds after a failed start; the last one repeats
 _CHECKS = 4  # per timeout; one miss may mean that this process itself was suspended
-_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles grammars keeps its peak memory
 _EVENTS_AT_ONCE = 16
 _ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
 _LARGE_SECONDS = 5.0  # for which a grammar larger than KEPT_BYTES is kept
@@ -80,6 +79,7 @@ class EngineClient:
         self.adapters: dict[str, str] = dict(setup.adapters)  # name -> folder; a restarted process loads them, too
         self._changes: dict[int, asyncio.Future[None]] = {}  # of adapters, in flight
         self._metrics: dict[int, RequestMetrics] = {}  # of the requests in flight
+        self.prepared: ConnectedChild | None = None  # the first process, if it was started ahead
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -112,12 +112,10 @@ class EngineClient:
     async def _spawn(self) -> asyncio.StreamReader:
         if self._writer is not None:
             self._writer.close()
-        here, there = socket.socketpair()
-        self._socket = here
-        with there:
-            self._process = start_child("graphdecode.server.engine_process", [there.fileno()], _FEW_ARENAS)
+        self._process, self._socket = self.prepared or start_engine_process()
+        self.prepared = None
         self._grammars = KeptGrammars()
-        reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 24)
         self._write(self._setup._replace(adapters=tuple(self.adapters.items())))
         return reader
 

@@ -18,8 +18,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
+from graphdecode.child import leave_signals
 from graphdecode.distributed import RankError
-from graphdecode.distributed.child import leave_signals
 from graphdecode.engine import Engine, Event, RequestMetrics
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.loading import load_engine

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
-from graphdecode.distributed.child import start_child
+from graphdecode.child import start_connected
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.http import RESTARTING, HttpError
 from graphdecode.server.messages import MessageSocket, end_process, framed, receive
@@ -268,9 +268,7 @@ class ForkPool:
             raise _server_ended() from error
 
     def _begin(self) -> socket.socket:
-        here, there = socket.socketpair()
-        with there:
-            self._process = start_child("graphdecode.server.fork_server", [there.fileno()], _ONE_THREAD)
+        self._process, here = start_connected("graphdecode.server.fork_server", _ONE_THREAD)
         self._control = here
         here.settimeout(self._timeouts.start_seconds)
         connection = MessageSocket(here)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from graphdecode.distributed.child import leave_signals, signal_at_end_of
+from graphdecode.child import leave_signals, signal_at_end_of
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.fork_pool import STACK_BYTES, Accepted, ChildExited, Job, JobLimits, JobResult
 from graphdecode.server.messages import MessageSocket, framed

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from served import until
 
-from graphdecode import SamplingParams
+from graphdecode import SamplingParams, child
 from graphdecode.config import EngineConfig
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.adapters import AdapterStats
@@ -23,7 +23,6 @@ from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
-from graphdecode.server import engine_client
 from graphdecode.server.engine_client import KEPT_BYTES, EngineClient, HeartbeatTimeouts
 from graphdecode.server.engine_process import EngineProcess
 from graphdecode.server.messages import (
@@ -175,7 +174,7 @@ class Scripted:
                 there.sendall(framed(message))
             return self.process
 
-        monkeypatch.setattr(engine_client, "start_child", start)
+        monkeypatch.setattr(child, "start_child", start)
 
     def say(self, message: Any) -> None:
         self._sockets[-1].sendall(framed(message))

@@ -197,10 +197,10 @@ def test_whenever_the_engine_is_killed_everybody_gets_an_error_or_an_answer(serv
 def test_an_engine_that_cannot_start_waits_longer_each_time_until_it_can(served: Served, model: Path) -> None:
     hidden = (model / "config.json").rename(model / "hidden.json")
     os.kill(served.engine_pid, signal.SIGKILL)
-    pauses = [f"the next attempt is in {seconds} s" for seconds in ((1, 2, 4, 8) if AT_LENGTH else (1,))]
+    pauses = [f"retrying in {seconds} s" for seconds in ((1, 2, 4, 8) if AT_LENGTH else (1,))]
     started = len(served.lines)
     served.until_said(pauses[-1], since=started)
-    said = [line for line in served.lines[started:] if "next attempt" in line]
+    said = [line for line in served.lines[started:] if "retrying in" in line]
     assert [pause in line for pause, line in zip(pauses, said, strict=True)] == [True] * len(pauses)
     with served.client() as http:
         refused = http.post("/v1/completions", json=SHORT)

@@ -328,7 +328,7 @@ def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096", "--log-requests") as server:
         connection = begin(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGTERM)
-        server.until_said("ask again to end at once")
+        server.until_said("a second signal ends immediately")
         with server.client() as http:
             assert http.get("/health").status_code == 503
             refused = http.post("/v1/completions", json=SHORT)
@@ -374,7 +374,7 @@ def test_told_twice_it_ends_at_once() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
         connection = begin(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGTERM)
-        server.until_said("ask again to end at once")
+        server.until_said("a second signal ends immediately")
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(HANG_SECONDS)
         received = received_by(connection)

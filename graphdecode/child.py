@@ -5,13 +5,29 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # these may reach the whole process group
+
+
+class ConnectedChild(NamedTuple):
+    """A child process, and this process's end of the socket between the two."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+
+def start_connected(module: str, environment: Mapping[str, str]) -> ConnectedChild:
+    """Start a module as a process whose argument is its end of a socket; see `start_child`."""
+    here, there = socket.socketpair()
+    with there:
+        return ConnectedChild(start_child(module, [there.fileno()], environment), here)
 
 
 def start_child(
