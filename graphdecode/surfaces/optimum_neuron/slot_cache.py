@@ -50,7 +50,7 @@ class SlotKVCacheManager:
         max_length: tokens of one sequence, at most.
         padding_side: `right`: token i of a sequence is at place i; `left`: its newest token is at the last place.
         continuous_batching: whether context encoding writes the slots that `seq_ids` names, or all from the first.
-        num_cores_per_group: flash decoding: over how many shards a sequence is dealt. This cache is one shard, with
+        num_cores_per_group: flash decoding: number of shards of a sequence. This cache is one shard, with
             place `position // g` for the positions that `active_mask` says it owns (`position % g`), and one more
             place, the last, that takes all others: the garbage place, which a `seq_len` counts. `max_length` is padded
             to a multiple, with a warning.
@@ -213,7 +213,7 @@ class SlotKVCacheManager:
         the slots in `seq_ids`; without continuous batching, of slots 0, 1, ... Token generation writes at
         `position_ids`; padded left, it drops the oldest n tokens and appends at the right. Sharded, the positions that
         `active_mask` owns go to their places and all others to the garbage place; context encoding without a mask
-        takes tokens that were dealt out already.
+        takes tokens that are already sharded.
 
         Args:
             is_for_context_encoding: prompts, or generated tokens.
