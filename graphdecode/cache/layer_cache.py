@@ -33,9 +33,9 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 class CacheScales(NamedTuple):
     """Scales of an 8-bit cache."""
 
-    key: float = 1.0  # of all keys of the layer, for fp8
-    value: float = 1.0  # of all values, for fp8
-    pages: PageScales | None = None  # of each token and head, for int8
+    key: float = 1.0  # scale of all keys of the layer, for fp8
+    value: float = 1.0  # scale of all values, for fp8
+    pages: PageScales | None = None  # scales per token and head, for int8
 
 
 class _State:

@@ -59,7 +59,7 @@ class StateRows:
         self.count, self.rolling = count, rolling
         self._free = list(range(count))  # the oldest first
         self._row_of: dict[Hashable, int] = {}
-        self._digests: dict[int, list[bytes]] = {}  # of a free row: those of its last sequence's full pages
+        self._digests: dict[int, list[bytes]] = {}  # free row -> digests of its last sequence's full pages
         self._written = [0] * count  # for each row, an upper bound of the tokens of its contents
 
     @property

@@ -87,7 +87,7 @@ class Recorder(StepObserver):
         super().__init__(owners, computes=False)
         self.in_setitem = True  # the warm-up has refused all host data but numbers written by index
         self.calls: list[Callable[[], Any]] = []
-        self.memory = ReusedMemory(blocks)  # of intermediates in replays
+        self.memory = ReusedMemory(blocks)  # for intermediates in replays
         self.pool: list[Tensor] = []  # the step's intermediates, over that memory
         self.nodes: list[Node] = []  # one per call
 

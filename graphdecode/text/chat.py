@@ -34,7 +34,7 @@ class RenderedChat:
     """A conversation, rendered as a prompt."""
 
     text: str
-    token_ids: list[int]  # of the text, whose special tokens come from the template
+    token_ids: list[int]  # tokens of the text; special ones come from the template
     end_of_turn_ids: tuple[int, ...]  # special tokens that end the assistant's messages in this template
 
     def ending(self, params: SamplingParams) -> SamplingParams:

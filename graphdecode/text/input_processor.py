@@ -45,7 +45,7 @@ class TokenizedParams(NamedTuple):
     """Parameters that all prompts of a request share, tokenized; picklable."""
 
     sampling: SamplingParams
-    per_output: SamplingParams  # of one output, for the engine
+    per_output: SamplingParams  # for one output in the engine
     bad_words: list[list[int]]  # tokens of each spelling
     priority: int  # the lowest is served first
     adapter: str | None = None  # its name; None: the base model

@@ -45,7 +45,7 @@ _METHODS = {getattr(Tensor, name): ("host-read", f"Tensor.{name}") for name in (
     Tensor.__dlpack__: ("raw-pointer", "Tensor.__dlpack__"),
     Tensor.data.__set__: ("moved", "Tensor.data = ..."),  # type: ignore[attr-defined]
 }
-_HAZARDS = {  # of operators, with any arguments
+_HAZARDS = {  # operators that are hazards with any arguments
     **dict.fromkeys(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"), "host-read"),
     **dict.fromkeys(("lift_fresh", "lift"), "host-data"),
     **dict.fromkeys(("resize_", "resize_as_", "set_", "set_data"), "moved"),

@@ -81,7 +81,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._problem: DecodeProblem | None = None
         self._rows = self._max_items = 0
         self._pages: tuple[Tensor, ...] = ()  # indptr, indices, last_page_len
-        self._max_rows: int | None = None  # of the caller's buffers; None: there are none
+        self._max_rows: int | None = None  # capacity of the caller's buffers, if there are any
         if use_cuda_graph:
             self._pages = self._checked_buffers(
                 paged_kv_indptr_buffer=paged_kv_indptr_buffer,

@@ -110,7 +110,7 @@ class SlotKVCacheManager:
         self.length, self.device = padded // num_cores_per_group, default_device(device)
         self._places = self.length + (1 if sharded else 0)
         inner = (_TILE, self._places // _TILE) if tiled else (self._places,)
-        self.kv_shape = (max_batch_size, num_kv_heads, *inner, head_dim)  # of each stored tensor
+        self.kv_shape = (max_batch_size, num_kv_heads, *inner, head_dim)  # shape of each stored tensor
         self._flat = [untouched_zeros(self.kv_shape, dtype, self.device) for _ in range(2 * num_layers)]
 
     @classmethod

@@ -20,7 +20,7 @@ from .rotary import apply_rotary_pos_emb
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 _GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}
 ACTIVATIONS = ("gelu", "relu", *_GATES)
-_STD = 0.023  # of weights that are not loaded yet
+_STD = 0.023  # standard deviation of initial weights
 
 
 def frozen(*shape: int, value: float | None = None, like: dict[str, object]) -> nn.Parameter:
@@ -33,7 +33,7 @@ def frozen(*shape: int, value: float | None = None, like: dict[str, object]) -> 
 class NormSettings(NamedTuple):
     """Settings of a norm, and of the linear layers after it."""
 
-    hidden_size: int  # of the input
+    hidden_size: int
     eps: float  # added to the variance, or to the mean square
     normalization: str | None  # one of `NORMALIZATIONS`; None: no norm
     zero_centered_gamma: bool  # whether the norm multiplies by 1 + weight
