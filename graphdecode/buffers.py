@@ -35,7 +35,6 @@ class Slot:
     Args:
         name: the attribute of the step's batch.
         shape: sizes; `"batch"` is the number of rows of the bucket, `"batch+1"` one more (cumulative lengths).
-        dtype: of the tensor.
         pad: value of rows past the live ones.
         staged: the staging block through which the host writes it; None: the device or the caller writes it.
     """

@@ -75,8 +75,8 @@ class LayerCache(_State):
         """Return a cache of zeros; see `untouched_zeros`.
 
         Args:
-            shape: of keys, and of values.
-            dtype: of both; int8 has scales of its own.
+            shape: shape of keys, and of values.
+            dtype: of both; int8 has scales in addition.
             device: where it is.
             key_scale: divides keys of fp8.
             value_scale: divides values of fp8.
@@ -100,7 +100,7 @@ class Recurrent:
     """Declares a layer's recurrent state.
 
     Attributes:
-        shapes: of the float32 tensors of one sequence's state, by name. Empty: the layer has no state at all.
+        shapes: name -> shape of the float32 tensors of one sequence's state; empty: the layer has no state.
         beside_keys: whether the layer has keys and values too.
     """
 

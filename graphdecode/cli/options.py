@@ -92,7 +92,7 @@ def table_of(
     Args:
         columns: head -> function that returns the cell of a row.
         left: heads of left-aligned columns; the first of them is not wrapped.
-        options: of rich's `Table`.
+        options: arguments of rich's `Table`.
     """
     table, left = Table(**options), tuple(left)
     for head in columns:

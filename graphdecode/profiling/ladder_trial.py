@@ -99,7 +99,7 @@ def try_ladders(
     """Replay a load through each ladder in alternation (A B, B A, A B, ...), over one model.
 
     Args:
-        ladders: by name, all with the same max_batch_size.
+        ladders: name -> ladder, all with the same max_batch_size.
         counts: batch size -> decode steps, as recorded.
         context: tokens of each row.
 

@@ -36,7 +36,7 @@ class TokenAutomata:
         """Return the automaton of a grammar; None if it is neither choices nor a plain regex, or is too large.
 
         Args:
-            matcher: of the grammar, in its first state; the automaton must have the same masks.
+            matcher: the grammar's, in its first state; the automaton must have the same masks.
         """
         try:
             expression = _expression(grammar)

@@ -167,7 +167,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             q_data_type: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, as a name or a dtype; left out:
                 data_type where that has more than one byte, else float16; None: data_type, else float16.
             kv_data_type: likewise; None: data_type, else as the queries.
-            data_type: of what the two before do not name.
+            data_type: default of the two before.
             sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
             rope_scale: divides the rotation angles; None: 1.
             rope_theta: base of the rotation frequencies; None: 10000.

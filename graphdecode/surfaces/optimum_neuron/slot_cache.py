@@ -120,7 +120,7 @@ class SlotKVCacheManager:
         """Return the cache of one rank.
 
         Args:
-            config: of the model: `num_hidden_layers`, `num_attention_heads`, and `head_dim` or else `hidden_size`.
+            config: the model's: `num_hidden_layers`, `num_attention_heads`, and `head_dim` or else `hidden_size`.
             neuron_config: `max_batch_size`, `sequence_length`, `torch_dtype`, `tp_degree`, `padding_side`,
                 `continuous_batching`, `flash_decoding_enabled` and `num_cores_per_group`.
             num_kv_head: key/value heads of the whole model; see `kv_heads_per_rank` for those of a rank.
@@ -219,7 +219,7 @@ class SlotKVCacheManager:
             is_for_context_encoding: prompts, or generated tokens.
             seq_ids: int [rows], the slots, each once; None means 0, 1, ...
             position_ids: int [rows, n]; context encoding and left padding need none, unless sharded by `active_mask`.
-            new_key_values: for each layer the keys and values `[rows, heads, n, head_dim]`.
+            new_key_values: keys and values of each layer, `[rows, heads, n, head_dim]`.
             seq_len: the length bucket of the step, as for `get_cache`; tokens go to the same places in all of them.
             scatter_index: int [rows, n], places to use instead of `position_ids`.
             active_mask: [rows, n], nonzero where this shard owns the position.
