@@ -107,7 +107,7 @@ class StepShape(NamedTuple):
 
     rows: int  # decoding rows; 0 for a pass with only prompts
     queries: int = 1  # tokens of each row
-    prompt_tokens: int = 0  # of prompt chunks in the same pass
+    prompt_tokens: int = 0  # in the same pass
     part: str = "whole"  # or a half: "logits", or "choose", which samples after the host has computed masks
     has_adapters: bool = False  # whether any row has an adapter; else products skip adapters
 

@@ -35,7 +35,6 @@ class Slot:
     Args:
         name: the attribute of the step's batch.
         shape: sizes; `"batch"` is the number of rows of the bucket, `"batch+1"` one more (cumulative lengths).
-        dtype: of the tensor.
         pad: value of rows past the live ones.
         staged: the staging block through which the host writes it; None: the device or the caller writes it.
     """
@@ -93,8 +92,8 @@ class Batch:
 class Change(NamedTuple):
     """A change of slots by the host, to repeat in the buffers of another process."""
 
-    name: str  # of the uploaded staging block, or of a slot
-    numbers: list[int]  # of a block: live rows; of a staged slot: rows; of another slot: first row, and columns
+    name: str  # the uploaded staging block, or a slot
+    numbers: list[int]  # for a block: live rows; a staged slot: rows; another slot: first row, and columns
     data: bytes
 
 
@@ -179,7 +178,7 @@ class StepBuffers:
         declared = list(slots)
         blocks = [slot.staged for slot in declared if slot.staged is not None]
         of_batch = {slot.staged for slot in declared if slot.batch_dim is not None}
-        self._sole_block = of_batch.pop() if len(of_batch) == 1 else None  # of all slots with a batch dimension
+        self._sole_block = of_batch.pop() if len(of_batch) == 1 else None  # holds all slots with a batch dimension
         live = Slot(LIVE_ROWS, (1,), torch.int32, staged=blocks[0] if blocks else None)
         self.slots: dict[str, Slot] = {}
         for slot in [live, *declared]:

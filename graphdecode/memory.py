@@ -24,7 +24,7 @@ _BOUNDLESS = 2**63
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector, which would look through all of torch again and again."""
+    """Pause the cyclic garbage collector, which would scan all of torch's objects several times."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -27,7 +27,7 @@ from graphdecode.models import resolve_model_path
 
 
 class Sizes(NamedTuple):
-    """What all of them have, under their own names."""
+    """The sizes of a checkpoint; each architecture has its own names for them."""
 
     vocab_size: int
     hidden_size: int

@@ -1,8 +1,7 @@
-"""A cluster of replicas as discrete events: what `tools/bench cluster` runs.
+"""A discrete-event simulation of a cluster of replicas, for `tools/bench cluster`.
 
-Requests come as the internet sends them: a day with its night, bursts, and few beginnings that most prompts have. What
-a replica's steps cost is from a profile that was measured; the number of replicas follows the rule of Ray Serve's
-autoscaling, and the policies that the server has are the server's own code.
+Arrivals follow a day with a night and bursts; most prompts share few prefixes. Step times are from a measured profile.
+The number of replicas follows Ray Serve's autoscaling rule. Routing policies of the server are its own code.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from statistics import fmean
 
 from graphdecode.server.replicas.routing import RoutedPrefixes, choose
 
-LOOK_EVERY_S = 10.0  # of the autoscaler
-Rate = Callable[[float], float]  # requests a second, at a time
+LOOK_EVERY_S = 10.0  # interval of the autoscaler
+Rate = Callable[[float], float]  # time -> requests per second
 Policy = Callable[[Mapping[int, int], int], int]
 
 
@@ -31,20 +30,20 @@ Policy = Callable[[Mapping[int, int], int], int]
 class StepCosts:
     """Times of an engine."""
 
-    step_s: Sequence[float]  # of a decode step by its rows, from none to the most that there can be
-    prompt_token_s: float  # of a token of a prompt that is not cached
+    step_s: Sequence[float]  # time of a decode step by its rows, from 0 to the largest number
+    prompt_token_s: float  # time of an uncached prompt token
 
     @property
     def max_rows(self) -> int:
-        """Requests that are decoded side by side at most."""
+        """The maximum number of rows."""
         return len(self.step_s) - 1
 
 
 def read_costs(profile: Path, context: int) -> StepCosts:
-    """Return the costs of a measured profile at a context between or beyond those that it has.
+    """Return the step times of a measured profile at an interpolated or extrapolated context.
 
-    A step takes what its bucket takes, and between two measured contexts a share of both. A token of a prompt takes
-    what a row of the widest bucket does at the shortest context: prompts are computed in wide passes.
+    A step takes its bucket's time. A prompt token takes a row's share of the widest bucket at the shortest context,
+    since prompts are computed in wide passes.
     """
     rows = json.loads(profile.read_text())["rows"]
     contexts = sorted({row["context"] for row in rows})
@@ -62,14 +61,14 @@ class Request:
     """One request; times are in seconds since the simulation began.
 
     Attributes:
-        arrived: when it came.
-        prefix: whose beginning its prompt has.
-        prefix_tokens: of that beginning.
-        prompt_tokens: behind it.
-        answer_tokens: that are generated.
-        cached: whether its beginning was in the replica's cache.
-        first_token: when the answer began.
-        finished: when it ended.
+        arrived: time of arrival.
+        prefix: identity of the prompt's prefix.
+        prefix_tokens: length of the prefix.
+        prompt_tokens: length of the rest of the prompt.
+        answer_tokens: length of the output.
+        cached: whether the replica had cached the prefix.
+        first_token: time of the first token.
+        finished: time of the end.
     """
 
     arrived: float
@@ -92,7 +91,7 @@ def arrivals(rate: Rate, peak: float, seconds: float, draw: random.Random) -> It
 
 
 def day(mean: float, seconds: float, bursts: list[tuple[float, float, float]]) -> Rate:
-    """Return the rate of a day that is quietest at its beginning, with bursts on top."""
+    """Return the rate of a day that starts at its minimum, with bursts on top."""
 
     def rate(now: float) -> float:
         factor = max((more for begin, end, more in bursts if begin <= now < end), default=1.0)
@@ -102,7 +101,7 @@ def day(mean: float, seconds: float, bursts: list[tuple[float, float, float]]) -
 
 
 def requests(times: Iterator[float], *, prefixes: int, sizes: tuple[int, int, int], seed: int) -> Iterator[Request]:
-    """Yield a request for each time; the popularity of beginnings is Zipf's, lengths of answers are exponential."""
+    """Yield a request for each time; the popularity of prefixes is Zipf's, output lengths are exponential."""
     draw = random.Random(seed)
     sums = list(accumulate(1 / rank for rank in range(1, prefixes + 1)))
     prefix_tokens, prompt_tokens, answer_tokens = sizes
@@ -115,33 +114,33 @@ def requests(times: Iterator[float], *, prefixes: int, sizes: tuple[int, int, in
 class Replica:
     """An engine with continuous batching.
 
-    All its rows go on at the same speed, one token a step. `tokens` counts those that a row has had since the beginning
-    of time, so that a request ends when it has grown by the request's own, however often the speed changes between.
-    A prompt is computed in one piece, while all rows stand still.
+    All rows run at the same speed, one token per step. `_tokens` counts a row's tokens since the start of the
+    simulation: a request ends when it has grown by the request's length, however often the speed has changed. A prompt
+    is computed in one piece, while all rows wait.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._waiting: deque[Request] = deque()
-        self._running: list[tuple[float, int, Request]] = []  # by the count of tokens at which they end
+        self._running: list[tuple[float, int, Request]] = []  # by `_tokens` at their end
         self._numbers = itertools.count()
         self._tokens = 0.0
-        self._clock = 0.0  # when `_tokens` was that; ahead of the time while prompts are computed
-        self.version = 0  # of its future: what was foretold by an earlier one does not happen
+        self._clock = 0.0  # the time of `_tokens`; in the future while prompts are computed
+        self.version = 0  # predictions of earlier versions are invalid
 
     @property
     def load(self) -> int:
-        """Requests under way."""
+        """Requests in flight."""
         return len(self._waiting) + len(self._running)
 
     def add(self, request: Request, now: float) -> None:
-        """Take a request."""
+        """Add a request."""
         self._go_on(now)
         self._waiting.append(request)
         self._admit(now)
 
     def finish_next(self, now: float) -> Request:
-        """Return the request that ends now."""
+        """End the next request, and return it."""
         self._go_on(now)
         _, _, request = heapq.heappop(self._running)
         request.finished = now
@@ -149,7 +148,7 @@ class Replica:
         return request
 
     def next_finish(self) -> float | None:
-        """Return when the next request ends, if nothing comes between."""
+        """Return the time of the next end of a request, without further arrivals."""
         if not self._running:
             return None
         return self._clock + max(self._running[0][0] - self._tokens, 0.0) * self._costs.step_s[len(self._running)]
@@ -171,7 +170,7 @@ class Replica:
 
 
 def policies(prefixes: RoutedPrefixes[int], slack: int, seed: int) -> dict[str, Policy]:
-    """Return ways to choose a replica, by the loads of all and the prefix of a prompt."""
+    """Return the routing policies: functions of all loads and a prompt's prefix."""
     draw, turns = random.Random(seed), itertools.count(1)
     return {
         "random": lambda loads, prefix: draw.choice(list(loads)),
@@ -183,29 +182,29 @@ def policies(prefixes: RoutedPrefixes[int], slack: int, seed: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What autoscaling aims at; see [replicas] of the configuration."""
+    """Parameters of autoscaling; see [replicas] of the configuration."""
 
     least: int  # replicas
     most: int  # replicas
-    target: float  # requests under way at each
-    upscale_delay_s: float  # that the wish for more must last
-    downscale_delay_s: float  # that the wish for fewer must last
-    start_s: float  # until a new replica serves
-    look_back_s: float = 30.0  # over which the load is averaged
-    downscaling_factor: float = 1.0  # of the way to fewer, at a time
+    target: float  # requests in flight per replica
+    upscale_delay_s: float  # before a replica is added
+    downscale_delay_s: float  # before a replica is removed
+    start_s: float  # startup time of a replica
+    look_back_s: float = 30.0  # window over which the load is averaged
+    downscaling_factor: float = 1.0  # share of the surplus that is removed at a time
 
 
 class Autoscaler:
-    """Looks at the load now and then."""
+    """Decides on the number of replicas at intervals."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._since: float | None = None  # a wish for more, or for fewer, has lasted
+        self._since: float | None = None  # start of the present need for more or fewer
         self._sign = 0
         self._seen: deque[tuple[float, int]] = deque()
 
     def wanted(self, requests: int, replicas: int, now: float) -> int:
-        """Return how many replicas there should be from now on."""
+        """Return the new number of replicas."""
         bounds = self._bounds
         self._seen.append((now, requests))
         while self._seen[0][0] <= now - bounds.look_back_s:
@@ -227,16 +226,16 @@ class Autoscaler:
 
 @dataclass
 class Outcome:
-    """What came of a simulation."""
+    """The result of a simulation."""
 
-    requests: list[Request] = field(default_factory=list)  # that ended, in that order
-    # time, requests under way and replicas that serve or end, each time that the autoscaler looked
+    requests: list[Request] = field(default_factory=list)  # in the order of their ends
+    # (time, requests in flight, running replicas) at each decision of the autoscaler
     looks: list[tuple[float, int, int]] = field(default_factory=list)
-    replica_seconds: float = 0.0  # that replicas were there for, their start included
+    replica_seconds: float = 0.0  # total running time of replicas, including startup
 
 
 class Cluster:
-    """Replicas and the front before them."""
+    """Replicas and their front."""
 
     def __init__(
         self,
@@ -253,17 +252,17 @@ class Cluster:
         self._prefixes: RoutedPrefixes[int] = RoutedPrefixes(kept_prefixes)
         self._choose = policies(self._prefixes, slack, seed)[policy]
         self._replicas = {name: Replica(costs) for name in range(replicas)}
-        self._loads = dict.fromkeys(self._replicas, 0)  # of those that take requests
-        self._starting: list[float] = []  # when they will serve
+        self._loads = dict.fromkeys(self._replicas, 0)  # of replicas that accept requests
+        self._starting: list[float] = []  # times at which they are ready
         self._bounds = bounds
         self._scaler = Autoscaler(bounds) if bounds is not None else None
         self._begun = replicas
-        self._finishes: list[tuple[float, int, int]] = []  # time, replica, the version of its future
+        self._finishes: list[tuple[float, int, int]] = []  # (time, replica, its version)
         self._open = 0
         self.outcome = Outcome()
 
     def run(self, requests: Iterable[Request]) -> Outcome:
-        """Serve all requests, which come in the order of their times."""
+        """Simulate requests, given in order of arrival."""
         look, last = 0.0, 0.0
         for request in requests:
             while look <= request.arrived:
@@ -301,7 +300,7 @@ class Cluster:
                 self._loads[name] -= 1
             if name in self._loads or replica.load:
                 self._foretell(name)
-            else:  # it was only to finish what it had
+            else:  # it was being drained
                 del self._replicas[name]
 
     def _look(self, now: float, since: float) -> None:
@@ -325,7 +324,7 @@ class Cluster:
         self._begun += 1
 
     def _end(self) -> None:
-        """Send nothing more to the least loaded, which ends when it has finished what it has."""
+        """Drain the least loaded replica."""
         name = min(self._loads, key=self._loads.__getitem__)
         del self._loads[name]
         self._prefixes.keep_only(list(self._loads))

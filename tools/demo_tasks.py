@@ -1,6 +1,6 @@
 """The three tasks of the demo model, with answers that a program can check.
 
-The trainer, the evaluation and the tests draw their samples here, so that none of them can mean another task::
+The trainer, the evaluation and the tests draw their samples here::
 
     417+385=      -> 802        add:  two numbers of up to three digits
     rev oceanic=  -> cinaeco    rev:  a lower-case word of 2 to 8 letters, reversed
@@ -24,7 +24,7 @@ _PROMPT = re.compile(r"(?P<a>[0-9]+)\+(?P<b>[0-9]+)=|(?P<verb>rev|sort) (?P<word
 
 
 def _number(rng: random.Random) -> int:
-    # Uniform over 0..999 alone would show one-digit numbers in one sample of a hundred.
+    # uniform numbers in 0..999 would have one digit in only 1% of the samples
     digits = rng.choices((1, 2, 3), weights=(1, 2, 5))[0]
     return rng.randrange(10**digits)
 

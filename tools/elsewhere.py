@@ -1,4 +1,4 @@
-"""Programs that another environment's interpreter runs for a comparison; they import nothing of this project.
+"""Programs for another environment's interpreter, for comparisons; they import nothing from this project.
 
     python tools/elsewhere.py llama-gguf FILE.gguf THREADS [plain]            seconds of llama.cpp, line by line
     python tools/elsewhere.py llama-lookup FILE.gguf DRAFTS THREADS [plain]   tokens of its prompt lookup, line by line
@@ -34,14 +34,14 @@ Prompts = list[list[int]]
 
 
 def json_output() -> TextIO:
-    """Return standard output for JSON; from now on, what libraries print goes to standard error."""
+    """Return standard output for JSON; libraries' output goes to standard error from now on."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def answer_lines(answered: Callable[[Prompts, int], dict[str, Any]], answers: TextIO) -> None:
-    """Answer lines of standard input until its end."""
+    """Reply to lines of standard input until its end."""
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(answered(asked["prompts"], asked["new_tokens"])), file=answers, flush=True)
@@ -54,7 +54,7 @@ def llama_cpp_of(is_plain: bool = False) -> Any:
     low = llama_cpp.llama_cpp
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, None)
-    llama_cpp.kept_quiet = quiet  # keeps the callback alive
+    llama_cpp.kept_quiet = quiet  # keep the callback alive
     defaults = low.llama_model_default_params
 
     def without_repacking() -> Any:
@@ -93,7 +93,7 @@ class Sequences:
         if not self._context:
             raise RuntimeError(f"llama.cpp cannot make a context for {count} sequences of {length} tokens")
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
-        self._batches: dict[int, Any] = {}  # by the tokens of each sequence
+        self._batches: dict[int, Any] = {}  # by tokens per sequence
 
     def _batch(self, length: int) -> Any:
         """Return llama.cpp's batch for `length` tokens of each sequence, with logits of the last."""
@@ -295,7 +295,7 @@ def write_nf4(plain: str, out: str, dequantized: str, nested: str = "") -> None:
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             state = module.weight.quant_state
-            state.dtype = torch.float32  # else weights are rounded once more
+            state.dtype = torch.float32  # else weights are rounded twice
             tensors[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
     save_file(tensors, Path(dequantized) / MODEL_FILE, metadata={"format": "pt"})
 

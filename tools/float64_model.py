@@ -1,4 +1,4 @@
-"""A Llama in float64 that shares no code with this package: what others are compared with."""
+"""A reference Llama in float64 that shares no code with this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ERROR = 5e-6  # of a head's largest entry in float32, at most
+_ERROR = 5e-6  # largest error in float32, relative to a head's largest entry
 
 
 class Float64Model:
@@ -40,7 +40,7 @@ class Float64Model:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         architecture = reader.fields["general.architecture"].contents()
         if architecture != "llama":
-            raise ValueError(f"{path.name} is a {architecture}; the reference knows llama alone")
+            raise ValueError(f"{path.name} is a {architecture}; the reference supports only llama")
 
         def setting(name: str) -> Any:
             return reader.fields[f"llama.{name}"].contents()
@@ -61,7 +61,7 @@ class Float64Model:
 
         config = json.loads((path / "config.json").read_text())
         if config["model_type"] != "llama":
-            raise ValueError(f"{path.name} is a {config['model_type']}; the reference knows llama alone")
+            raise ValueError(f"{path.name} is a {config['model_type']}; the reference supports only llama")
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
         self.kv_heads, self.eps = config["num_key_value_heads"], config["rms_norm_eps"]
         self.base = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
@@ -75,7 +75,7 @@ class Float64Model:
         return read
 
     def _cached(self, x: Tensor) -> Tensor:
-        """Return heads [tokens, heads, head_dim] as the cache rounds them; note where float32 might round otherwise."""
+        """Return heads [tokens, heads, head_dim], rounded like the cache's; note where float32 may differ."""
         if self._cache != "auto":
             error = _ERROR * x.abs().amax(-1, keepdim=True)
             moved = self._rounded(x + error) - self._rounded(x - error)
@@ -114,7 +114,7 @@ class Float64Model:
         mixing = _hadamard(head_dim) if self._cache == "int8" else torch.eye(head_dim, dtype=torch.float64)
 
         def rotated(x: Tensor) -> Tensor:
-            # GGUF keeps the channels of a pair beside each other, folders half a head apart
+            # in GGUF a pair's channels are adjacent, in folders half a head apart
             pairs = x.unflatten(-1, (-1, 2)) if self._is_gguf else x.unflatten(-1, (2, -1)).transpose(-1, -2)
             turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
             return turned.transpose(-1, -2).flatten(-2)  # first and second channels of all pairs

@@ -26,13 +26,13 @@ def extend_over(
     `cu_seqlens_kv[i + 1] - cu_seqlens_kv[i]` tokens, which are in the cache already.
 
     Args:
-        cache: of the layer.
+        cache: the layer's.
         out: [tokens, num_qo_heads, head_dim]; tokens that belong to no row are unchanged.
         q: [tokens, num_qo_heads, head_dim].
         cu_seqlens_q: int32 [rows + 1].
         cu_seqlens_kv: int32 [rows + 1].
         page_table: int32 [rows, max_pages].
-        options: of this layer.
+        options: this layer's.
     """
     key, value, pages = cache.scales
     options = options.scaled(q.shape[-1], key)
@@ -71,12 +71,12 @@ class TokenByTokenAttention:
         Args:
             out: [t, num_qo_heads, head_dim], contiguous.
             q: [t, num_qo_heads, head_dim].
-            cache: of the layer, these tokens' keys and values included.
+            cache: the layer's, with these tokens' keys and values.
             rows: int32 [t], the page-table row of each token.
             positions: int32 [t], its position in its sequence.
             live: int32 [1]; later tokens are padding and get 0.
             page_table: int32 [b, pages of a row].
-            options: of this layer.
+            options: this layer's.
         """
         size = self._attention.max_batch_size
         for begin in range(0, q.shape[0], size):

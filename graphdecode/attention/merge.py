@@ -33,13 +33,10 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     Raises:
         ValueError: the shapes do not fit.
     """
-    _check(v_a, s_a, "state a", 3)
-    _check(v_b, s_b, "state b", 3)
-    if v_a.shape != v_b.shape:
-        raise ValueError(f"the states must have one shape, got {tuple(v_a.shape)} and {tuple(v_b.shape)}")
+    require_tensors(v_a=v_a, s_a=s_a)
     v = v_a.clone(memory_format=torch.contiguous_format)
     s = s_a.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    kernel.merge_state_in_place(v, s, v_b.contiguous(), s_b.contiguous())
+    merge_state_in_place(v, s, v_b, s_b)
     return v, s
 
 

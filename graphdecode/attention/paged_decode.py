@@ -58,14 +58,14 @@ class PagedDecodeAttention:
         max_batch_size: rows of the largest bucket.
         num_qo_heads: query heads, a multiple of num_kv_heads.
         num_kv_heads: key and value heads.
-        head_dim: of queries and keys.
-        head_dim_v: of values and outputs; None: head_dim.
+        head_dim: head size of queries and keys.
+        head_dim_v: head size of values and outputs; None: head_dim.
         page_size: tokens a page.
         max_pages_per_row: width of the page table.
-        dtype: of queries and outputs.
-        kv_dtype: of keys and values; None: dtype.
+        dtype: queries' and outputs'.
+        kv_dtype: keys' and values'; None: dtype.
         options: the default of `run`.
-        windows: of the layers, -1 for none; each has a plan. None: that of the options.
+        windows: the layers' windows, -1 for none; each has a plan. None: the options'.
         batch_invariant: split at fixed positions, so that a row's bits do not depend on the rest of the batch.
         device: where the cache is.
 
@@ -168,8 +168,8 @@ class PagedDecodeAttention:
             k_cache: [pages, page_size, num_kv_heads, head_dim].
             v_cache: [pages, page_size, num_kv_heads, head_dim_v].
             page_table: int32 [rows, max_pages_per_row].
-            options: of this layer; None: the default ones.
-            scales: of the entries of an 8-bit cache.
+            options: this layer's; None: the defaults.
+            scales: an 8-bit cache's.
         """
         options = self.options if options is None else options
         work, options = self._work_for(options.window_left), options.scaled(q.shape[-1], scales.key)
@@ -201,8 +201,8 @@ class PagedDecodeAttention:
             v_cache: the same shape.
             page_table: as for `run`, and so the last two.
             rope: norm and rotation of queries and keys.
-            options: of this layer.
-            scales: of the cache's entries.
+            options: this layer's.
+            scales: the cache's.
         """
         options = self.options if options is None else options
         if self.appends_apart and self._planned is not None:

@@ -8,7 +8,7 @@ from torch import Tensor, device, dtype
 
 from graphdecode.errors import GraphdecodeError, shown
 
-_LARGEST = 3.4e38  # of float32
+_LARGEST = 3.4e38  # largest float32
 
 
 class CacheFullError(GraphdecodeError, ValueError):

@@ -33,9 +33,9 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 class CacheScales(NamedTuple):
     """Scales of an 8-bit cache."""
 
-    key: float = 1.0  # of all keys of the layer, for fp8
-    value: float = 1.0  # of all values, for fp8
-    pages: PageScales | None = None  # of each token and head, for int8
+    key: float = 1.0  # scale of all keys of the layer, for fp8
+    value: float = 1.0  # scale of all values, for fp8
+    pages: PageScales | None = None  # scales per token and head, for int8
 
 
 class _State:
@@ -75,8 +75,8 @@ class LayerCache(_State):
         """Return a cache of zeros; see `untouched_zeros`.
 
         Args:
-            shape: of keys, and of values.
-            dtype: of both; int8 has scales of its own.
+            shape: shape of keys, and of values.
+            dtype: of both; int8 has scales in addition.
             device: where it is.
             key_scale: divides keys of fp8.
             value_scale: divides values of fp8.
@@ -100,7 +100,7 @@ class Recurrent:
     """Declares a layer's recurrent state.
 
     Attributes:
-        shapes: of the float32 tensors of one sequence's state, by name. Empty: the layer has no state at all.
+        shapes: name -> shape of the float32 tensors of one sequence's state; empty: the layer has no state.
         beside_keys: whether the layer has keys and values too.
     """
 

@@ -88,7 +88,7 @@ class PageLedger:
         self.page_size = page_size
         self.prefixes = PrefixIndex(page_size) if prefix_caching else None
         self.pages: dict[Hashable, list[int]] = {}
-        self._digests: dict[Hashable, list[bytes]] = {}  # of the leading full pages whose tokens are known
+        self._digests: dict[Hashable, list[bytes]] = {}  # digests of the leading full pages whose tokens are known
         self._roots: dict[Hashable, bytes] = {}  # parent of the first digest
 
     @property

@@ -26,11 +26,11 @@ class PagedKVCache:
         max_pages_per_row: pages of one sequence at most; the width of a page table's row.
         num_kv_heads: key and value heads.
         head_dim: size of a head.
-        dtype: of keys and values.
+        dtype: keys' and values'.
         device: where the tensors are.
         prefix_caching: whether `add` finds the pages of prefixes that were published.
-        scales: of keys and of values of each layer, for fp8; None: 1.0.
-        recurrent: for each layer its recurrent state, if any; empty: no layer has one.
+        scales: one of keys and one of values per layer, for fp8; None: 1.0.
+        recurrent: recurrent state of each layer, if any; empty: no layer has one.
         state_rows: sequences that can have recurrent states or rings at a time, if layers have any.
         rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has rings. With
             rings, a sequence can only be truncated to tokens that it has computed, and a cached prefix is used only as
@@ -163,7 +163,6 @@ class PagedKVCache:
         """Index the full pages of a sequence's first `length` tokens as a prefix, if there is prefix caching.
 
         Args:
-            sequence_id: of the sequence.
             length: tokens whose keys and values have been computed.
             token_ids: at least the first `length` tokens.
 

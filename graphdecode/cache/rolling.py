@@ -15,9 +15,9 @@ class RollingPages:
     """The rings of all rows, the same in each layer that has them.
 
     Attributes:
-        layers: for each layer, whether its pages are rings.
+        layers: whether the pages of each layer are rings.
         rows: rings, one for each sequence.
-        pages: of a ring.
+        pages: number of pages of a ring.
         page_size: tokens in a page.
         window: most keys before its own that a query attends to.
         ahead: most tokens that steps in flight may have written past those that the host has read.
@@ -59,7 +59,7 @@ class StateRows:
         self.count, self.rolling = count, rolling
         self._free = list(range(count))  # the oldest first
         self._row_of: dict[Hashable, int] = {}
-        self._digests: dict[int, list[bytes]] = {}  # of a free row: those of its last sequence's full pages
+        self._digests: dict[int, list[bytes]] = {}  # free row -> digests of its last sequence's full pages
         self._written = [0] * count  # for each row, an upper bound of the tokens of its contents
 
     @property
@@ -75,8 +75,7 @@ class StateRows:
         """Assign a free row to a sequence, and return the length in pages of the prefix that its ring has.
 
         Args:
-            sequence_id: of the sequence.
-            digests: of the leading full pages that other layers have cached.
+            digests: those of the leading full pages that other layers have cached.
         """
         row, pages = self._free[0], 0
         for candidate in self._free:

@@ -23,7 +23,7 @@ _TAB = 8
 _LONGEST_PERIOD = 64  # tokens
 _REPEATS, _REPEATED_TOKENS = 4, 48  # both at least
 _CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
-_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # of bidirectional text
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # controls of bidirectional text
 
 
 class WrappedText:

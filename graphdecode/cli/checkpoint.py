@@ -53,7 +53,7 @@ def fitted(
 
     Args:
         prompt_lengths: tokens of each prompt; at least one prompt.
-        max_tokens: of each output; None: up to the capacity.
+        max_tokens: per output; None: up to the capacity.
         trained_length: tokens of a sequence that the model was trained for.
     """
     from graphdecode.models import resolve_device

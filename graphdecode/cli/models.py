@@ -102,9 +102,9 @@ class ModelRecord:
     error: str | None = None  # why it cannot run here; if None, the fields below are known
     architecture: str | None = None  # Hugging Face's name
     dtype: str | None = None  # for computing
-    weight_bytes: int | None = None  # of memory
+    weight_bytes: int | None = None  # memory
     max_sequence_length: int | None = None  # by the configuration and the model
-    cache_bytes: int | None = None  # of memory, for one such sequence
+    cache_bytes: int | None = None  # memory for one such sequence
     fits: bool | None = None  # whether both are free on the device now
 
 

@@ -33,8 +33,8 @@ TokenizerOption = Annotated[
 ]
 
 _REPEATED = {list[str]: "TEXT", list[int]: "ID"}  # metavars of options that may be repeated
-_LEAST_WIDTH = 118  # of tables if standard output is no terminal
-_LEAST_FOLDED = 16  # of a column of texts, whose long words may be folded
+_LEAST_WIDTH = 118  # columns of tables if standard output is not a terminal
+_LEAST_FOLDED = 16  # least columns of a column of texts; longer words are folded
 MODEL_OPTIONS = (  # settings of the commands that run a model
     "device",
     "dtype",
@@ -92,7 +92,7 @@ def table_of(
     Args:
         columns: head -> function that returns the cell of a row.
         left: heads of left-aligned columns; the first of them is not wrapped.
-        options: of rich's `Table`.
+        options: arguments of rich's `Table`.
     """
     table, left = Table(**options), tuple(left)
     for head in columns:
@@ -154,7 +154,7 @@ def with_options(
     return with_options
 
 
-OPTIONS: dict[type, dict[str, Any]] = {  # of all settings, by field
+OPTIONS: dict[type, dict[str, Any]] = {  # options of all settings, by field
     config: field_options(config) for config in (BucketConfig, EngineConfig, ServerConfig, ReplicaConfig)
 }
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphdecode.engine.runner import Runner
     from graphdecode.graphs import GraphReport, GraphTable
 
-_REPLAYS = 3  # of each bucket, for the report
+_REPLAYS = 3  # per bucket, for the report
 _BESIDE = {"prompts": "prompts, by tokens", "mixed": "mixed steps, by rows + tokens of prompts"}
 
 

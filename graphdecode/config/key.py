@@ -21,9 +21,9 @@ _MOST_NUMBER = 1e30  # an integer of a file may be too large to become a float
 class Option(NamedTuple):
     """A command-line option for a field."""
 
-    help: str  # of the option
+    help: str
     flags: tuple[str, ...] = ()  # default: the field's name
-    metavar: str | None = None  # of the value in the help; default: its type
+    metavar: str | None = None  # shown for the value in the help; default: its type
     default: str | None = None  # in the help; None: it is not shown
 
 
@@ -35,16 +35,16 @@ class Values:
     accepts: Callable[[Any], bool]
     example: str = ""  # in TOML, for keys without a default
     metavar: str | None = None  # in a command's help; default: its type
-    limits: str = ""  # of numbers, in a command's help
+    limits: str = ""  # range of numbers, for a command's help
 
 
 @dataclass(frozen=True)
 class Key:
     """One key."""
 
-    section: str  # of the file
+    section: str  # in the file
     name: str  # in the file
-    field: str  # of the dataclass
+    field: str  # in the dataclass
     default: Any  # None: the key is left out
     values: Values
     meaning: str  # one sentence or two, for the reference

@@ -40,7 +40,7 @@ _QUANTIZE = (
     "Quantized weights: int8, int4, fp8, q8_0 or q4_k round while they are read; gguf keeps a file's blocks or "
     "refuses; none expands all. Left out: as the checkpoint has them, where there are kernels for it."
 )
-_AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
+_AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # prompt tokens of one engine step
 
 
 @dataclass(frozen=True)

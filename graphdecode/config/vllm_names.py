@@ -182,7 +182,7 @@ _POOLING = "there is none: " + _NO_POOLING.instead
 _WORKERS = "there is none: no worker takes calls; LLM.model and LLM.engine are the objects themselves"
 _SLEEP = "AsyncLLM.llm, an LLM, has it"
 _PROFILE = "there is none: `graphdecode profile` measures each bucket, with --trace as a Chrome trace"
-LLM_METHODS: dict[str, str] = {  # of vLLM's LLM and AsyncLLM -> what to use instead
+LLM_METHODS: dict[str, str] = {  # methods of vLLM's LLM and AsyncLLM -> what to use instead
     "beam_search": "there is none: sample n outputs with logprobs=0 and keep that of the best cumulative_logprob",
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     "is_sleeping": "there is none: an EngineStateError refuses requests meanwhile",

@@ -26,7 +26,7 @@ from graphdecode.models.quantized.on_load import RoundedSource, plain_weight
 CONFIG_FILE = "config.json"
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in a config.json -> in safetensors
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-_SHARD_BYTES = 1 << 30  # of a file, which is held in memory until it is written
+_SHARD_BYTES = 1 << 30  # size of a file, which is in memory until it is written
 _METADATA = {"format": "pt"}  # required by transformers
 _INDEX = "model.safetensors.index.json"
 

@@ -42,7 +42,7 @@ class Terms(NamedTuple):
     device: str  # "cpu" or "cuda": rank i has the i-th GPU of its machine
     how: str  # "shared", "gloo" or "nccl"
     limit_seconds: float  # without a heartbeat, or in a collective, after which a rank counts as stalled
-    threads: int  # of each rank, on a CPU
+    threads: int  # per rank, on a CPU
     store: tuple[str, int] | None = None  # address and port of torch.distributed's store, if there is one
 
     @classmethod
@@ -260,7 +260,7 @@ class Follower(Ranks):
         try:
             return self._link.receive()
         except EOFError:
-            self._watch.join()  # which ends the process if rank 0 was lost
+            self._watch.join()  # ends the process if rank 0 was lost
             raise
 
     def agree(self, text: str) -> None:

@@ -26,7 +26,7 @@ from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.collective.shared_collectives import LIMIT_MS, board_words
 
-_PLACE_BYTES = 4 << 20  # of one rank's data in a collective; resident once written
+_PLACE_BYTES = 4 << 20  # for one rank's data in a collective; resident once written
 _MEMORY = Path("/dev/shm")
 _MEET_SECONDS = 300.0  # for all ranks to join
 _TOKEN_BYTES = 16
@@ -94,10 +94,10 @@ def follower_of(descriptors: list[int]) -> Follower:
 class LaunchedRank:
     """This process's rank under torchrun, by its environment variables."""
 
-    rank: int  # of this process
-    count: int  # of all processes
-    host: str  # of the store
-    port: int  # of the store
+    rank: int  # this process's
+    count: int  # number of processes
+    host: str  # the store's
+    port: int  # the store's
     has_store: bool  # whether torchrun runs the store, and rank 0 need not
 
     @classmethod

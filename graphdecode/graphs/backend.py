@@ -34,7 +34,7 @@ class StalePointer(NamedTuple):
     address: int | None
     owner: str | None  # at capture
     problem: str
-    file: str | None  # of the step's line
+    file: str | None  # file and line in the step's code
     line: int | None
     is_certain: bool = True  # see `Argument.is_certain`; a strict table refuses only certain ones
 

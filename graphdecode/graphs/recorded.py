@@ -81,13 +81,13 @@ def _over(block: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Recorder(StepObserver):
-    """An observer that records operators as a flat list of calls without arguments, and runs no more than it must."""
+    """Records operators as a flat list of calls without arguments, and skips those whose values nobody needs."""
 
     def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
         super().__init__(owners, computes=False)
         self.in_setitem = True  # the warm-up has refused all host data but numbers written by index
         self.calls: list[Callable[[], Any]] = []
-        self.memory = ReusedMemory(blocks)  # of intermediates in replays
+        self.memory = ReusedMemory(blocks)  # for intermediates in replays
         self.pool: list[Tensor] = []  # the step's intermediates, over that memory
         self.nodes: list[Node] = []  # one per call
 
@@ -178,7 +178,7 @@ class RecordedStepGraph(StepGraph):
         self._calls = joined(recorder.calls)
         self._is_compiled = all(isinstance(call, NativeSequence) for call in self._calls)
         try:
-            self.replay()  # the recorder has computed next to nothing
+            self.replay()  # the recorder has skipped most operators
         except Exception as error:
             raise CaptureError.of(error) from error
         self.capture_ms = 1000 * (time.perf_counter() - began)

@@ -33,7 +33,7 @@ class BucketReport:
     error: str | None = None  # why the capture failed, if the bucket stays eager
     loop: str | None = None  # `StepLoop.kind`
     loop_reason: str | None = None  # on a GPU: why it is not "while"
-    launches: int = 0  # of the loop
+    launches: int = 0  # by the loop
     eager_runs: int = 0  # steps without a graph
     queries: int = 1  # per row
     along: int = 0  # prompt tokens of a mixed step

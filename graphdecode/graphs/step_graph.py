@@ -58,10 +58,10 @@ def no_row_live(*buffers: StepBuffers) -> Iterator[None]:
 class Argument:
     """One tensor of an operator, or one address among the arguments of a kernel."""
 
-    name: str  # of the operator's argument, or "result"; of a kernel, "number of the argument+byte"
+    name: str  # an operator's argument, or "result"; for a kernel, "number of the argument+byte"
     address: int | None  # begin of the tensor's storage at capture, or the address itself
     owner: str | None  # the slot or constant; None: an intermediate, or unknown
-    tensor: Tensor | None = None  # of an operator: an alias of the memory at capture
+    tensor: Tensor | None = None  # for an operator, an alias of the memory at capture
     storage: int | None = None  # identifies the tensor's storage; None for opaque tensors
     is_written: bool = False
     is_certain: bool = True  # False: may be no address, such as padding in a kernel's struct
@@ -71,9 +71,9 @@ class Argument:
 class Node:
     """One operation of a graph."""
 
-    name: str  # of the operator or kernel
+    name: str  # operator or kernel
     kind: str  # "kernel", "memcpy", ...; for a recorded operator, its name
-    file: str | None = None  # of the step's line that it comes from, if known
+    file: str | None = None  # file and line in the step's code, if known
     line: int | None = None
     arguments: tuple[Argument, ...] = ()  # its tensors, if known
 
@@ -204,6 +204,6 @@ class HostLoop(StepLoop):
 class Ready:
     """The callables that run a shape."""
 
-    replays: Sequence[Replay]  # of a step and the loop's epilogue, or of the two halves of a step
+    replays: Sequence[Replay]  # a step and the loop's epilogue, or the two halves of a step
     loop: StepLoop | None = None
     graphs: Sequence[StepGraph] = ()  # of `replays`; empty if nothing is captured

@@ -45,7 +45,7 @@ class Comparison:
     """All points that two profiles share."""
 
     changes: list[PointChange]
-    differences: list[str]  # of model, machine and software, as messages
+    differences: list[str]  # differences in model, machine and software, as messages
 
     @property
     def overall(self) -> float:

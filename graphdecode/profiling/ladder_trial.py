@@ -27,7 +27,7 @@ class LadderTrial:
     """Measurements of one ladder."""
 
     step_ms: float  # mean time of a step of the load: the median over the rounds
-    quiet_ms: float  # that of the quickest round
+    quiet_ms: float  # step time of the quickest round
     rounds_ms: list[float]  # the mean of each round
     capture_ms: float  # time of all captures
     pool_bytes: int  # memory of all graphs' intermediates
@@ -37,7 +37,7 @@ class LadderTrial:
 class Ratio:
     """One ladder's step over another's: below 1 is quicker."""
 
-    median: float  # of the ratios of simultaneous rounds
+    median: float  # median of the ratios of simultaneous rounds
     quiet: float  # quickest round over quickest round
     noise: float  # half the interquartile range of these ratios, over their median
 
@@ -56,11 +56,11 @@ class Trial:
     """Ladders measured in alternation."""
 
     model: str  # name of the model
-    dtype: str  # of the computation
-    backend: str  # of the graphs
+    dtype: str
+    backend: str
     context: int  # tokens of each row
-    steps: int  # of each round
-    rounds: int  # of each ladder
+    steps: int  # per round
+    rounds: int  # per ladder
     ladders: dict[str, LadderTrial]  # by name
 
     def ratio(self, name: str, over: str) -> Ratio:
@@ -99,7 +99,7 @@ def try_ladders(
     """Replay a load through each ladder in alternation (A B, B A, A B, ...), over one model.
 
     Args:
-        ladders: by name, all with the same max_batch_size.
+        ladders: name -> ladder, all with the same max_batch_size.
         counts: batch size -> decode steps, as recorded.
         context: tokens of each row.
 

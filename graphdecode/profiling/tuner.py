@@ -16,7 +16,7 @@ import numpy as np
 from graphdecode.buckets import BucketLadder
 from graphdecode.errors import ArgumentError, cause, shown
 
-SCHEMA_VERSION = 1  # of the report that holds these figures
+SCHEMA_VERSION = 1  # schema of the report
 TODAY = "today"
 
 
@@ -75,7 +75,7 @@ class StepCost:
     """Cost of a decode step at each batch size, in milliseconds."""
 
     step_ms: np.ndarray  # [max_batch_size + 1]; entry b is of a graph of b rows, entry 0 is unused
-    source: str  # of the numbers
+    source: str  # where the numbers are from
 
     @classmethod
     def linear(cls, max_batch_size: int, *, base_ms: float = 1.0, row_ms: float = 0.02) -> StepCost:
@@ -118,7 +118,7 @@ class QueryCost:
     """Cost of a step with several queries a row, for speculation."""
 
     bucket: int  # rows
-    queries: int  # of each row
+    queries: int  # per row
     step_ms: float  # from the launch to the tokens on the host
     break_even: float  # mean tokens of a row at which such a step is as quick as plain ones
 

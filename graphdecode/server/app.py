@@ -31,7 +31,7 @@ from graphdecode.server.protocol import B, Detokenize, LoadAdapter, Tokenize, Un
 from graphdecode.server.service import Service
 
 _KEY = "graphdecode.key"  # in a scope: the digest of the request's key
-_NETWORK_BYTES = 8  # of an IPv6 address; a client may choose the rest
+_NETWORK_BYTES = 8  # network part of an IPv6 address; a client may choose the rest
 _PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "

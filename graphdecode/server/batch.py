@@ -27,7 +27,7 @@ _RESPONSE_BEGINS = b'{"id": "batch_req_'
 _SYNC_EVERY_SECONDS = 1.0
 ATTEMPTS = 3  # for a request whose engine ended
 _POLL_SECONDS = 0.05  # until the engine serves again
-_MAX_FAULTS = 10  # of a file in one error
+_MAX_FAULTS = 10  # faults of a file in one error
 log = logging.getLogger(__name__)
 
 
@@ -212,7 +212,7 @@ async def run_batch(
     used: Counter[str] = Counter(prompt_tokens=0, completion_tokens=0)
 
     async def work() -> None:
-        for request in waiting:  # which all workers share
+        for request in waiting:  # shared by all workers
             status, body = await answer(request)
             for name in used:
                 used[name] += body.get("usage", {}).get(name, 0)

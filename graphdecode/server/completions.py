@@ -30,7 +30,7 @@ B = TypeVar("B", bound=protocol.Body)
 P = TypeVar("P")
 R = TypeVar("R", covariant=True)
 
-_MAX_PARTS_HERE = 64  # of a body that is prepared in this process, which takes some milliseconds
+_MAX_PARTS_HERE = 64  # bodies with more are prepared in a child process; these take some milliseconds
 _LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -41,7 +41,7 @@ class Endpoint(Generic[B, P, R]):
 
     kind: type[B]
     prepare: Callable[[Preprocessor, B], P]  # raises HttpError or ArgumentError
-    answer: Callable[[Service, P, str], Awaitable[R]]  # of a prepared body and its caller; returns the response
+    answer: Callable[[Service, P, str], Awaitable[R]]  # takes a prepared body and its caller
 
     async def respond(self, service: Service, data: bytes, caller: str) -> R:
         """Return the response to a body, or raise `HttpError`."""

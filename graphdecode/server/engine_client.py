@@ -26,7 +26,7 @@ _CHECKS = 4  # per timeout; one miss may mean that this process itself was suspe
 _EVENTS_AT_ONCE = 16
 _ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
 _LARGE_SECONDS = 5.0  # for which a grammar larger than KEPT_BYTES is kept
-KEPT_BYTES = 32 << 20  # of grammars, in the engine's process
+KEPT_BYTES = 32 << 20  # size of grammars in the engine's process
 _KEPT = 64
 _END_SECONDS = 5.0  # for the process to end by itself
 
@@ -74,11 +74,11 @@ class EngineClient:
         self._on_events = on_events
         self._on_status = on_status
         self._timeouts = timeouts or HeartbeatTimeouts()
-        self._grammars = KeptGrammars()  # that the process holds
+        self._grammars = KeptGrammars()  # grammars that the process has
         self._numbers = itertools.count()
         self.adapters: dict[str, str] = dict(setup.adapters)  # name -> folder; a restarted process loads them, too
-        self._changes: dict[int, asyncio.Future[None]] = {}  # of adapters, in flight
-        self._metrics: dict[int, RequestMetrics] = {}  # of the requests in flight
+        self._changes: dict[int, asyncio.Future[None]] = {}  # adapter changes in flight
+        self._metrics: dict[int, RequestMetrics] = {}  # by requests in flight
         self.prepared: ConnectedChild | None = None  # the first process, if it was started ahead
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None

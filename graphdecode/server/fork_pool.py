@@ -22,7 +22,7 @@ from graphdecode.server.messages import MessageSocket, end_process, framed, rece
 CALLERS_KEPT = 10_000
 CHILDREN_PER_LANE = 2
 MAX_WAITING = 256
-STACK_BYTES = 4 << 20  # of a child; the engine's process has more for the same grammar
+STACK_BYTES = 4 << 20  # stack of a child; the engine's process has a larger one for the same grammar
 _QUICK_CPU_SECONDS = 1
 _RETRY_AFTER = {"Retry-After": "1"}
 _END_SECONDS = 1.0
@@ -69,7 +69,7 @@ class JobLimits(NamedTuple):
 class PoolTimeouts(NamedTuple):
     """Timeouts in seconds that do not depend on the job."""
 
-    quick_seconds: float = 5.0  # of a first attempt
+    quick_seconds: float = 5.0  # limit of a first attempt
     taken_seconds: float = 5.0  # for the fork server to accept a job, which it does at once
     start_seconds: float = 120.0  # for the fork server to start
 
@@ -246,7 +246,7 @@ class ForkPool:
             log.exception("the result of a job cannot be unpickled")
             raise HttpError(500, "the result of preprocessing cannot be read; see the server's log") from error
         finally:
-            writer.close()  # which ends the child
+            writer.close()  # ends the child
         if isinstance(message, ChildExited):
             raise _reason(message.code, job.limits)
         assert isinstance(message, JobResult)

@@ -23,7 +23,7 @@ RESTARTING, REFUSED = "restarting", "refused"  # error codes of requests, in add
 _STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
 LARGE_BYTES = 32 << 10  # larger bodies are parsed in a child process, so that other requests need not wait
-MAX_LARGE_BODIES = 8  # of the largest size, in memory at a time
+MAX_LARGE_BODIES = 8  # bodies of the largest size that may be in memory at a time
 T = TypeVar("T")
 SSE_DONE = b"data: [DONE]\n\n"
 

@@ -50,7 +50,7 @@ class AddGrammar(NamedTuple):
 
     grammar: str  # as `Grammars.compiled` takes it
     automaton: TokenAutomaton | None  # what it compiles to; None: a matcher, which cannot be sent
-    nbytes: int  # of what it compiles to
+    nbytes: int  # size of the compiled grammar
 
 
 class DropGrammar(NamedTuple):
@@ -85,8 +85,8 @@ class EngineReady(NamedTuple):
     """The engine serves."""
 
     rules: RequestRules  # limits of requests
-    seed: int  # of requests without one
-    buckets: tuple[int, ...]  # that were captured
+    seed: int  # for requests without one
+    buckets: tuple[int, ...]  # captured ones
     floor_seconds: float | None  # to read the weights once at the measured bandwidth; None: a cache holds them
 
 
@@ -101,8 +101,8 @@ class EngineStatus(NamedTuple):
 
     running: int  # requests that have a row
     waiting: int  # requests that have none
-    used_pages: int  # of the cache
-    total_pages: int  # of the cache
+    used_pages: int
+    total_pages: int
     preemptions: int  # since the start
     stats: EngineStats  # since the start; times of steps and launches: since the last message
     adapters: AdapterStats = AdapterStats()
@@ -141,7 +141,7 @@ def framed(message: Any) -> bytes:
 async def receive(reader: StreamReader) -> Any:
     """Return the next message; raises `asyncio.IncompleteReadError` if the other side is gone."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))  # of this project's own process: both ends are trusted
+    return pickle.loads(await reader.readexactly(length))  # both ends are this project's processes, and trusted
 
 
 def end_process(process: subprocess.Popen[bytes] | None, connection: socket.socket | None, seconds: float) -> None:

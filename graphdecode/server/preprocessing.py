@@ -22,12 +22,12 @@ class Preprocessor:
     """Prepares prompts and parameters for the engine; picklable."""
 
     model_name: str
-    tokenizer: Any  # of transformers
+    tokenizer: Any  # from transformers
     limits: ServerConfig
-    sampling_defaults: SamplingParams  # of the checkpoint
+    sampling_defaults: SamplingParams  # from the checkpoint
     engine: EngineReady
     max_open: int  # outputs that run and wait at a time
-    adapters: Collection[str] = ()  # that requests may name as their model; a child does not see later ones
+    adapters: Collection[str] = ()  # names that requests may give as their model; a child does not see later ones
 
     @cached_property
     def input_processor(self) -> InputProcessor:

@@ -25,7 +25,7 @@ from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.outputs import Logprob
 from graphdecode.text.request_state import RequestState
 
-_POSITIONS_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
+_POSITIONS_AT_ONCE = 50  # prompt positions with up to 21 log-probabilities each: some milliseconds
 log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,19 +40,19 @@ class Prepared(NamedTuple):
     body: Generation  # without its large parts
     prompts: list[TokenizedPrompt]
     structured: StructuredOutput | None
-    tools: ToolFormat | None = None  # of a chat; None: the output is not searched for calls
-    names: frozenset[str] = frozenset()  # of the functions that may be called
+    tools: ToolFormat | None = None  # None: the output is not searched for tool calls
+    names: frozenset[str] = frozenset()  # functions that may be called
 
 
 class Delta(NamedTuple):
     """The new part of an output."""
 
     text: str
-    token_ids: list[int]  # whose text may still be held back
-    logprobs: list[dict[int, Logprob]] | None  # of these tokens, if requested
+    token_ids: list[int]  # their text may still be held back
+    logprobs: list[dict[int, Logprob]] | None  # one per token, if requested
     is_first: bool
-    finish_reason: str | None  # of the last delta
-    stop_reason: str | int | None  # of the last delta: the stop text or token
+    finish_reason: str | None  # set in the last delta
+    stop_reason: str | int | None  # the stop text or token, in the last delta
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Cursor:
     index: int
     parent: ParentRequest
     state: RequestState
-    text_length: int = 0  # of the text that was read
+    text_length: int = 0  # characters read so far
     _tokens_read: int = 0
     _ended: bool = False
 
@@ -94,7 +94,7 @@ class Cursor:
 class Reply(Response, ABC):
     """The response to a request, which generates when it is sent."""
 
-    prefix: str  # of its id
+    prefix: str  # of the response's id
     kind: str  # `object` of the whole response
     chunk_kind: str  # `object` of a chunk
 

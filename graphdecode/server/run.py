@@ -36,7 +36,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     timeout_seconds: ClassVar[float | None] = None  # for the head of a request, and for the client to read
     max_connections: ClassVar[int] = 0
-    max_message_bytes: ClassVar[int] = 0  # of a request, chunk headers and trailers included
+    max_message_bytes: ClassVar[int] = 0  # limit of a request, with chunk headers and trailers
     _awaiting_head: asyncio.TimerHandle | None = None
     _awaiting_room: asyncio.TimerHandle | None = None
     _in_head = False

@@ -30,14 +30,14 @@ _STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", 
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
 _READING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
-_LEAST_SIZE = 1 << 14  # of a job, for fairness: small grammars may take long, too
+_LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
 
 
 class StructuredOutput(NamedTuple):
     """The structured output of a request."""
 
     params: StructuredOutputsParams
-    field: str  # of the request
+    field: str  # name of the request's field
 
     def error_text(self, error: ArgumentError) -> str:
         """Return an error of the engine with the names of the request's fields."""

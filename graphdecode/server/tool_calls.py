@@ -90,7 +90,7 @@ class ToolCallReader:
         self._names = names
         self._text = ""  # not yet known to be content or a call
         self._pieces: list[str] = []  # after it, while a call goes on
-        self._json_extent: _JsonExtent | None = None  # of that call
+        self._json_extent: _JsonExtent | None = None  # end of that call's JSON
         self._found: tuple[Any, int] | None = None  # the value of a call and its end, while its closing is missing
         self._is_inside = False  # the text begins like a call
         self._follows_call = False  # a call came last
@@ -223,7 +223,7 @@ def messages_with_tools(
 
 def _as_plain(messages: Sequence[Any]) -> list[Any]:
     plain: list[Any] = []
-    names: dict[Any, Any] = {}  # of the functions, by call id
+    names: dict[Any, Any] = {}  # function names by call id
     follows_result = False
     for message in messages:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None

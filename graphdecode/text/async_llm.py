@@ -156,7 +156,7 @@ class AsyncLLM:
         Args:
             prompt: as for `LLM.generate`.
             sampling_params: None means the defaults.
-            request_id: for the outputs; None: a number.
+            request_id: id of the outputs; None: a number.
             priority: the lowest is served first.
             lora_request: the adapter; see `LLM.stream`.
 
@@ -184,7 +184,7 @@ class AsyncLLM:
         """Generate the next message of one conversation, as `generate` does for a prompt.
 
         Args:
-            messages: of one conversation; these, `sampling_params` and `options` are as for `LLM.chat`.
+            messages: one conversation; these, `sampling_params` and `options` are as for `LLM.chat`.
             lora_request: the adapter; see `LLM.stream`.
 
         Raises:

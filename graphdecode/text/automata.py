@@ -17,7 +17,7 @@ from graphdecode.text.regex_automaton import Ranges, UnknownPatternError, byte_a
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_STATES, MOST_CLASSES = 1024, 1024  # of an automaton
+MOST_STATES, MOST_CLASSES = 1024, 1024  # per automaton
 _MOST_STEPS = 1_000_000  # transitions, each from a state by a token
 _MOST_CHOICES_LENGTH = 1 << 16  # characters; more would exceed MOST_STATES anyway
 _TEXT = r'"(?:[^"\\]|\\.)*"'
@@ -36,7 +36,7 @@ class TokenAutomata:
         """Return the automaton of a grammar; None if it is neither choices nor a plain regex, or is too large.
 
         Args:
-            matcher: of the grammar, in its first state; the automaton must have the same masks.
+            matcher: the grammar's, in its first state; the automaton must have the same masks.
         """
         try:
             expression = _expression(grammar)
@@ -101,7 +101,7 @@ class _Walk:
         # where only one string can follow, the library allows only the tokenizer's own tokens for it
         self._is_forced = ((by_byte >= 0).sum(axis=1) == 1) & ~accepts
         self._completes = accepts & (by_byte < 0).all(axis=1)
-        self._numbers: dict[int, int] = {}  # of the states that were reached
+        self._numbers: dict[int, int] = {}  # numbers of the states reached so far
         self._leading: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and the byte states that they lead to
         self._masks: list[bytes] = []
         self._steps = 0

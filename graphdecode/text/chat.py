@@ -34,7 +34,7 @@ class RenderedChat:
     """A conversation, rendered as a prompt."""
 
     text: str
-    token_ids: list[int]  # of the text, whose special tokens come from the template
+    token_ids: list[int]  # tokens of the text; special ones come from the template
     end_of_turn_ids: tuple[int, ...]  # special tokens that end the assistant's messages in this template
 
     def ending(self, params: SamplingParams) -> SamplingParams:
@@ -58,10 +58,10 @@ def render_chat(
     """Render a conversation as a prompt; thread-safe.
 
     Args:
-        tokenizer: of transformers, or from `load_tokenizer`.
-        messages: of one conversation, in OpenAI's format: `role`, and `content` that is a text or a list of parts
+        tokenizer: from transformers, or from `load_tokenizer`.
+        messages: one conversation, in OpenAI's format: `role`, and `content` that is a text or a list of parts
             `{"type": "text", "text": ...}`, which are joined by newlines; other keys go to the template.
-        chat_template: in Jinja, or the path of a file; None: the tokenizer's own.
+        chat_template: a Jinja template, or the path of a file; None: the tokenizer's own.
         add_generation_prompt: end with the beginning of an assistant's message.
         continue_final_message: leave the last message open, instead of `add_generation_prompt`.
         tools: JSON schemas, or functions with types and docstrings.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _KEPT = 64  # compiled grammars: clients repeat the same few
 MAX_GRAMMAR_LENGTH = 1 << 20  # characters
-_WORTH_THREADS_BYTES = 1024  # of one mask
+_WORTH_THREADS_BYTES = 1024  # size of one mask
 _PLAIN = {"NoExtensionBias": "no text matches it"}  # llguidance's reasons, in words
 
 

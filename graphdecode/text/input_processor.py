@@ -45,7 +45,7 @@ class TokenizedParams(NamedTuple):
     """Parameters that all prompts of a request share, tokenized; picklable."""
 
     sampling: SamplingParams
-    per_output: SamplingParams  # of one output, for the engine
+    per_output: SamplingParams  # for one output in the engine
     bad_words: list[list[int]]  # tokens of each spelling
     priority: int  # the lowest is served first
     adapter: str | None = None  # its name; None: the base model
@@ -65,7 +65,7 @@ class InputProcessor:
     Args:
         rules: the engine's limits of requests.
         seed: the engine's, for requests without one.
-        tokenizer: of transformers, or from `load_tokenizer`; None: prompts are token ids.
+        tokenizer: from transformers, or from `load_tokenizer`; None: prompts are token ids.
     """
 
     def __init__(self, rules: RequestRules, seed: int, tokenizer: Any) -> None:
@@ -105,7 +105,7 @@ class InputProcessor:
         A grammar is compiled here, so that no step waits for it.
 
         Args:
-            token_ids: of the prompt; None: from `encode`.
+            token_ids: the prompt's; None: from `encode`.
             priority: the lowest is served first.
             adapter: its name; None: the base model.
 
@@ -176,9 +176,9 @@ class InputProcessor:
         """Return the requests of a prompt.
 
         Args:
-            tokenized: from `tokenized_prompt`, here or in another process.
+            tokenized: result of `tokenized_prompt`, here or in another process.
             grammar: None: unconstrained.
-            start_tag: of its requests; see `Request`.
+            start_tag: the requests'; see `Request`.
         """
         params, per_output, bad_words, priority, adapter = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]

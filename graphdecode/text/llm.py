@@ -199,10 +199,10 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these.
-            sampling_params: for all prompts, or one for each; None means the defaults.
+            sampling_params: one for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error if that is a terminal.
-            priority: for all prompts, or one for each: the lowest is served first, and preempted last.
-            lora_request: for all prompts, or one (or None) for each: the adapter, which is loaded if it is new.
+            priority: one for all prompts, or one for each: the lowest is served first, and preempted last.
+            lora_request: one adapter for all prompts, or one (or None) for each; a new one is loaded.
 
         Returns:
             One output for each prompt, in order. A prompt that can never be served (too long, empty, a token id
@@ -232,8 +232,8 @@ class LLM:
         """Generate the next message of one or several conversations through the model's chat template.
 
         Args:
-            messages: of one conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
-            sampling_params: for all of them, or one for each; None means the checkpoint's, up to the capacity.
+            messages: one conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
+            sampling_params: one for all of them, or one for each; None means the checkpoint's, up to the capacity.
             use_tqdm: show a progress bar on standard error if that is a terminal.
             lora_request: as for `generate`.
             options: see `render_chat`.
@@ -329,7 +329,7 @@ class LLM:
         """Load an adapter for requests to name; no graph is captured again, and other requests go on.
 
         Args:
-            name: of the adapter.
+            name: the adapter's.
             path: a folder as PEFT saves it.
 
         Raises:

@@ -44,7 +44,7 @@ class CompletionOutput:
         token_ids: the generated tokens, with the one that ended the output.
         finish_reason: "stop", "length", "abort", "refused" for a request that can never fit, or "error".
         stop_reason: the stop string or token id that ended the output; None for end-of-sequence.
-        logprobs: for each token, token id -> `Logprob`; None if not requested.
+        logprobs: one dict per token, token id -> `Logprob`; None if not requested.
         cumulative_logprob: sum over the generated tokens; None if not requested.
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from graphdecode.errors import GraphdecodeError
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, both ends included, ascending
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # ranges of code points, both ends included, ascending
 Pattern: TypeAlias = Callable[["_Nodes", int], int]  # adds its nodes before a given node; returns its first one
 
 _LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)

@@ -43,7 +43,7 @@ class RequestState:
                 spaced=params.spaces_between_special_tokens,
             )
         self._begun = False
-        self._texts: dict[int, str] = {}  # of single tokens, for log-probabilities
+        self._texts: dict[int, str] = {}  # texts of single tokens, for log-probabilities
         self._changing = threading.Lock()  # between the thread that steps and one that aborts
 
     @property
@@ -56,7 +56,7 @@ class RequestState:
         with self._changing:
             if self.output.finish_reason is not None:
                 return False
-            if event.prompt_logprobs is not None:  # of the prompt's next tokens; the prompt's first one has none
+            if event.prompt_logprobs is not None:  # for the prompt's next tokens; its first one has none
                 known, scores = self.request.prompt_logprobs or [None], event.prompt_logprobs
                 tokens = self.request.prompt_token_ids[len(known) : len(known) + len(scores)]
                 self.request.prompt_logprobs = known + [
@@ -99,7 +99,7 @@ class RequestState:
         """Return the output so far, which later events do not change; it is copied when it is read."""
         with self._changing:
             output = self.output
-            tokens, logprobs = output.token_ids, output.logprobs  # which only grow
+            tokens, logprobs = output.token_ids, output.logprobs  # they only grow
             so_far = slice(len(tokens))
             ended, total = (output.finish_reason, output.stop_reason), output.cumulative_logprob
             snapshot = CompletionOutput(output.index, "", [], *ended, None, total)

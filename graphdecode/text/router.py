@@ -82,7 +82,7 @@ class Router:
         self._end = end
         self._states: dict[int, RequestState] = {}
         self._ids: dict[RequestState, int] = {}
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards the two above
         self.closed = False
 
     def submit(self, parents: Iterable[ParentRequest]) -> None:
@@ -102,7 +102,7 @@ class Router:
                             ids.append(self.engine.add(request))
                             self._states[ids[-1]] = state
                             self._ids[state] = ids[-1]
-                    except RequestError as error:  # of its first request: the others need no more
+                    except RequestError as error:  # from its first request: the others are not needed
                         parent.refuse(str(error))
             except BaseException:
                 for request_id in ids:
@@ -136,7 +136,7 @@ class Router:
             try:
                 if state.take(event):
                     self.engine.finish(event.request_id, len(state.output.token_ids))
-            except Exception as error:  # of a tokenizer, which must not affect other outputs
+            except Exception as error:  # a tokenizer's error must not affect other outputs
                 self.engine.abort(event.request_id)
                 state.fail(f"detokenization failed: {type(error).__name__}: {error}")
             if state.output.finish_reason is not None:

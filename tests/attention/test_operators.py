@@ -263,7 +263,7 @@ def test_merges_refuse_shapes_that_do_not_fit(device):
     v, s = states(2, device)
     with pytest.raises(ValueError, match="the states"):
         merge_states(v[:, 0], s)
-    with pytest.raises(ValueError, match="state b"):
+    with pytest.raises(ValueError, match="the other state"):
         merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1, :1])
     with pytest.raises(ValueError, match="one shape"):
         merge_state(v[:, 0], s[:, 0], v[:3, 1], s[:3, 1])

@@ -220,7 +220,7 @@ def test_a_file_is_loaded_once_and_what_is_wrong_with_one_is_said(tmp_path: Path
     load_modules([file, str(file)])
     load_modules([file])
     assert sys.counted == 1  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match="load_modules must name files of Python that exist, got '.*none.py'"):
+    with pytest.raises(ArgumentError, match="load_modules must name existing Python files, got '.*none.py'"):
         load_modules([tmp_path / "none.py"])
     (tmp_path / "wrong.py").write_text("a = 1\nb = a.c\n")
     with pytest.raises(ArgumentError, match=r"wrong.py:2: AttributeError: 'int' object has no attribute 'c'"):

@@ -51,7 +51,7 @@ MEMORY = {"HTTP": 100, "engine": 300}
         ([], GOOD, {"HTTP": 110, "engine": 305}, ""),
         ([], Probed([1.0, 160.0], [1.0], [70.0]), MEMORY, ""),  # the machine itself was late by 70 ms
         (["mutated 7: /tokenize 500"], GOOD, MEMORY, "1 failures"),
-        ([], Probed([1.0, 160.0], [1.0], [2.0]), MEMORY, "/health took 160 ms, and may take 102"),
+        ([], Probed([1.0, 160.0], [1.0], [2.0]), MEMORY, "/health took 160 ms, but may take 102"),
         ([], Probed([1.0, 1200.0], [1.0], [1190.0]), MEMORY, "the server hung for 1200 ms"),
         ([], GOOD, {"HTTP": 100, "engine": 325}, "memory grew from 0 to 0 MB, by more than 5%"),
         ([], Probed([], [], [], "the prober hangs"), MEMORY, "/health: the prober hangs, /health was never answered"),

@@ -130,11 +130,11 @@ def test_the_document_shows_the_kernels_that_there_are(seen):
 def test_the_rules_find_each_fault_that_was_planted_and_none_besides(cache):
     said = output_of(HERE / "planted_faults.py", [str(cache)])
     words = {
-        "ends_without_waiting": "may end without having waited",
-        "never_waits": "begins early and never waits",
-        "triggers_too_early": "lets the next kernel begin before it has waited",
-        "reads_too_early": "reads x before it has waited for writes_x, which writes it",
-        "writes_too_early": "writes before it has waited",
+        "ends_without_waiting": "may end without a wait",
+        "never_waits": "starts early and never waits",
+        "triggers_too_early": "lets the next kernel start before its own wait",
+        "reads_too_early": "reads x before its wait for writes_x, which writes it",
+        "writes_too_early": "writes before its wait",
     }
     assert said.pop("sound") == []
     assert said.pop("grid") == ["tall of  has 65536 programs on axis y, 65535 are possible"]

@@ -378,5 +378,5 @@ def test_told_twice_it_ends_at_once() -> None:
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(HANG_SECONDS)
         received = received_by(connection)
-        assert b'"message":"the server was ended"' in received
+        assert b'"message":"the server was shut down"' in received
         connection.close()

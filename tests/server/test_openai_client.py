@@ -195,7 +195,7 @@ def test_wrong_types_and_ranges_are_400_and_name_the_field(client, asked, param)
 
 
 def test_a_chat_with_a_model_without_a_template_is_told_where_to_go(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no chat template: ask /v1/completions.*--chat-template"):
+    with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions.*--chat-template"):
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "12+30="}])
 
 

@@ -1,1 +1,1 @@
-"""The attack on whatever comes from strangers: seeded mutations, each in a process of its own, counted by outcome."""
+"""Fuzzing of all untrusted input: seeded mutations, each in its own process, counted by outcome."""

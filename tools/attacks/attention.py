@@ -1,4 +1,4 @@
-"""Attacks on FlashInfer's surface: any shapes, options, pages and entries, beside attention in float64."""
+"""Fuzzing of FlashInfer's surface: random shapes, options, pages and entries, compared with attention in float64."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Case:
         if name is not None and name not in ("kv_last_page_len", "kv_indices") and not _is_float(arguments[name]):
             raise Wrong(f"append_paged_kv_cache takes {name}={arguments[name]!r:.300}")
         if name is not None:
-            raise RefusedCall(f"it takes {name}")  # and is right by other numbers
+            raise RefusedCall(f"it takes {name}")  # with values that are also valid
         for row, pair in enumerate(self._rows):
             for which, values in enumerate(pair):
                 if not torch.equal(self._stored(row, which).double().nan_to_num(7), values.double().nan_to_num(7)):
@@ -171,7 +171,7 @@ class _Case:
         name = self._spoiled(arguments)
         called(wrapper.plan, arguments)
         if name is not None:
-            raise RefusedCall(f"plan takes {name}={arguments[name]!r:.100}")  # what it means, nobody says
+            raise RefusedCall(f"plan takes {name}={arguments[name]!r:.100}")  # its meaning is not documented
         return wrapper
 
     def _spoil_pages(self, arguments: dict[str, Any]) -> None:
@@ -242,10 +242,10 @@ class _Case:
         )
         spoilt = [not bool(each.double().isfinite().all()) for each in (q, keys, values)]
         if any(spoilt) and not self._has_nan:
-            return  # what becomes of infinity, nobody says
+            return  # the result for infinity is not documented
         is_number, was_number = exact.isfinite(), out.isfinite()
         hidden = (was_number.all(-1) & ~is_number.all(-1)).any()
-        # what is not seen has the weight 0
+        # invisible keys have weight 0
         sees_all = not (spoilt[1] or spoilt[2]) or (self._queries == 1 and self._window < 0)
         if hidden or (sees_all and (is_number.all(-1) & ~was_number.all(-1)).any()):
             raise Wrong(f"heads of numbers are {was_number.all(-1)}, not {is_number.all(-1)}: {told}")

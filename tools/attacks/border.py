@@ -1,4 +1,4 @@
-"""Calls of the surfaces with arguments of any type: refused by a line of the library's own, before anything changed."""
+"""Calls of the surfaces with arguments of any type: the library itself must raise, before anything has changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = [torch.float64, torch.float16, torch.int8, torch.bool, torch.int64, to
 
 
 class RefusedCall(GraphdecodeError, ValueError):
-    """A surface refused a call, with an error that it may have."""
+    """A surface refused a call with one of the allowed errors."""
 
 
 def called(
@@ -35,14 +35,13 @@ def called(
     """Call a surface.
 
     Args:
-        call: of it.
         arguments: by name.
-        watched: returns the tensors that a call which is refused leaves as they are.
-        errors: that it may have.
+        watched: returns the tensors that a refused call must not change.
+        errors: allowed for a refusal.
 
     Raises:
-        RefusedCall: it was refused, in words of the library's own.
-        Wrong: it was refused, and something has changed.
+        RefusedCall: the library refused it.
+        Wrong: it was refused after it had changed a tensor.
     """
     before = [bits_of(tensor).clone() for tensor in watched()]
     try:
@@ -52,12 +51,12 @@ def called(
             raise
         after = [bits_of(tensor) for tensor in watched()]
         if len(before) != len(after) or not all(map(torch.equal, before, after)):
-            raise Wrong(f"it is refused, and has changed something: {error}") from error
+            raise Wrong(f"the call is refused, but has changed a tensor: {error}") from error
         raise RefusedCall(str(error)) from error
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether the library says so by a line of its own, and does not pass on what another one stumbled over."""
+    """Return whether a `raise` of this library raised an error, rather than another library."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -68,12 +67,12 @@ def _is_own(error: Exception) -> bool:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor, of which a NaN is what it is."""
+    """Return the bits of a tensor, which also compare NaN."""
     return tensor.contiguous().view(_INT_OF_SIZE[tensor.element_size()])
 
 
 def spoiled(rng: random.Random, value: Any) -> Any:
-    """Return something else than an argument: of another type, another shape, or with other entries."""
+    """Return a value with another type, shape or entries than an argument."""
     if not isinstance(value, Tensor) or rng.random() < 0.3:
         return hostile_value(rng)
     kind = rng.randrange(7)

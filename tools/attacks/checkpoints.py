@@ -1,4 +1,4 @@
-"""Attacks by files of a checkpoint: each is the demo's, with faults, and what is accepted is compared independently."""
+"""Fuzzing of checkpoint files: those of the demo with faults; accepted ones are compared with another reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphdecode.text.input_processor import InputProcessor
 
 DEMO = resolve_model_path("demo")
 PROMPT = [52, 49, 55, 43, 51, 56, 53, 61]
-TOLERANCE = 2e-3  # of logits in float32, of which the largest is about 20
+TOLERANCE = 2e-3  # of float32 logits up to about 20
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _CHANGES: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ _CHANGES: list[dict[str, Any]] = [
 
 
 def _copied(folder: Path, *, links: bool = True) -> Path:
-    """Return the demo's folder again; its weights are a hard link or a copy, whichever can be made."""
+    """Copy the demo's folder; its weights are a hard link if possible."""
     model = folder / "model"
     model.mkdir()
     for file in DEMO.iterdir():
@@ -56,7 +56,7 @@ def _copied(folder: Path, *, links: bool = True) -> Path:
 
 
 def our_logits(model: Path) -> torch.Tensor:
-    """Return the library's logits behind `PROMPT`, in float32."""
+    """Return the library's logits after `PROMPT`, in float32."""
     from driven_decoder import DrivenDecoder
 
     decoder = load_model(model, device="cpu", dtype="float32", max_sequence_length=64)
@@ -66,17 +66,17 @@ def our_logits(model: Path) -> torch.Tensor:
 
 
 def _their_logits(model: Path) -> torch.Tensor | None:
-    """Return what transformers computes; None where it refuses the checkpoint."""
+    """Return transformers' logits; None if it refuses the checkpoint."""
     try:
         theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             return theirs.eval()(torch.tensor([PROMPT])).logits[0, -1]
-    except Exception:  # it has no error of its own
+    except Exception:  # transformers has no common error class
         return None
 
 
 class ConfigAttack:
-    """A config.json with faults; a model that is accepted has the logits that transformers computes."""
+    """A config.json with faults; an accepted model has the logits of transformers."""
 
     name = "config.json"
 
@@ -88,16 +88,16 @@ class ConfigAttack:
     def run(self, rng: random.Random, folder: Path) -> None:
         model = _copied(folder)
         settings = self._settings | rng.choice(_CHANGES)
-        if rng.random() < 0.5:  # of the fields that are read, in the form that they are read in
+        if rng.random() < 0.5:  # a field that is read, with its type
             name = rng.choice([*settings, "sliding_window", "layer_types", "rope_theta", "partial_rotary_factor"])
             settings[name] = hostile_value(rng)
         content = json.dumps(settings).encode() if rng.random() < 0.4 else mutated_json(rng, settings)
         (model / "config.json").write_bytes(content)
         if describe_model(model).max_position_embeddings < len(PROMPT):
-            return  # an engine refuses such a prompt
+            return  # no engine takes such a prompt
         ours = our_logits(model)
         if ours.shape == self._logits.shape and torch.equal(ours, self._logits):
-            return  # what was changed is not read
+            return  # the changed field is not read
         theirs = _their_logits(model)
         if theirs is None:
             if not ours.isfinite().all():
@@ -110,7 +110,7 @@ class ConfigAttack:
 
 
 class GenerationAttack:
-    """A generation_config.json with faults; what is accepted answers like what it says, said in parameters."""
+    """A generation_config.json with faults; if accepted, outputs are those of the same explicit parameters."""
 
     name = "generation_config.json"
 
@@ -137,11 +137,11 @@ class GenerationAttack:
             ends = set(eos if isinstance(eos, list) else [eos])
             [output] = llm.generate("417+385=", SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
             if ends == {257} and output.outputs[0].text.strip() != "802":
-                raise Wrong(f"the answer is {output.outputs[0].text!r}: {content!r}")
+                raise Wrong(f"the output is {output.outputs[0].text!r}: {content!r}")
 
 
 def stored_tensors(file: Path) -> dict[str, np.ndarray]:
-    """Read a safetensors file of float32 by its published layout, with no other's code."""
+    """Read a float32 safetensors file by its published layout, without a library."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -150,13 +150,13 @@ def stored_tensors(file: Path) -> dict[str, np.ndarray]:
     for name, told in header.items():
         begin, end = told["data_offsets"]
         if told["dtype"] != "F32":
-            raise Wrong(f"{name} is of {told['dtype']}, and was taken")
+            raise Wrong(f"{name} is of {told['dtype']}, and was accepted")
         found[name] = np.frombuffer(data[8 + length + begin : 8 + length + end], "<f4").reshape(told["shape"])
     return found
 
 
 class SafetensorsAttack:
-    """A safetensors file with faults in its header or anywhere; tensors that are accepted are those of the file."""
+    """A safetensors file with faults in its header or elsewhere; accepted tensors equal those of the file."""
 
     name = "model.safetensors"
 
@@ -190,7 +190,7 @@ class SafetensorsAttack:
 
 
 class IndexAttack:
-    """An index of shards with faults, beside hostile files; what is accepted has the demo's tensors, and no others."""
+    """A shard index with faults, among hostile files; if accepted, the tensors are exactly the demo's."""
 
     name = "index of shards"
 
@@ -229,8 +229,8 @@ class IndexAttack:
 
 
 class TokenizerAttack:
-    """A tokenizer's files with faults; one that is accepted gives the ids that transformers gives, or refuses a prompt,
-    and the engine answers afterwards as before."""
+    """Tokenizer files with faults; an accepted tokenizer gives transformers' ids or refuses a prompt, and the engine
+    works as before afterwards."""
 
     name = "tokenizer files"
     _TEXTS = ("417+385=", "rev wörld 日本\n\n <|bos|>", "")

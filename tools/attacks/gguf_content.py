@@ -1,4 +1,4 @@
-"""The header of a GGUF file, made of fields and tensors that may be spoilt; the layout is ggml's docs/gguf.md."""
+"""Writes GGUF headers from fields and tensors, optionally corrupted; the layout is ggml's docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from attacks.mutation import hostile_value
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 SIZES = [0, 1, 2, 31, 32, 63, 65, 258, 260, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64 - 1]
-_MORE = [  # fields that the file does not have, and that are read
+_MORE = [  # fields that are read, but missing in the file
     "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.dimension_count", "llama.expert_count",
     "llama.attention.key_length", "llama.attention.value_length", "general.alignment", "llama.expert_used_count",
     "llama.rope.scaling.original_context_length", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.tokens",
 ]  # fmt: skip
 
-Field = tuple[str, int, Any]  # a key, the number of its value's type, the value
+Field = tuple[str, int, Any]  # key, number of the value's type, value
 
 
 def _encoded(kind: int, value: Any) -> bytes:
-    """Return a value as the type of some number, or in the nearest way, if it is none."""
+    """Encode a value as the type of a number; a value of another type as the most similar one."""
     if kind == STRING:
         text = (value if isinstance(value, str) else repr(value)[:200]).encode(errors="surrogatepass")
         return struct.pack("<Q", len(text)) + text
@@ -50,7 +50,7 @@ def _kind_of(value: Any) -> int:
 
 
 def spoil_field(rng: random.Random, fields: list[Field]) -> None:
-    """Spoil one field."""
+    """Corrupt one field."""
     at = rng.randrange(len(fields))
     key, kind, value = fields[at]
     way = rng.randrange(7)
@@ -76,7 +76,7 @@ def spoil_field(rng: random.Random, fields: list[Field]) -> None:
 
 
 def header_of(fields: list[Field], infos: list[list[Any]], counts: tuple[int, int], version: int) -> bytes:
-    """Return what stands before the tensors."""
+    """Return the bytes before the tensors."""
     parts = [b"GGUF", struct.pack("<IQQ", version, *counts)]
     for key, kind, value in fields:
         parts += [_encoded(STRING, key), struct.pack("<I", kind), _encoded(kind, value)]
@@ -87,7 +87,7 @@ def header_of(fields: list[Field], infos: list[list[Any]], counts: tuple[int, in
 
 
 def fields_of(file: Path) -> tuple[list[Field], gguf.GGUFReader]:
-    """Return what the gguf library reads of a file."""
+    """Return the fields that the gguf library reads from a file."""
     reader = gguf.GGUFReader(file)
     found = (field for field in reader.fields.values() if not field.name.startswith("GGUF."))
     return [(field.name, int(field.types[0]), field.contents()) for field in found], reader

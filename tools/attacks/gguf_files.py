@@ -1,4 +1,4 @@
-"""Attacks by GGUF files: their headers, and the tokenizers in them; what is accepted is computed by others, too."""
+"""Fuzzing of GGUF files, their headers and tokenizers; accepted ones are compared with other implementations."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from graphdecode.models import check_model, describe_model
 from graphdecode.text import load_tokenizer
 from graphdecode.text.input_processor import InputProcessor
 
-_COMPARED = {"none", "linear"}  # scalings of ropes that are computed here, too
-_TEXTS = ("abab", "hello", "the", "")  # an empty one is the token that a text begins with
+_COMPARED = {"none", "linear"}  # rope scalings that are also computed here
+_TEXTS = ("abab", "hello", "the", "")  # the empty text is only the begin token
 
 
 class GgufAttack:
-    """A model in GGUF with faults in its header or anywhere; one that is accepted has the logits that transformers
-    computes of what the gguf library reads."""
+    """A GGUF model with faults in its header or elsewhere; an accepted one has the logits that transformers computes
+    from what the gguf library reads."""
 
     name = "GGUF files"
 
@@ -52,10 +52,10 @@ class GgufAttack:
             self._tensors = self._whole[reader.data_offset :]
             our_logits(file)
             if _their_logits(file) is None:
-                raise RuntimeError("transformers does not compute the model without faults")
+                raise RuntimeError("transformers cannot compute the model without faults")
 
     def _spoilt(self, rng: random.Random) -> bytes:
-        """Return the file with faults."""
+        """Return the file's bytes with faults."""
         kind = rng.randrange(8)
         if kind == 0:
             return mutated_bytes(rng, self._whole)
@@ -94,10 +94,10 @@ class GgufAttack:
         file.write_bytes(self._spoilt(rng))
         check_model(file)
         if describe_model(file).max_position_embeddings < len(PROMPT):
-            return  # an engine refuses such a prompt
+            return  # no engine takes such a prompt
         ours, theirs = our_logits(file), _their_logits(file)
         if theirs is None:
-            return  # not a number of a damaged tensor's is a number
+            return  # a damaged tensor has only NaN
         difference = (ours - theirs).abs().max().item()
         both_lost = not ours.isfinite().all() and not theirs.isfinite().all()
         if not difference < TOLERANCE * max(1.0, theirs.abs().max().item() / 20) and not both_lost:
@@ -105,7 +105,7 @@ class GgufAttack:
 
 
 def _their_logits(file: Path) -> torch.Tensor | None:
-    """Return what transformers computes of a plain Llama; None where the file is something else, or is not read."""
+    """Return transformers' logits of a plain Llama; None if the file is another model or cannot be read."""
     try:
         fields, reader = fields_of(file)
         found = {key: value for key, _, value in fields}
@@ -127,7 +127,7 @@ def _their_logits(file: Path) -> torch.Tensor | None:
             rms_norm_eps=stated["attention.layer_norm_rms_epsilon"], max_position_embeddings=stated["context_length"],
             rope_parameters=rope, tie_word_embeddings="output.weight" not in held,
         )  # fmt: skip
-        # eager, for the fused kernels of a CPU make numbers of what is none
+        # eager: a CPU's fused kernels turn NaN into numbers
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
         stored = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
@@ -145,13 +145,13 @@ def _their_logits(file: Path) -> torch.Tensor | None:
         model.load_state_dict(state, strict=False)
         with torch.no_grad():
             return model(torch.tensor([PROMPT])).logits[0, -1]
-    except Exception:  # neither library has an error of its own
+    except Exception:  # neither library has a common error class
         return None
 
 
 class GgufTokenizerAttack:
-    """A tokenizer in GGUF with faults; the ids of one that is accepted are those of the plain algorithm, and the engine
-    answers afterwards as before."""
+    """A GGUF tokenizer with faults; an accepted one gives the ids of the plain algorithm, and the engine works as
+    before afterwards."""
 
     name = "GGUF tokenizers"
 
@@ -202,7 +202,7 @@ class GgufTokenizerAttack:
             try:
                 ids, expected = llm.input_processor.encode(text), _plain_ids(file, text)
                 if text and expected is not None and ids != expected:
-                    raise Wrong(f"ids of {text} are {ids}, and not {expected}: {fields!r:.1200}")
+                    raise Wrong(f"ids of {text} are {ids}, not {expected}: {fields!r:.1200}")
                 llm.generate(text, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
                 llm.chat([{"role": "user", "content": text}], SamplingParams(max_tokens=2), use_tqdm=False)
             except GraphdecodeError as error:
@@ -214,10 +214,10 @@ class GgufTokenizerAttack:
 
 
 def _plain_ids(file: Path, text: str) -> list[int] | None:
-    """Return the ids of a word by merging neighbours, the best first; None where something else matters, too."""
+    """Return the ids of a word by merging adjacent tokens, the best pair first; None if other rules apply."""
     try:
         found = {key.removeprefix("tokenizer.ggml."): value for key, _, value in fields_of(file)[0]}
-    except Exception:  # it has no error of its own
+    except Exception:  # it has no common error class
         return None
     tokens, kinds = found["tokens"], found["token_type"]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -234,7 +234,7 @@ def _plain_ids(file: Path, text: str) -> list[int] | None:
         return None
     named = [found.get(f"{use}_token_id", 0) for use in ("bos", "eos", "unknown", "padding")]
     if any(tokens[index] in text for index in named):
-        return None  # it is found before all else
+        return None  # special tokens are found first
     if found["model"] == "gpt2":
         ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in reversed(list(enumerate(found.get("merges", []))))}
     else:

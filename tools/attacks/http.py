@@ -1,4 +1,4 @@
-"""Attacks over HTTP: a server is given what no client should send, and must answer /health all the while."""
+"""Fuzzing over HTTP: a server gets malformed requests, and must keep answering /health."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from mutated_requests import MutatedRequest, greedy_request, mutated_request
 from served import Served, children_of, serving
 
 _AT_A_TIME = 8
-_LEAVING_SHARE = 0.2  # of the clients; they go away before they have an answer
+_LEAVING_SHARE = 0.2  # of the clients, which disconnect before the response
 _CONFIG = ("--max-batch-size", "4", "--max-sequence-length", "256", "--served-model-name", "demo")
-_PAUSE_SECONDS = 0.01  # between two looks at /health
+_PAUSE_SECONDS = 0.01  # between two requests of /health
 _GOOD = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
 
 
-_LATE_MS, _HANG_MS = 100.0, 1000.0  # of /health: beyond what the machine itself was late, and at all
-_GROWN = 0.05  # of the server's memory
-_TOLD_TO_WAIT = 0.01  # of the requests, because the machine is under load
-_WARM_MINUTES = 0.5  # until all processes run, and what is kept on purpose is full
+_LATE_MS, _HANG_MS = 100.0, 1000.0  # limits for /health: beyond the machine's own delays, and absolute
+_GROWN = 0.05  # growth of the server's memory that is allowed
+_UNAVAILABLE_SHARE = 0.01  # of requests that may get 503, because the machine is under load
+_WARM_MINUTES = 0.5  # until all processes run and caches are full
 _IDLE_SECONDS = 3.0
-_SETTLED_SECONDS = 10.0  # until what is kept for a while is gone
+_SETTLED_SECONDS = 10.0  # until temporary caches are empty
 
 
 class Probed(NamedTuple):
-    """What a prober saw, in milliseconds, ascending.
+    """Latencies in milliseconds, ascending.
 
     Attributes:
-        late_ms: how long /health took.
-        idle_ms: how long it took on the idle server, before the attack.
-        own_ms: how late the prober itself woke from a sleep beside the attack, which says how busy the machine is.
-        error: that it ended with.
+        late_ms: of /health during the attack.
+        idle_ms: of /health before the attack, on the idle server.
+        own_ms: how late the prober woke from its own sleeps, a measure of the machine's load.
+        error: that ended the measurement.
     """
 
     late_ms: list[float]
@@ -47,19 +47,19 @@ class Probed(NamedTuple):
 
     @property
     def allowed_ms(self) -> float:
-        """How late /health may be."""
+        """The longest time that /health may take."""
         return _LATE_MS + max(self.idle_ms[-1:] + self.own_ms[-1:], default=0.0)
 
 
 class HttpOutcome(NamedTuple):
-    """What became of an attack.
+    """The result of an attack.
 
     Attributes:
-        statuses: how often each came; "left" where the client did.
-        failures: what no request should get, with its seed.
-        probed: what /health did meanwhile.
-        before: bytes that each process of the server had, by its name.
-        after: likewise, behind the attack.
+        statuses: count of each; "left" for clients that disconnected.
+        failures: wrong responses, with their seeds.
+        probed: /health during the attack.
+        before: memory in bytes of each process of the server, by name.
+        after: likewise, after the attack.
     """
 
     statuses: Counter[str]
@@ -70,7 +70,7 @@ class HttpOutcome(NamedTuple):
 
     @property
     def missed(self) -> list[str]:
-        """The goals that were missed, in words."""
+        """The goals that were missed, as texts."""
         probed, missed = self.probed, []
         if self.failures:
             missed.append(f"{len(self.failures)} failures")
@@ -79,11 +79,11 @@ class HttpOutcome(NamedTuple):
         if not probed.late_ms:
             missed.append("/health was never answered")
         elif probed.late_ms[-1] > probed.allowed_ms:
-            missed.append(f"/health took {probed.late_ms[-1]:.0f} ms, and may take {probed.allowed_ms:.0f}")
+            missed.append(f"/health took {probed.late_ms[-1]:.0f} ms, but may take {probed.allowed_ms:.0f}")
         if probed.late_ms and probed.late_ms[-1] > _HANG_MS:
             missed.append(f"the server hung for {probed.late_ms[-1]:.0f} ms")
-        if self.statuses["503"] > _TOLD_TO_WAIT * self.statuses.total():
-            missed.append(f"{self.statuses['503']} requests were told to come again")
+        if self.statuses["503"] > _UNAVAILABLE_SHARE * self.statuses.total():
+            missed.append(f"{self.statuses['503']} requests got 503")
         before, after = sum(self.before.values()), sum(self.after.values())
         if after > (1 + _GROWN) * before:
             missed.append(f"memory grew from {before / 1e6:.0f} to {after / 1e6:.0f} MB, by more than {_GROWN:.0%}")
@@ -91,11 +91,7 @@ class HttpOutcome(NamedTuple):
 
 
 class Prober:
-    """Asks a server for /health all the time, in a process of its own.
-
-    Args:
-        address: of the server.
-    """
+    """Requests a server's /health continuously, in its own process."""
 
     def __init__(self, address: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -103,14 +99,14 @@ class Prober:
         self._told, telling = context.Pipe(duplex=False)
         self._process = context.Process(target=_probe, args=(address, self._loaded, self._stop, telling), daemon=True)
         self._process.start()
-        telling.close()  # so that its end is seen
+        telling.close()  # or a crash would not end the pipe
 
     def load_begins(self) -> None:
-        """From here on the server is under attack."""
+        """Mark the begin of the attack."""
         self._loaded.set()
 
     def end(self) -> Probed:
-        """Return what it saw; whatever became of it, nobody waits for ever."""
+        """Stop, and return the latencies; a prober that hangs or has crashed is an error in them."""
         self._stop.set()
         try:
             probed: Probed = self._told.recv() if self._told.poll(120) else Probed([], [], [], "the prober hangs")
@@ -122,17 +118,17 @@ class Prober:
         return probed
 
 
-def attacked_over_http(minutes: float, first: int, told: Callable[[str], object]) -> HttpOutcome:
+def attacked_over_http(minutes: float, first: int, report: Callable[[str], object]) -> HttpOutcome:
     """Send greedy and mutated requests to a server of the demo model for some minutes.
 
     Args:
         minutes: for how long.
         first: seed of the first request.
-        told: takes each failure as it is found.
+        report: called with each failure.
     """
     statuses, failures = Counter[str](), list[str]()
     with serving(*_CONFIG) as server:
-        asyncio.run(_storm(server, _WARM_MINUTES, 10**9, Counter(), failures, told))
+        asyncio.run(_storm(server, _WARM_MINUTES, 10**9, Counter(), failures, report))
         server.until_idle()
         time.sleep(_SETTLED_SECONDS)
         before = _memory(server)
@@ -140,7 +136,7 @@ def attacked_over_http(minutes: float, first: int, told: Callable[[str], object]
         try:
             time.sleep(_IDLE_SECONDS)
             prober.load_begins()
-            asyncio.run(_storm(server, minutes, first, statuses, failures, told))
+            asyncio.run(_storm(server, minutes, first, statuses, failures, report))
         finally:
             probed = prober.end()
         server.until_idle()
@@ -158,7 +154,7 @@ async def _storm(
     first: int,
     statuses: Counter[str],
     failures: list[str],
-    told: Callable[[str], object] = lambda _: None,
+    report: Callable[[str], object] = lambda _: None,
 ) -> None:
     end, seeds = time.monotonic() + 60 * minutes, iter(range(first, 2 * 10**9))
 
@@ -171,21 +167,21 @@ async def _storm(
             statuses["left" if status is None and leaves else str(status)] += 1
             if wrong is not None and not (status is None and leaves):
                 failures.append(f"{'greedy' if seed % 2 else 'mutated'} {seed}: {request.path} {wrong}")
-                told(failures[-1])
+                report(failures[-1])
 
     async with httpx.AsyncClient(base_url=server.address) as http:
         await asyncio.gather(*(ask(http) for _ in range(_AT_A_TIME)))
 
 
 async def asked(http: httpx.AsyncClient, request: MutatedRequest, seconds: float) -> tuple[int | None, str | None]:
-    """Return the status, and what is wrong with the answer."""
+    """Return the status of a response, and what is wrong with it."""
     try:
         answer = await http.request(
             request.method, request.path, content=request.content, headers=request.headers, timeout=seconds
         )
     except httpx.HTTPError as error:
         return None, f"{type(error).__name__}: {error}"
-    if answer.status_code == 503 and "retry-after" in answer.headers:  # too many of these are a goal missed
+    if answer.status_code == 503 and "retry-after" in answer.headers:  # their share is checked at the end
         return 503, None
     if answer.status_code >= 500 or "panicked" in answer.text or "Traceback" in answer.text:
         return answer.status_code, answer.text[:300]
@@ -219,7 +215,7 @@ def _probe(address: str, loaded: Any, stop: Any, telling: Any) -> None:
 
 
 def _memory(server: Served) -> dict[str, int]:
-    """Return the memory of each process of a server; what several have in common is dealt to them."""
+    """Return the memory of each process of a server, shared pages divided among them."""
     told = {"HTTP": server.process.pid}
     for pid, command in children_of(server.process.pid):
         told[next((name for name in ("engine", "fork_server") if name in command), command)] = pid

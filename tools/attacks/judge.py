@@ -1,8 +1,8 @@
-"""What an answer has to be: by another model's logits, and by what the documents say of each parameter.
+"""Checks outputs against another implementation's logits and the documented meaning of each sampling parameter.
 
-Nothing of the engine is asked. The logits are those of transformers in float32, or for caches of 8 bits of a Llama in
-float64 whose keys and values are rounded as the cache rounds them; the parameters are applied to them here, in float64
-and by their definitions. A token is wrong where no logits within the tolerance of these give it.
+The logits are transformers' in float32, or, for 8-bit caches, those of a float64 Llama whose keys and values are
+rounded like the cache's. Parameters are applied to them here, in float64 and by their definitions. A token is wrong if
+no logits within the tolerance give it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ from float64_model import Float64Model
 from graphdecode import CompletionOutput, RequestOutput, SamplingParams
 from graphdecode.kernels.sampling.philox import UNIFORM_BITS, uniform_bits
 
-# of a logit, of which the largest are 20: transformers' float32 alone is 4e-4 from float64 behind 120 tokens
+# of a logit of up to 20: transformers' own float32 differs by 4e-4 from float64 after 120 tokens
 _APART = 1e-3
-# behind a key or value that 1e-6 has round to its other neighbour in 8 bits; what is not rounded is 0.7 from fp8 in the
-# mean
+# after a key or value that a difference of 1e-6 rounds the other way in 8 bits; fp8 differs by 0.7 in the mean
 _APART_BEHIND = {"auto": 1e-3, "int8": 0.6, "fp8": 12.0}
 _MEAN_APART = {"auto": 1e-4, "int8": 0.02, "fp8": 0.1}  # of the log-probabilities of all tokens
 _SUMS = 1e-5  # sums of probabilities
 
 
 class Judge:
-    """Compares the answers of one model.
+    """Checks the outputs of one model.
 
     Args:
-        path: of the demo's folder or file.
+        path: the demo's folder or file.
         cache: "auto", "int8" or "fp8".
-        limit: tokens of a prompt with its answer, at most.
-        eos_token_ids: of the model.
+        limit: maximum tokens of a prompt with its output.
 
     Attributes:
-        tokens: that were compared.
-        unsure: of these, behind a key or value of 8 bits that float32 may round to another neighbour.
-        told: log-probabilities of these that were compared, and `apart` the sum of their differences.
+        tokens: number of compared tokens.
+        unsure: those of them after a key or value that float32 may round the other way in 8 bits.
+        told: number of compared log-probabilities, and `apart` the sum of their differences.
     """
 
     def __init__(self, path: Path, cache: str, limit: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -59,10 +57,10 @@ class Judge:
         self.apart = 0.0
 
     def compare(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Compare all answers to one prompt.
+        """Check all outputs of one prompt.
 
         Raises:
-            Wrong: one of them is not what it has to be.
+            Wrong: one of them is wrong.
         """
         if output.error is not None:
             raise Wrong(f"{params} gives {output.error}")
@@ -70,17 +68,17 @@ class Judge:
             try:
                 self._compare(output, answer, params, index)
             except Wrong as error:
-                told = f"{error}; answer {index} {answer.token_ids} behind {output.prompt_token_ids}, {params}"
+                told = f"{error}; output {index} {answer.token_ids} after {output.prompt_token_ids}, {params}"
                 raise Wrong(told) from None
 
     def compare_mean(self) -> None:
-        """Compare how far all log-probabilities that were told are from the exact ones in the mean.
+        """Check the mean difference of all log-probabilities.
 
         Raises:
-            Wrong: too far.
+            Wrong: it is too large.
         """
         if self.apart > self._mean_apart * self.told:
-            raise Wrong(f"log-probabilities are {self.apart / self.told:.3g} apart in the mean of {self.told}")
+            raise Wrong(f"the mean difference of {self.told} log-probabilities is {self.apart / self.told:.3g}")
 
     def _compare(self, output: RequestOutput, answer: CompletionOutput, params: SamplingParams, index: int) -> None:
         prompt, tokens = output.prompt_token_ids, answer.token_ids
@@ -113,7 +111,7 @@ class Judge:
         self.unsure += len(tokens) - max(min(sure - len(prompt) + 1, len(tokens)), 0)
 
     def _processed(self, logits: Tensor, params: SamplingParams, prompt: list[int], past: list[int]) -> Tensor:
-        """Return the logits [vocab] that a token is chosen by, before the temperature."""
+        """Return the processed logits [vocab] of a token, before the temperature."""
         line, everything = logits.clone(), torch.tensor([*prompt, *past])
         for token, bias in (params.logit_bias or {}).items():
             line[token] += bias
@@ -142,7 +140,7 @@ class Judge:
     def _compare_token(
         self, line: Tensor, token: int, params: SamplingParams, bits: int, apart: float, place: int
     ) -> None:
-        """Compare the choice of one token from the logits that it is chosen by, at some uniform bits."""
+        """Check a token that was sampled from processed logits with uniform random bits."""
         apart *= 2 * max(params.repetition_penalty, 1 / params.repetition_penalty)
         if line[token] == -math.inf:
             raise Wrong(f"token {place} is forbidden")
@@ -155,7 +153,7 @@ class Judge:
         sure, possible = _kept(wide, weights, params, apart)
         drawn = bits / 2**UNIFORM_BITS
         if not possible[token]:
-            raise Wrong(f"token {place} is none of those that the filters leave")
+            raise Wrong(f"token {place} is removed by the filters")
         before, after = slice(0, token), slice(token + 1, None)
         mine = float(weights[token])
 
@@ -165,31 +163,31 @@ class Judge:
         least = total(before, sure) / (total(before, sure) + mine + total(after, possible))
         most = (total(before, possible) + mine) / (total(before, possible) + mine + total(after, sure))
         if not least - apart - _SUMS <= drawn <= most + apart + _SUMS:
-            raise Wrong(f"token {place} has the draws {least:.6f} to {most:.6f}, and {drawn:.6f} was drawn")
+            raise Wrong(f"token {place} needs a draw in {least:.6f}..{most:.6f}, but {drawn:.6f} was drawn")
 
     def _compare_entries(self, entries: Any, scores: Tensor, token: int, count: int, apart: float) -> None:
-        """Compare log-probabilities that were told with scores [vocab]."""
+        """Check reported log-probabilities against scores [vocab]."""
         if entries is None or token not in entries or not max(count, 1) <= len(entries) <= count + 1:
-            raise Wrong(f"{count} log-probabilities beside {token} are {entries}")
+            raise Wrong(f"{count} log-probabilities at token {token} are {entries}")
         for told, entry in entries.items():
             exact = float(scores[told])
             self.told += 1
             self.apart += abs(entry.logprob - exact)
             if abs(entry.logprob - exact) > apart:
-                raise Wrong(f"the log-probability of {told} beside {token} is {entry.logprob}, not {exact}")
+                raise Wrong(f"the log-probability of {told} at token {token} is {entry.logprob}, not {exact}")
             above = int((scores > exact + 2 * apart).sum())
             if not above < entry.rank <= int((scores >= exact - 2 * apart).sum()):
-                raise Wrong(f"the rank of {told} beside {token} is {entry.rank}, and {above} are likelier")
+                raise Wrong(f"the rank of {told} at token {token} is {entry.rank}, but {above} are more likely")
         if sum(entry.rank <= count for entry in entries.values()) != count:
-            raise Wrong(f"not the {count} likeliest are told beside {token}: {entries}")
+            raise Wrong(f"not the {count} most likely are reported at token {token}: {entries}")
 
     def _compare_end(self, answer: CompletionOutput, params: SamplingParams, prompt: int) -> None:
-        """Compare why an answer ended, that it did not have to end before, and its text."""
+        """Check an output's finish reason, its length and its text."""
         tokens, stops = answer.token_ids, set(params.stop_token_ids or ())
         if not params.ignore_eos or params.structured_outputs is not None:
             stops |= set(self._eos)
         if any(token in stops for token in tokens[:-1]):
-            raise Wrong("it goes on behind a token that ends it")
+            raise Wrong("the output continues after a stop token")
         room = self._limit - prompt
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         form = None if params.structured_outputs is None else params.structured_outputs.regex
@@ -197,7 +195,9 @@ class Judge:
         is_full = form is not None and len(tokens) == _bounds(form)[1]
         expected = "stop" if isinstance(answer.stop_reason, str) or ended_by_token or is_full else "length"
         if answer.finish_reason != expected or (expected == "length" and len(tokens) != most) or len(tokens) > most:
-            raise Wrong(f"it ends by {answer.finish_reason} with {len(tokens)} of {most} tokens, not by {expected}")
+            raise Wrong(
+                f"the output ended by {answer.finish_reason} with {len(tokens)} of {most} tokens, not by {expected}"
+            )
         shown = tokens[:-1] if ended_by_token and not params.include_stop_str_in_output else tokens
         text = str(self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens))
         if isinstance(answer.stop_reason, str):
@@ -205,15 +205,15 @@ class Judge:
             before = str(self._tokenizer.decode(tokens[: params.min_tokens], skip_special_tokens=skipped))
             at = text.find(answer.stop_reason, max(len(before) - len(answer.stop_reason) + 1, 0))
             if answer.stop_reason not in params.stop_strings or at < 0:
-                raise Wrong(f"{answer.stop_reason!r} ended it, and is not in {text!r}")
+                raise Wrong(f"{answer.stop_reason!r} is the stop reason, but is not in {text!r}")
             text = text[: at + len(answer.stop_reason) * params.include_stop_str_in_output]
         elif not params.min_tokens and any(stop in text for stop in params.stop_strings):
-            raise Wrong(f"a stop text is in {text!r}, and did not end it")
+            raise Wrong(f"a stop text is in {text!r}, but did not end it")
         if answer.text != text:
             raise Wrong(f"the text is {answer.text!r}, not {text!r}")
         kept = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
         if form is not None and answer.finish_reason == "stop" and not re.fullmatch(form, kept):
-            raise Wrong(f"{kept!r} has not the form {form!r}")
+            raise Wrong(f"{kept!r} does not match {form!r}")
 
 
 def _by_transformers(path: Path) -> Callable[[list[int]], Tensor]:
@@ -221,7 +221,7 @@ def _by_transformers(path: Path) -> Callable[[list[int]], Tensor]:
 
     from graphdecode.models import resolve_model_path
 
-    folder = resolve_model_path("demo") if path.suffix == ".gguf" else path  # the file is made of the folder
+    folder = resolve_model_path("demo") if path.suffix == ".gguf" else path  # the file was made from the folder
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
@@ -232,7 +232,7 @@ def _by_transformers(path: Path) -> Callable[[list[int]], Tensor]:
 
 
 def form_of(letters: str, least: int, most: int) -> str:
-    """Return the one kind of form whose tokens are known here: so many of some letters or digits."""
+    """Return the only kind of regular expression that is checked here: a number of letters or digits of a set."""
     return f"[{letters}]{{{least},{most}}}"
 
 
@@ -243,7 +243,7 @@ def _bounds(form: str) -> tuple[int, int]:
 
 
 def _allowed_by(form: str, length: int, vocab: int, eos_token_ids: tuple[int, ...]) -> Tensor:
-    """Return bool [vocab]: what may follow so many letters; a token is a byte."""
+    """Return bool [vocab]: the tokens that may follow a number of letters; a token is a byte."""
     least, most = _bounds(form)
     allowed = torch.zeros(vocab, dtype=torch.bool)
     if length < most:
@@ -253,7 +253,7 @@ def _allowed_by(form: str, length: int, vocab: int, eos_token_ids: tuple[int, ..
 
 
 def _kept(wide: Tensor, weights: Tensor, params: SamplingParams, apart: float) -> tuple[Tensor, Tensor]:
-    """Return which tokens [vocab] the filters surely and possibly keep, if logits are apart by so much at most."""
+    """Return the tokens [vocab] that the filters surely and possibly keep if logits differ by at most `apart`."""
     sure = wide > -math.inf
     possible = sure.clone()
     if 0 < params.top_k < len(wide):
@@ -265,7 +265,7 @@ def _kept(wide: Tensor, weights: Tensor, params: SamplingParams, apart: float) -
         ascending = (-wide[order]).contiguous()
 
         def mass_above(kept: Tensor, by: float) -> Tensor:
-            """Return for each token the mass of the kept ones whose logit is larger by more than this."""
+            """Return for each token the probability of kept tokens whose logits are larger by more than `by`."""
             sums = torch.cat([torch.zeros(1, dtype=torch.float64), (weights * kept)[order].cumsum(0)])
             return sums[torch.searchsorted(ascending, -(wide + by))]
 

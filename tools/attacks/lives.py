@@ -1,7 +1,6 @@
-"""Engines of random settings with random lives: whatever comes and goes beside it, a request's answer is its own.
+"""Engines with random settings and random requests: an output does not depend on what else the engine serves.
 
-Every answer is compared with another model's logits as well, and with what the documents say of its parameters; see
-`judge`.
+Every output is also checked against another implementation's logits and the documented parameters; see `judge`.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from graphdecode.errors import ArgumentError
 from graphdecode.models import resolve_model_path
 
 _WORDS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30=", "999+1=", "rev a=", "417+385=rev oceanic=sort zebra="]
-_LENGTHS = [96, 128, 200]  # of a prompt with its answer
+_LENGTHS = [96, 128, 200]  # of a prompt with its output
 KINDS = (*["plain"] * 5, *["int8", "fp8", "gguf"] * 2, "ranks", "few bits", "transformers")
 _ROUNDS = 2
-_LEAVING_SHARE = 0.01  # of the pieces, behind which a stream is left
+_LEAVING_SHARE = 0.01  # of pieces after which a stream is closed
 
 
 class LifeCounts(NamedTuple):
-    """What was compared.
+    """Counts of comparisons.
 
     Attributes:
-        lives: that were lived.
-        answers: to requests among others.
-        tokens: that were compared with another model's logits.
-        unsure: of these, behind a key or value of 8 bits that float32 may round to another neighbour.
+        lives: engines.
+        answers: outputs of requests that ran together with others.
+        tokens: compared with another implementation's logits.
+        unsure: those of them after a key or value that float32 may round the other way in 8 bits.
     """
 
     lives: int = 0
@@ -44,14 +43,10 @@ class LifeCounts(NamedTuple):
 
 
 class Life:
-    """One engine, its settings drawn by a seed, and what is done to it.
-
-    Args:
-        seed: of all draws.
+    """One engine with random settings and requests.
 
     Attributes:
         kind: of model and cache.
-        counts: of what was compared.
     """
 
     def __init__(self, seed: int) -> None:
@@ -61,7 +56,7 @@ class Life:
         rows, self._length = rng.randrange(1, 9), rng.choice(_LENGTHS)
         self.settings: dict[str, Any] = {
             "device": "cpu",
-            "batch_invariant": rng.random() < 0.3,  # the promise that is kept bit for bit
+            "batch_invariant": rng.random() < 0.3,  # then outputs are compared bit for bit
             "max_batch_size": rows,
             "max_sequence_length": self._length,
             "page_size": rng.choice([1, 2, 7, 16, 64]),
@@ -87,7 +82,7 @@ class Life:
         self._requests = [self._request() for _ in range(rng.randrange(16, 32))]
 
     def _request(self) -> tuple[str, SamplingParams]:
-        """Return a prompt and parameters, each of which is drawn for itself."""
+        """Return a prompt with independent random parameters."""
         rng = self._rng
 
         def sometimes(share: float, value: Any, otherwise: Any = None) -> Any:
@@ -127,10 +122,10 @@ class Life:
         return prompt, SamplingParams(**fields)
 
     def run(self) -> None:
-        """Live.
+        """Run all requests, and check their outputs.
 
         Raises:
-            Wrong: one is not what the request gets alone, or something is left behind.
+            Wrong: an output is wrong or differs from that of the request alone, or pages are not freed.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = _as_gguf(Path(folder)) if self.kind == "gguf" else resolve_model_path("demo")
@@ -144,7 +139,7 @@ class Life:
         try:
             llm = LLM(str(path), **self.settings)
         except ArgumentError as error:
-            raise Wrong(f"it is refused: {error}") from error
+            raise Wrong(f"the settings are refused: {error}") from error
         with llm:
             alone: list[RequestOutput] = []
             if self.settings["batch_invariant"]:
@@ -153,7 +148,7 @@ class Life:
             while llm.engine.has_work:
                 llm.step()
             if llm.cache.pool.used or llm.num_waiting:
-                raise Wrong(f"{llm.cache.pool.used} pages and {llm.num_waiting} requests are left")
+                raise Wrong(f"{llm.cache.pool.used} pages and {llm.num_waiting} requests are left over")
         torch.set_num_threads(1)
         answers = len(given)
         if alone:
@@ -162,7 +157,7 @@ class Life:
             given = list(enumerate(alone))
         self.counts = LifeCounts(1, answers)
         if self.kind != "few bits":
-            eos = () if self.kind == "gguf" else (257,)  # of the file: there is none in it
+            eos = () if self.kind == "gguf" else (257,)  # the file has none
             judge = Judge(path, self.settings.get("kv_cache_dtype", "auto"), self._length, eos)
             for number, output in given:
                 judge.compare(output, self._requests[number][1])
@@ -170,14 +165,14 @@ class Life:
             self.counts = LifeCounts(1, answers, judge.tokens, judge.unsure)
 
     def _compare(self, number: int, output: RequestOutput, alone: RequestOutput) -> None:
-        """Compare what a request was given with what it gets alone, bit for bit."""
+        """Compare an output with that of the request alone, bit for bit."""
         for given, expected in zip(output.outputs, alone.outputs, strict=True):
             same = (given.token_ids, given.text) == (expected.token_ids, expected.text)
             if not same or given.cumulative_logprob != expected.cumulative_logprob:
                 raise Wrong(f"{self._requests[number]} gives {given}, alone {expected}")
 
     def _together(self, llm: LLM) -> list[tuple[int, RequestOutput]]:
-        """Serve all requests at once, by streams, threads and lists, some left early; return what was finished."""
+        """Run all requests at once, as streams, threads and lists, some closed early; return the finished outputs."""
         torch.set_num_threads(self._rng.choice([1, 2, 3]))
         rng, finished = self._rng, list[tuple[int, RequestOutput]]()
         order = list(range(len(self._requests)))
@@ -203,7 +198,7 @@ class Life:
 
 
 def _as_gguf(folder: Path) -> Path:
-    """Return the demo model as a file of GGUF."""
+    """Return the demo model as a GGUF file."""
     import transformers
     from gguf_checkpoints import write
 

@@ -19,7 +19,7 @@ HOSTILE_VALUES: list[Any] = [
 
 
 def hostile_value(rng: random.Random) -> Any:
-    """Return a value that no reader expects."""
+    """Return a value that readers do not expect."""
     if rng.random() < 0.05:
         nested: Any = 0
         for _ in range(rng.choice([5, 20, 90])):
@@ -38,7 +38,7 @@ def mutated_json(rng: random.Random, content: Any) -> bytes:
 
 
 def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Return some bytes with one to four faults: changed, cut, doubled, or with others put in."""
+    """Return bytes with one to four faults: changed, cut, duplicated or inserted ones."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 4])):
         at = rng.randrange(len(changed) + 1)
@@ -85,7 +85,7 @@ def _with_fault(rng: random.Random, content: Any) -> Any:
 
 
 def _near(rng: random.Random, value: Any) -> Any:
-    """Return a value of the same kind that is a little or much beside it."""
+    """Return a value of the same type that differs a little or a lot."""
     if isinstance(value, bool):
         return rng.choice([not value, int(value), str(value)])
     if isinstance(value, (int, float)):
@@ -105,7 +105,7 @@ def _add(holder: Any, key: str, value: Any) -> None:
 
 
 def _places(content: Any) -> Any:
-    """Yield (holder, key) of all values; of long lists the first few alone."""
+    """Yield (container, key) of all values; only the first few of long lists."""
     pending = [content]
     while pending:
         holder = pending.pop()

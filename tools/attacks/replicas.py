@@ -1,4 +1,4 @@
-"""Attacks on replicas: two behind one front get what a single server gets, and one of them is killed meanwhile."""
+"""Fuzzing of two replicas behind one front; one of them is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from attacks.http import asked
 from checks.replicas import Server, replicas_of, served
 
 _AT_A_TIME = 4
-_SHARE_BEFORE = 0.4  # of the time, until one is killed
-_ANSWERS = {"12+30=": "42", "417+385=": "802", "rev oceanic=": "cinaeco"}  # the arithmetic and words are the oracle
+_SHARE_BEFORE = 0.4  # of the time, before a replica is killed
+_ANSWERS = {"12+30=": "42", "417+385=": "802", "rev oceanic=": "cinaeco"}
 
 
 class ReplicasOutcome(NamedTuple):
-    """What became of an attack.
+    """The result of an attack.
 
     Attributes:
-        statuses: how often each came.
-        failures: what no request should get.
-        right: answers that were the right ones.
-        lost: of the questions, told in plain words to come again, because one replica was killed.
-        two_again_s: until two replicas served again.
-        replaced: whether the killed one is gone, and another one has taken its place.
+        statuses: count of each.
+        failures: wrong responses.
+        right: correct outputs.
+        lost: requests that failed because a replica was killed.
+        two_again_s: seconds until two replicas served again.
+        replaced: whether another replica has replaced the killed one.
     """
 
     statuses: Counter[str]
@@ -42,17 +42,17 @@ class ReplicasOutcome(NamedTuple):
     replaced: bool
 
 
-def attacked_replicas(minutes: float, first: int, told: Callable[[str], object]) -> ReplicasOutcome:
+def attacked_replicas(minutes: float, first: int, report: Callable[[str], object]) -> ReplicasOutcome:
     """Attack two replicas of the demo model, and kill the process of one while it answers.
 
     Args:
         minutes: for how long.
         first: seed of the first request.
-        told: takes each failure as it is found.
+        report: called with each failure.
     """
     with served("demo", replicas=2) as server:
         first_two = set(replicas_of(server.folder))
-        statuses, failures, answers = asyncio.run(_attack(server, minutes, first, told))
+        statuses, failures, answers = asyncio.run(_attack(server, minutes, first, report))
         again = server.until_replicas(2)
         now = set(replicas_of(server.folder))
         replaced = len(now) == len(first_two) and len(now - first_two) == 1
@@ -60,14 +60,14 @@ def attacked_replicas(minutes: float, first: int, told: Callable[[str], object])
 
 
 async def _attack(
-    server: Server, minutes: float, first: int, told: Callable[[str], object]
+    server: Server, minutes: float, first: int, report: Callable[[str], object]
 ) -> tuple[Counter[str], list[str], Counter[str]]:
     statuses, answers, failures = Counter[str](), Counter[str](), list[str]()
     began, seconds, seeds = time.monotonic(), 60 * minutes, iter(range(first, 2 * 10**9))
 
     def fail(what: str) -> None:
         failures.append(what)
-        told(what)
+        report(what)
 
     async def hostile(http: httpx.AsyncClient) -> None:
         while time.monotonic() < began + seconds:
@@ -109,5 +109,5 @@ async def _attack(
 
 
 def _is_lost(wrong: str) -> bool:
-    """Whether an answer was lost with its replica, which its asker was told or saw."""
+    """Return whether a response was lost with its replica."""
     return "replica" in wrong or "RemoteProtocolError" in wrong or "ReadError" in wrong

@@ -1,4 +1,4 @@
-"""Attacks by prompts and parameters: whoever asks for whatever, a neighbour's answer is the one it gets alone."""
+"""Fuzzing of prompts and parameters: they must not change the outputs of other requests in the batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _FIELDS: dict[str, list[Any]] = {
 
 
 class _Served:
-    """A warm engine, and the answers of neighbours alone."""
+    """A warm engine, and the outputs of two other requests alone."""
 
     def __init__(self) -> None:
         self.llm = LLM("demo", device="cpu", max_batch_size=4, max_sequence_length=48, page_size=4)
@@ -68,7 +68,7 @@ class _Served:
         return [output.outputs[0].token_ids for output in self.llm.generate(_NEIGHBOURS, _GREEDY, use_tqdm=False)]
 
     def beside(self, prompt: Any, params: Any) -> Any:
-        """Serve a request while two neighbours are streamed; return its output, or raise its refusal."""
+        """Run a request while two others are streamed; return its output, or raise its refusal."""
         streams = [self.llm.stream(text, _GREEDY) for text in _NEIGHBOURS]
         for stream in streams:
             next(stream)
@@ -82,16 +82,18 @@ class _Served:
                 pass
         given = [stream.request.outputs[0].token_ids for stream in streams]
         if given != self.alone or self.answers() != self.alone:
-            raise Wrong(f"neighbours have {given}, alone {self.alone}, beside {prompt!r:.200} {params!r:.400}")
+            raise Wrong(
+                f"other requests get {given} instead of {self.alone} while {prompt!r:.200} {params!r:.400} runs"
+            )
         if self.llm.cache.pool.used or self.llm.num_waiting:
-            raise Wrong(f"pages or requests are left behind {prompt!r:.200} {params!r:.400}")
+            raise Wrong(f"pages or requests are left over after {prompt!r:.200} {params!r:.400}")
         if refusal is not None:
             raise refusal
         return outputs
 
 
 class PromptAttack:
-    """Prompts of any type; an answer is the one that the same tokens get alone."""
+    """Prompts of any type; an output is that of the same tokens alone."""
 
     name = "prompts"
 
@@ -117,17 +119,17 @@ class PromptAttack:
             if output.error is None:
                 [again] = self._served.llm.generate([output.prompt_token_ids], _GREEDY, use_tqdm=False)
                 if again.outputs[0].token_ids != output.outputs[0].token_ids:
-                    raise Wrong(f"{prompt!r:.300} is answered differently alone")
+                    raise Wrong(f"{prompt!r:.300} has another output alone")
         if errors:
             raise GraphdecodeErrorOfOutput(errors[0])
 
 
 class GraphdecodeErrorOfOutput(GraphdecodeError, ValueError):
-    """A prompt came back with its error beside others that were answered."""
+    """A prompt of several has failed with an error."""
 
 
 class ParamsAttack:
-    """Parameters of any value; what is accepted keeps to them, and is the same alone."""
+    """Parameters of any value; accepted ones are obeyed, and give the same output alone."""
 
     name = "SamplingParams"
 
@@ -146,17 +148,17 @@ class ParamsAttack:
             if output.error is not None:
                 raise GraphdecodeErrorOfOutput(output.error)
             if len(output.outputs) != params.n:
-                raise Wrong(f"{len(output.outputs)} answers for {fields!r:.500}")
+                raise Wrong(f"{len(output.outputs)} outputs for {fields!r:.500}")
             for answer, repeated in zip(output.outputs, other.outputs, strict=True):
                 self._check(params, answer)
                 if params.seed is not None and answer.token_ids != repeated.token_ids:
-                    raise Wrong(f"seeded, and differs: {fields!r:.500}")
+                    raise Wrong(f"the same seed gives another output: {fields!r:.500}")
 
     @staticmethod
     def _check(params: SamplingParams, answer: Any) -> None:
         tokens, fields = answer.token_ids, shown(params)
         if any(not 0 <= token < 259 for token in tokens):
-            raise Wrong(f"impossible tokens {tokens} for {fields}")
+            raise Wrong(f"tokens {tokens} out of the vocabulary for {fields}")
         if params.max_tokens is not None and len(tokens) > params.max_tokens:
             raise Wrong(f"{len(tokens)} tokens for {fields}")
         if answer.finish_reason not in ("stop", "length", "error"):

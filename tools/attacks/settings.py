@@ -1,4 +1,4 @@
-"""Attacks by configuration files and by what is kept in a cache folder."""
+"""Fuzzing of configuration files and of files in the cache folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from making.configuration import default_file
 
 
 class TomlAttack:
-    """A configuration file with faults; what is accepted says what TOML says, and its sizes fit or are refused."""
+    """A configuration file with faults; accepted values are those of a TOML reader, and sizes fit or are refused."""
 
     name = "configuration (TOML)"
 
@@ -48,12 +48,12 @@ class TomlAttack:
             holder: Any = config if hasattr(config, name) else config.buckets
             taken = getattr(holder, "capture_when" if name == "when" else name, value)
             if taken != value and list(taken) != value:
-                raise Wrong(f"{name} is {taken!r}, and the file says {value!r}")
+                raise Wrong(f"{name} is {taken!r}, but the file says {value!r}")
         plan_checked_capacity(config, self._model, torch.float32, torch.device("cpu"))
 
 
 class ChoicesAttack:
-    """A damaged file of measured choices: it costs a measurement at most, and never an error or a wrong product."""
+    """A damaged file of measured choices: at most a new measurement, never an error or a wrong product."""
 
     name = "choices.json"
 
@@ -70,7 +70,7 @@ class ChoicesAttack:
         file.write_bytes(mutated_json(rng, json.loads(file.read_text())))
         choices = LinearTuner(0, ChoiceCache(folder)).choose(weight, None, (1, 2), paths)
         if set(choices) != {1, 2} or any(choice.path not in paths for choice in choices.values()):
-            raise Wrong(f"chosen is {choices}, and there are {list(paths)}: {file.read_bytes()[:500]!r}")
+            raise Wrong(f"{choices} are chosen, but there are only {list(paths)}: {file.read_bytes()[:500]!r}")
         out = torch.empty(1, 64)
         paths[choices[1].path]()(out, x)
         if not torch.equal(out, x):

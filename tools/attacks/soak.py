@@ -1,4 +1,4 @@
-"""A long life: many steps, and many requests of which some are given up, with memory and descriptors watched."""
+"""Soak test: many steps and requests, some of them aborted, with memory and descriptors measured."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from graphdecode import Engine, Request, SamplingParams
 from graphdecode.engine.loading import load_runner
 
 _ROWS = 4
-_VOCABULARY = 256  # of the demo's tokens, those that are bytes
+_VOCABULARY = 256  # the demo's byte tokens
 _READINGS = 10
 
 
 class Reading(NamedTuple):
-    """What the process holds at one moment.
+    """The resources of the process at one moment.
 
     Attributes:
         steps: decode steps so far.
-        requests: that were handed in so far.
-        aborted: of these, given up.
+        requests: submitted so far.
+        aborted: those of them that were aborted.
         resident_bytes: of the process.
         descriptors: open ones.
-        objects: that Python's collector knows.
-        pages: of the cache, owned or kept for a prefix.
+        objects: tracked by Python's garbage collector.
+        pages: of the cache in use or kept for a prefix.
     """
 
     steps: int
@@ -42,19 +42,18 @@ class Reading(NamedTuple):
 
 
 def soak(steps: int, requests: int, seed: int) -> list[Reading]:
-    """Serve until there were so many steps and so many requests; return readings in even distances.
+    """Run numbers of steps and requests; return readings at equal intervals.
 
     Args:
-        steps: of decoding, at least.
-        requests: handed in, at least; a third of them is given up.
-        seed: of their lengths and ends.
+        steps: decode steps at least.
+        requests: at least; a third of them is aborted.
     """
     rng = random.Random(seed)
     runner = load_runner("demo", device="cpu", max_batch_size=_ROWS, max_sequence_length=512, page_size=16)
     runner.graphs.capture(progress=False, kinds=["steps"])
     runner.buffers.freeze()
     engine = Engine(runner)
-    length = max(min(2 * steps * _ROWS // (3 * max(requests, 1)), 400), 1)  # so that both come to their end together
+    length = max(min(2 * steps * _ROWS // (3 * max(requests, 1)), 400), 1)  # so that both numbers are reached together
     readings: list[Reading] = []
     running: list[int] = []
     handed_in = aborted = done = 0

@@ -1,4 +1,4 @@
-"""Attacks by steps of users: what `graphdecode check` is silent about replays as plain torch computes it."""
+"""Fuzzing of users' steps: if `graphdecode check` finds nothing, the graph computes what plain torch computes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _HAZARDS = [
 
 
 class StepAttack:
-    """Modules of random lines, some of which no graph can replay, and some no Python can read."""
+    """Modules of random lines; some cannot be captured, some are not valid Python."""
 
     name = "steps (check)"
 
@@ -92,7 +92,7 @@ class StepAttack:
             check(name)
         except typer.Exit as found:
             if found.exit_code != 1:
-                raise Wrong(f"it ends with {found.exit_code}: {lines}") from found
+                raise Wrong(f"the check exits with {found.exit_code}: {lines}") from found
             if hazard is None and not spoilt:
                 raise Wrong(f"a good step has findings: {lines}") from found
             raise _FoundError("hazards were found") from found
@@ -107,7 +107,7 @@ class StepAttack:
 
 
 class _FoundError(GraphdecodeError, ValueError):
-    """The check has something to say."""
+    """The check has findings."""
 
 
 def _module_of(file: Path) -> Any:
@@ -120,14 +120,14 @@ def _module_of(file: Path) -> Any:
 
 
 def _compare(file: Path, rng: random.Random, lines: list[str]) -> None:
-    """Replay some steps of any number of rows, and compare them with the same lines over tensors of that many rows."""
+    """Replay steps of random numbers of rows, and compare them with the same lines over tensors of as many rows."""
     captured, plain = _module_of(file), _module_of(file)
     buffers: StepBuffers = captured.buffers
     try:
         graphs = GraphManager(captured.step, buffers, [1, 2, _ROWS], constants=captured.constants)
         graphs.capture(progress=False)
     except (CaptureError, ArgumentError) as error:
-        raise Wrong(f"the check is silent, and the capture refuses {lines}: {error}") from error
+        raise Wrong(f"the check finds nothing, but the capture refuses {lines}: {error}") from error
     state = {name: getattr(buffers, name).clone() for name in ("x", "y", "n", "total")}
     torch.manual_seed(rng.randrange(2**31))
     for _ in range(3):
@@ -154,9 +154,9 @@ def _compare(file: Path, rng: random.Random, lines: list[str]) -> None:
 
 
 def _run(step: Callable[[Any], None], live: dict[str, torch.Tensor], lines: list[str]) -> None:
-    """Run the lines over tensors alone, in place."""
+    """Run the lines on plain tensors, in place."""
     batch = SimpleNamespace(**live)
     try:
         step(batch)
     except Exception as error:
-        raise Wrong(f"the check is silent about {type(error).__name__}: {error} of {lines}") from error
+        raise Wrong(f"the check does not find {type(error).__name__}: {error} of {lines}") from error

@@ -1,4 +1,4 @@
-"""Attacks on the caches of the surfaces: random lives, with arguments of any type, beside lists of tokens."""
+"""Fuzzing of the surfaces' caches: random calls and arguments, compared with plain lists of tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IDS = [0, 7, -3, 10**9, "a name", (1, 2), 2.5, None]
 
 
 class SlotCacheAttack:
-    """optimum-neuron's cache of slots: what is written is where the published meaning has it, and nowhere else."""
+    """optimum-neuron's slot cache: every write is where its documentation says, and nowhere else."""
 
     name = "slot cache (optimum)"
 
@@ -41,7 +41,7 @@ class SlotCacheAttack:
 
 
 class _SlotLife:
-    """A cache, and the same in plain tensors whose rows are written one by one."""
+    """A cache, and plain tensors whose rows are written one by one."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -59,7 +59,7 @@ class _SlotLife:
             name = rng.choice(sorted([*sizes, "max_length", "dtype"]))
             arguments[name] = hostile_value(rng)
             if isinstance(arguments[name], int) and arguments[name] > 10**6:
-                arguments[name] = 0  # it would be right, and too large for this machine
+                arguments[name] = 0  # valid, but too large for this machine
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._cache: SlotKVCacheManager = called(SlotKVCacheManager, arguments)
@@ -71,12 +71,12 @@ class _SlotLife:
         self._exact = [self._seen(stored).clone() for stored in self._cache.past_key_values]
 
     def _seen(self, stored: Tensor) -> Tensor:
-        """Return a stored tensor as [slots, heads, places, head_dim], without the garbage place."""
+        """Return a stored tensor as [slots, heads, places, head_dim], without the garbage position."""
         wide = stored.flatten(2, 3) if self._tiled else stored
         return wide[:, :, : self._places]
 
     def update(self) -> None:
-        """Write once, by arguments that may be spoiled."""
+        """Write once; arguments may be invalid."""
         rng, slots = self._rng, self._sizes["max_batch_size"]
         encodes = rng.random() < 0.4
         rows = slots if encodes and not self._continuous else rng.randrange(1, slots + 1)
@@ -107,7 +107,7 @@ class _SlotLife:
         elif rng.random() < 0.2:
             as_tensors["scatter_index"] = as_tensors["position_ids"]
             as_tensors["position_ids"] = torch.zeros_like(as_tensors["position_ids"])
-        if encodes and not masked:  # tokens that were dealt out already, one place after another
+        if encodes and not masked:  # tokens at consecutive positions
             positions = [list(range(tokens))] * rows
         if encodes and self._continuous is False:
             seq_ids = list(range(rows))
@@ -127,7 +127,7 @@ class _SlotLife:
                     as_tensors[name], name = good, None
         called(self._cache.update_cache, as_tensors, lambda: list(self._cache.past_key_values))
         if name is not None and not all(_means_the_same(each, new[0][0], name) for pair in new for each in pair):
-            raise Wrong(f"{name}={as_tensors[name]!r:.300} is taken")
+            raise Wrong(f"{name}={as_tensors[name]!r:.300} is accepted")
         self._write(encodes, seq_ids, positions, mask if masked else None, new)
 
     def _write(
@@ -153,21 +153,21 @@ class _SlotLife:
                         exact[slot, :, place] = values[row, :, token]
 
     def compare(self) -> None:
-        """Compare all that is stored, and what a step would see of it."""
+        """Compare all stored tensors, and a step's view of them."""
         wanted = self._rng.randrange(1, self._places + 1)
         views = [each for pair in self._cache.get_cache(wanted) for each in pair]
         for number, (stored, view, exact) in enumerate(
             zip(self._cache.past_key_values, views, self._exact, strict=True)
         ):
             if not torch.equal(bits_of(self._seen(stored)), bits_of(exact)):
-                raise Wrong(f"tensor {number} of {self._cache!r} is not what was written")
+                raise Wrong(f"tensor {number} of {self._cache!r} differs from what was written")
             part = exact[:, :, self._places - wanted :] if self._left else exact[:, :, :wanted]
             if not torch.equal(bits_of(view), bits_of(part)):
-                raise Wrong(f"the view of {wanted} places of tensor {number} of {self._cache!r} is another")
+                raise Wrong(f"the view of {wanted} positions of tensor {number} of {self._cache!r} is wrong")
 
 
 def _means_the_same(value: Any, good: Any, name: str) -> bool:
-    """Whether a tensor has a shape, a type and a place that the cache takes as well."""
+    """Return whether the cache also accepts a tensor's shape, type and device."""
     if not isinstance(value, Tensor) or not isinstance(good, Tensor) or value.device != good.device:
         return False
     fits = name == "active_mask" or value.dtype == good.dtype or {value.dtype, good.dtype} == _INTEGERS
@@ -175,7 +175,7 @@ def _means_the_same(value: Any, good: Any, name: str) -> bool:
 
 
 class InferenceParamsAttack:
-    """TransformerEngine's cache: every token is where attention looks for it, whoever comes and goes."""
+    """TransformerEngine's cache: attention finds every token, whatever sequences are added and removed."""
 
     name = "InferenceParams (TE)"
 
@@ -192,7 +192,7 @@ class InferenceParamsAttack:
 
 
 class _SequenceLife:
-    """A cache, and lists of tokens: token t has key t and value -t; None is one that was never written."""
+    """A cache, and lists of tokens: token t has key t and value -t; None was never written."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -209,21 +209,21 @@ class _SequenceLife:
             name = rng.choice(sorted(arguments.keys() - {"device", "is_paged"}))
             arguments[name] = hostile_value(rng)
             if isinstance(arguments[name], int) and arguments[name] > 10**6:
-                arguments[name] = 0  # it would be right, and too large for this machine
+                arguments[name] = 0  # valid, but too large for this machine
         self._params: InferenceParams = called(InferenceParams, arguments)
         self._rows, self._length = self._params.max_batch_size, self._params.max_sequence_length
         self._params.allocate_memory(1)
         self._tokens: OrderedDict[Any, list[int | None]] = OrderedDict()
-        self._order: list[Any] = []  # of the rows since the last step
+        self._order: list[Any] = []  # of rows, after the last step
         self._pages: dict[Any, list[int]] = {}
         self._last = self._fresh = 0
-        self._missing = False  # a step was prepared, and not made
+        self._missing = False  # a step was prepared, but not done
 
     def _watched(self) -> list[Tensor]:
         return list(self._params.tensors().values())
 
     def act(self) -> None:
-        """Do one thing."""
+        """Do one random operation."""
         kind = self._rng.choice(["step", "step", "step", "decode", "fork", "truncate", "reset", "spoiled"])
         if self._missing and kind in ("fork", "truncate"):
             kind = "step"
@@ -257,7 +257,7 @@ class _SequenceLife:
                 raise Wrong(f"{steps} is refused: {error}") from error
             raise
         if not fits or pages is None:
-            raise Wrong(f"{steps} is taken by {self._params!r}")
+            raise Wrong(f"{steps} is accepted by {self._params!r}")
         self._pages, self._order = pages, list(steps)
         self._tokens = OrderedDict((each, self._tokens.get(each, []) + [None] * steps[each]) for each in steps)
         self._compare_lengths(before, steps)
@@ -266,7 +266,7 @@ class _SequenceLife:
             self._write(steps)
 
     def _needed(self, lengths: dict[Any, int]) -> dict[Any, list[int]] | None:
-        """Return the pages that these sequences own, and nobody else; None where there are too few."""
+        """Return the pages that only these sequences own; None if there are too few."""
         if not self._paged:
             return {}
         size, pages = self._params.page_size or 1, {each: list(self._pages.get(each, ())) for each in lengths}
@@ -277,11 +277,11 @@ class _SequenceLife:
         return pages if self._count(pages) else None
 
     def _count(self, pages: dict[Any, list[int]]) -> bool:
-        """Whether there are as many pages."""
+        """Return whether a number of pages is free."""
         return len({page for owned in pages.values() for page in owned}) <= (self._params.total_num_pages or 0)
 
     def _new(self, steps: OrderedDict[Any, int], form: str) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the last tokens, and NaN where there is none."""
+        """Return keys and values of the last tokens, NaN without a token."""
         rows = [self._tokens[each][-count:] for each, count in steps.items()]
         pad = self._rng.randrange(3)
         if form == "thd":
@@ -355,11 +355,11 @@ class _SequenceLife:
                 raise Wrong(f"{call.__name__} of {arguments} is refused: {error}") from error
             raise
         if not can:
-            raise Wrong(f"{call.__name__} of {arguments} is taken")
+            raise Wrong(f"{call.__name__} of {arguments} is accepted")
         self._order = []
 
     def _spoiled(self) -> None:
-        """Call with an argument of another type, which is refused."""
+        """Call with an argument of a wrong type, which must be refused."""
         rng = self._rng
         steps = OrderedDict.fromkeys(self._order, 1)
         keys, values = torch.zeros(2, 1, 1, 1, 1)
@@ -385,11 +385,11 @@ class _SequenceLife:
         raise Wrong(f"{call.__name__} takes {name}={arguments[name]!r:.300}")
 
     def compare(self) -> None:
-        """Compare every token that was written with what is where attention looks for it."""
+        """Compare every written token with the cache's entry at its position."""
         if list(self._params.sequences.items()) != [(each, len(row)) for each, row in self._tokens.items()]:
             raise Wrong(f"the sequences are {self._params.sequences}, not {self._tokens}")
         if self._missing or self._order != list(self._tokens):
-            return  # the rows on the device are those of the last step
+            return  # the device still has the rows of the last step
         keys, values = self._params.cache_manager.cache[1]
         if self._paged:
             keys, values = self._params.convert_paged_to_nonpaged(1)

@@ -1,4 +1,4 @@
-"""One attack in one process: a fork of a warm parent that has a single thread, with limits of memory and time."""
+"""Runs an attack in a fork of a warm parent with a single thread, with limits of memory and time."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from typing import NamedTuple, Protocol
 
 from graphdecode import GraphdecodeError
 
-MEMORY_BYTES = 3 * 2**30  # beyond what the parent has
+MEMORY_BYTES = 3 * 2**30  # beyond the parent's memory
 CPU_SECONDS = 10
-WALL_SECONDS = 120  # a busy machine may give a process little
+WALL_SECONDS = 120  # long, since the machine may be busy
 REFUSED, RIGHT = "refused", "right"
 
 
 class Wrong(Exception):
-    """Something was accepted, and what came of it is not what it should be."""
+    """An input was accepted, and the result is wrong."""
 
 
 class Attack(Protocol):
     """One kind of input.
 
     Attributes:
-        name: in tables.
+        name: shown in tables.
     """
 
     name: str
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        """Make a hostile input in an empty folder, give it to the library, and compare what it accepts.
+        """Make a hostile input in an empty folder, give it to the library, and check the result.
 
         Raises:
             GraphdecodeError: it was refused.
-            Wrong: it was accepted, and is wrong.
+            Wrong: it was accepted, and the result is wrong.
         """
 
 
 class Outcome(NamedTuple):
-    """What became of one input: "refused", "right", or what is a failure, with a traceback or the like."""
+    """The outcome of one input: "refused", "right", or a failure with its details."""
 
     verdict: str
     detail: str = ""
 
     @property
     def is_failure(self) -> bool:
-        """Whether it is anything but refused or right."""
+        """Whether it is neither refused nor right."""
         return self.verdict not in (REFUSED, RIGHT)
 
 
 def check_single_thread() -> None:
-    """Refuse to fork where there is more than one thread: a child would have the locks of the others.
+    """Refuse to fork with several threads: a child would inherit locks that nobody releases.
 
     Raises:
-        RuntimeError: there is.
+        RuntimeError: there are several threads.
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -68,10 +68,10 @@ def check_single_thread() -> None:
 
 
 def attempts(attack: Attack, seeds: Sequence[int]) -> list[Outcome]:
-    """Run attacks in a child, one after another, and say what became of each; where one ends the child, in another.
+    """Run attacks in a child, one after another, and return their outcomes; after a crash, go on in another child.
 
-    Alone, each attack meets the parent's state as it is. With several the forks cost less, and what one of them leaves
-    behind is met by the next.
+    A single attack starts from the parent's state. Several need fewer forks, but see the state that the previous ones
+    left.
     """
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="attack-", ignore_cleanup_errors=True) as folder:
@@ -98,7 +98,7 @@ def _ended_by(code: int) -> Outcome:
 
 
 def _run_child(attack: Attack, seeds: Sequence[int], folder: Path, writing: int) -> None:
-    """Run the attacks under limits, tell each outcome through the pipe, and end; nothing of the parent's is cleaned."""
+    """Run the attacks under limits, send each outcome through the pipe, and exit without cleanup."""
     code = 1
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -132,6 +132,6 @@ def _outcome(work: Callable[[], None]) -> Outcome:
         return Outcome(REFUSED, str(error)[:300])
     except Wrong as error:
         return Outcome("wrong", str(error)[:1500])
-    except BaseException as error:  # whatever it is, it is what is looked for
+    except BaseException as error:  # any error is what the attack looks for
         return Outcome(f"raised {type(error).__name__}", traceback.format_exc()[-1500:])
     return Outcome(RIGHT)

@@ -54,7 +54,7 @@ class Subject(NamedTuple):
     kv_cache_dtype: str = "auto"
 
 
-EXPANDED = "none"  # as `quantize`: no blocks are kept
+EXPANDED = "none"  # as `quantize`: dequantized
 SUBJECTS = {
     "default": Subject(),
     "float32": Subject("float32", EXPANDED),
@@ -72,14 +72,14 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Distance:
-    """How far log-probabilities are from the reference's."""
+    """The distance of log-probabilities from the reference's."""
 
     tokens: int  # compared
     mean: float  # of the |difference| of the text's tokens, in nats
     p99: float  # its 99th percentile
     kl: float  # mean Kullback-Leibler divergence from the reference, in nats
-    other_first: float  # share of places whose most likely token is another one
-    # by how much the reference prefers its own at the first such place, in nats; None without one
+    other_first: float  # share of positions with another most likely token
+    # the reference's gap at the first such position, in nats; None without one
     first_margin: float | None
 
     @classmethod
@@ -108,7 +108,7 @@ class Distance:
 
 
 class Scored:
-    """A loaded model that is fed a text, and gives logits."""
+    """A loaded model that computes the logits of a text."""
 
     def __init__(self, model: Model, kv_cache_dtype: Any = "auto", *, tokens: int = TOKENS, rows: int = 8) -> None:
         self._model, self._pages = model, -(-tokens // PAGE)
@@ -145,7 +145,7 @@ class Scored:
 
     @torch.no_grad()
     def steps(self, ids: list[int], rows: int) -> Tensor:
-        """Return the last row's logits of steps that feed the text to so many equal rows, float32 [tokens, vocab]."""
+        """Return the last row's logits of steps that feed the text to several equal rows, float32 [tokens, vocab]."""
         table = self._int32(range(rows * self._pages)).view(rows, self._pages)
         found = []
         for position, token in enumerate(ids):
@@ -255,7 +255,7 @@ def measure(
             row: dict[str, Any] = {"isa": each, "subject": name}
             try:
                 given_distances = found()
-            except Exception as error:  # of another library, which may lack a package, or of a process
+            except Exception as error:  # in another library or process
                 rows.append(row | {"left_out": str(error).strip().splitlines()[-1]})
             else:
                 rows.append(row | given_distances)

@@ -1,4 +1,4 @@
-"""Decode attention: bytes of keys and values read per second, beside the read bandwidth and peers.
+"""Decode attention: bytes of keys and values per second, compared with the read bandwidth and peers.
 
 Peers are torch's SDPA and flex_attention on a GPU, SDPA over gathered keys on a CPU. Outputs are compared with float64
 first; a peer that fails or gives another output is listed with the reason. Calls rotate over more memory than the last
@@ -32,7 +32,7 @@ ROUNDS = 9
 GPU_GRID = ("1,8,32,128", "512,4096,32768")
 CPU_GRID = ("1,8", "512,4096")
 Calls = Sequence[Callable[[], Tensor]]
-_COLD_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}  # of rotated caches, at least: more than a last-level cache
+_COLD_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}  # of rotated caches at least: more than a last-level cache
 _MOST_COPIES = 64
 _FILLED_AT_ONCE = 4096  # pages
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 5e-2}
@@ -53,7 +53,7 @@ class AttentionShape:
 
     @property
     def tolerance(self) -> float:
-        """The largest error of an output, relative to the RMS of the right one."""
+        """The largest error of an output, relative to the RMS of the exact one."""
         return _TOLERANCE[self.dtype]
 
 
@@ -88,7 +88,7 @@ class AttentionProblem:
 
     def _random(self, sizes: tuple[int, ...]) -> Tensor:
         cache = torch.empty(sizes, dtype=self.shape.kv_dtype, device=self.device)
-        for page in cache.split(_FILLED_AT_ONCE):  # a piece at a time: fp8 has to be made from something wider
+        for page in cache.split(_FILLED_AT_ONCE):  # in pieces, since fp8 is converted from a wider type
             page.copy_(torch.randn(page.shape, dtype=torch.float16, device=self.device))
         return cache
 
@@ -117,11 +117,11 @@ class AttentionProblem:
         return worst
 
 
-# Each of these returns one call per cache of a problem; what depends on lengths alone is done before, as in a step.
+# each function returns one call per cache; work that depends only on lengths is done before, as in a step
 
 
 def sdpa(problem: AttentionProblem) -> Calls:
-    """SDPA over keys and values that were gathered before: the cost of an engine without pages."""
+    """SDPA over gathered keys and values: the cost of an engine without pages."""
     q = problem.q.unsqueeze(2)  # [batch, qo_heads, 1, head_dim]
     return [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in problem.contiguous]
 
@@ -260,7 +260,7 @@ def main(
 ) -> None:
     place = resolve_device(device)
     cuda = place.type == "cuda"
-    by_default = "sdpa,flex" if cuda else "sdpa,gather+sdpa"  # on a CPU, those that need no compiler
+    by_default = "sdpa,flex" if cuda else "sdpa,gather+sdpa"  # on a CPU, peers that need no compiler
     chosen = choose(peers or by_default, PEERS)
     grid = GPU_GRID if cuda else CPU_GRID
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Another commit's package beside this one's, alternately: any subject of `tools/bench` with the same options.
+"""Compares another commit's package with this one's, alternately, by any subject of `tools/bench`.
 
     tools/bench beside main~5 step --model demo --batch-sizes 1
 
@@ -37,7 +37,7 @@ def measured(package: Path, subject: list[str]) -> dict[str, float]:
 
 
 def figures(found: Any, place: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the floats of a result by their path in it, without those of the environment."""
+    """Yield the floats of a result by their paths, except the environment's."""
     if isinstance(found, float):
         yield place, found
     elif isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""Simulated clusters: routing policies, and the replicas that a day takes.
+"""Simulated clusters: routing policies, and autoscaling over a day.
 
 Step times come from a committed profile; `cluster_model` says what is modelled, and its tests compare it with known
 queues.
@@ -26,19 +26,19 @@ from harness import TOOLS, Out, write
 PROFILE = TOOLS / "results" / "cpu-epyc-2" / "profile-llama-100m.json"
 SIZES = (384, 128, 128)  # mean tokens of a shared prefix, of the rest of the prompt, and of an output
 PREFIXES = 20_000
-KEPT_PREFIXES = 64  # of 384 tokens in a replica's cache
+KEPT_PREFIXES = 64  # prefixes of 384 tokens in a replica's cache
 POLICIES = ("random", "round robin", "least loaded", "prefix")
-RATES = (2.0, 3.0, 4.0, 5.0, 6.0)  # requests a second and replica
+RATES = (2.0, 3.0, 4.0, 5.0, 6.0)  # requests per second and replica
 SLACKS = (0, 2, 4, 8, 16, 32, 64)
 DAY_S, DAY_MEAN, DAY_BURST = 86_400.0, 15.0, 3.0
-FIXED = 14  # replicas, as the bursts of a day need
+FIXED = 14  # replicas for the bursts of a day
 BURSTS = [(begin, begin + 300.0, DAY_BURST) for begin in (20_000.0, 43_000.0, 70_000.0)]
 DRAWN_DAYS = ("fixed", "6 to 24", "2 to 24", "2 to 24, at once to fewer")
 STYLE: Any = {"svg.hashsalt": "graphdecode", "svg.fonttype": "none", "font.size": 9, "axes.grid": True}
 STYLE |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
 _POINTS = 600  # of a day, at most
 _SIZE = (8.0, 3.2)
-START_S = 10.0  # from the wish for a replica to its first request, as `tools/check replicas` measured it
+START_S = 10.0  # from the decision to a replica's first request, measured by `tools/check replicas`
 
 
 def percentile(values: Iterable[float], percent: int) -> float:
@@ -47,7 +47,7 @@ def percentile(values: Iterable[float], percent: int) -> float:
 
 
 def figures(done: Iterable[Request], seconds: float) -> dict[str, float]:
-    """Return what users saw of the second half of the requests; during the first half, caches fill."""
+    """Return latencies of the second half of the requests; caches fill during the first."""
     half = [request for request in done if request.arrived > seconds / 2]
     first = [1e3 * (request.first_token - request.arrived) for request in half]
     return {

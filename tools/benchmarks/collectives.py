@@ -25,7 +25,7 @@ from harness import Out, Sizes, numbers, read, record, write
 
 _LIMIT_SECONDS = 30.0
 _TURNS = 7
-_SECONDS = 0.1  # of each turn, about
+_SECONDS = 0.1  # of each round, about
 
 
 class Given(NamedTuple):
@@ -49,7 +49,7 @@ def turns(call: Callable[[], Any], gloo: Collectives) -> list[float]:
 
     seconds(50)
     first = torch.tensor([[seconds(50)]])
-    gloo.all_reduce(first, "here")  # so that all take the same number
+    gloo.all_reduce(first, "here")  # so that all ranks make the same number
     count = max(int(_SECONDS * gloo.count / first.item()), 10)
     return [round(1e6 * seconds(count), 1) for _ in range(_TURNS)]
 
@@ -58,7 +58,7 @@ def measured(rank: int, descriptor: int, given: Given) -> list[dict[str, Any]]:
     """Return a row for each collective and size; every rank calls it."""
 
     def agree(_: str) -> None:
-        """Nothing is captured here."""
+        """Do nothing: nothing is captured here."""
 
     board, ranks, found = mapped_board(descriptor), given.ranks, []
     gloo = GroupCollectives(rank, ranks, agree)

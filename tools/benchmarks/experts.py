@@ -1,4 +1,4 @@
-"""A layer's quantized experts beside bf16 on a CPU: both products of a step, by number of rows.
+"""A layer's quantized experts compared with bf16 on a CPU: both products of a step, by number of rows.
 
 Experts have a known model's sizes and random weights, but there are fewer. Products run as in a recorded step, without
 Python in between, each step with other experts. Formats alternate.
@@ -45,7 +45,7 @@ _DEVIATION = 0.02
 
 
 class RandomExperts:
-    """A source of experts with random weights in one format, made when they are read."""
+    """A source of experts with random weights in one format, generated on reading."""
 
     def __init__(self, kind: str, shapes: dict[str, tuple[int, int]]) -> None:
         self._kind = kind

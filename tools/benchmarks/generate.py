@@ -1,4 +1,4 @@
-"""Decode speed beside peers: same checkpoint, dtype and threads, in one run.
+"""Decode speed compared with peers: same checkpoint, dtype and threads, in one run.
 
     tools/bench generate --model llama-100m --dtype bfloat16 --peers all
     tools/bench generate --model random:gpt2        an architecture that runs as transformers' module in our graphs

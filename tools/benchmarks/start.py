@@ -25,7 +25,7 @@ SERVED = ("--max-batch-size", "32", "--port", "0")
 
 
 def seconds_to(text: str, *arguments: str, stream: str = "stdout") -> float:
-    """Return the time until a new Python has printed something; it is ended then."""
+    """Return the time until a new Python process has printed a text; it is ended then."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began, streams = time.perf_counter(), dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
     streams[stream] = subprocess.PIPE

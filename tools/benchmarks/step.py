@@ -1,4 +1,4 @@
-"""The decode step beside its floor, and what each optimization is worth.
+"""The decode step compared with its floor, and the gain of each optimization.
 
     tools/bench step --out results/step                                 models that suit this machine
     tools/bench step --model shape:llama-3.2-1b --batch-sizes 1,64 --contexts 512,4096 --out results/step
@@ -56,7 +56,7 @@ _TRACED_STEPS = 10
 _LARGEST_GAPS = 5
 _TOP_KERNELS = 12
 _EAGER_STEPS = 5
-_MEMORY_SHARE = 0.8  # of what is free that a model's weights may take
+_MEMORY_SHARE = 0.8  # of the free memory that a model's weights may take
 
 
 def measure_steps(
@@ -110,7 +110,7 @@ def _refuse_if_too_large(model: str, dtype: str, device: torch.device) -> None:
     tables = 1 if shape.tie_word_embeddings and device.type == "cuda" else 2
     elements = shape.num_hidden_layers * layer + tables * shape.vocab_size * hidden
     needed = elements * (4 if dtype == "float32" else 2)
-    copies = 2 if device.type == "cpu" else 1  # a CPU measures other forms of the weights beside the compiled one's
+    copies = 2 if device.type == "cpu" else 1  # a CPU also measures other layouts of the weights
     free = free_bytes(device)
     if copies * needed > _MEMORY_SHARE * free:
         raise ArgumentError(
@@ -130,7 +130,7 @@ def _rope_append(
     rope: QKNormRope,
     **_scales: object,
 ) -> None:
-    """Do what the operator of this name does, in torch's operators; padding goes to the trash page."""
+    """The operator of this name in torch's operators; padding goes to the trash page."""
     tokens, qo_heads, head_dim = q_out.shape
     pages, page_size, kv_heads = k_cache.shape[:3]
     q, k, v = qkv.view(tokens, -1, head_dim).split([qo_heads, kv_heads, kv_heads], dim=1)

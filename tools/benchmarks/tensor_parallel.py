@@ -1,4 +1,4 @@
-"""A decode step of several ranks of one thread beside one rank with as many threads, on a CPU.
+"""A decode step of several ranks of one thread, compared with one rank with as many threads, on a CPU.
 
 Both engines run in processes of their own, alternately. The run is added to the file.
 """

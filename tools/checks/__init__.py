@@ -4,5 +4,5 @@ import sys
 
 from harness import ROOT
 
-# what comes first has its test_quantized_experts
+# the first one's test_quantized_experts is imported
 sys.path += [str(ROOT / "tests" / folder) for folder in ("kernels", "models", "attention", ".")]

@@ -21,7 +21,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 12345,
     shown: Annotated[int, typer.Option("--show", help="Wrong answers to print of each task.")] = 3,
 ) -> None:
-    """Measure each task; ends with 1 where one is below what is required."""
+    """Measure each task; exit code 1 if one is below the goal."""
     llm = LLM(model)
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     rows: list[dict[str, Any]] = []

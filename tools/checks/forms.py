@@ -1,4 +1,4 @@
-"""SmolLM2 in fp16, in GGUF blocks, and in Hugging Face's quantized forms, beside the dequantized checkpoint.
+"""SmolLM2 in fp16, in GGUF blocks, and in Hugging Face's quantized formats, compared with the dequantized checkpoint.
 
     tools/check forms compare FOLDER --out FILE --transformers PYTHON --vllm PYTHON
     tools/check forms unpack FOLDER --out FILE --vllm PYTHON    GPTQ's and AWQ's weights as vLLM has them
@@ -28,14 +28,14 @@ from graphdecode.text import load_tokenizer
 from harness import ROOT, command_of, elsewhere, json_of, read, record, replaced, write
 
 MODEL_FILE, FP16, UNDONE = "model.safetensors", "fp16", "undone"
-BY_BITSANDBYTES = {"nf4": False, "nf4 nested": True}  # whether its scales are quantized, too
+BY_BITSANDBYTES = {"nf4": False, "nf4 nested": True}  # whether the scales are quantized too
 READ_BY_VLLM = ("int4 by 128", "gptq asym", "awq")
 READ_BY_TRANSFORMERS = ("int4 with zeros", "int8", "fp8", "fp8 blocks", *BY_BITSANDBYTES)
 app = typer.Typer(add_completion=False)
 
 
 def int4_by_128() -> Form:
-    """Return compressed-tensors' int4 in groups of 128 columns, of 64 where 128 does not divide them."""
+    """Return compressed-tensors' int4 in groups of 128 columns, or 64 if 128 does not divide them."""
     wide, narrow = (compressed("pack-quantized", num_bits=4, strategy="group", group_size=size) for size in (128, 64))
     groups = {
         f"group_{place}": form.settings["config_groups"]["group_0"] | {"targets": [targets]}
@@ -91,7 +91,7 @@ def beside(form: str, stored: dict[str, Any], of_undone: dict[str, Any]) -> dict
 
 
 def parted(prompt: str, token_ids: list[int], other: dict[str, Any]) -> dict[str, Any]:
-    """Return how many tokens two outputs share, and the gap of the two best tokens where they part."""
+    """Return how many tokens two outputs share, and the logit gap of the two best tokens where they diverge."""
     pairs = enumerate(zip(token_ids, other["token_ids"], strict=True))
     place = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
     row: dict[str, Any] = {"prompt": prompt, "tokens": len(token_ids)}
@@ -101,7 +101,7 @@ def parted(prompt: str, token_ids: list[int], other: dict[str, Any]) -> dict[str
 
 
 def stored_and_undone(folder: Path, form: str, readers: dict[str, Path]) -> dict[str, Any]:
-    """Return the row of a Hugging Face form."""
+    """Return the row of a Hugging Face format."""
     plain, packed = folder / PLAIN, folder / form
     shutil.rmtree(packed, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -143,7 +143,7 @@ def perplexities_by(python: Path, reader: str, model: Path, dtype: str) -> Any:
 
 
 def half_and_whole(folder: Path, readers: dict[str, Path]) -> dict[str, Any]:
-    """Return the row of fp16 beside the same values in float32."""
+    """Return the row of fp16 and of the same values in float32."""
     plain = folder / PLAIN
     narrow, wide = measured(str(plain), "float16"), measured(str(plain), "float32")
     narrow["perplexity"] = {"float16": narrow["perplexity"]}
@@ -169,7 +169,7 @@ def compare(
     vllm: Annotated[Path | None, typer.Option(help="An interpreter with vLLM for CPUs.")] = None,
     only: Annotated[str | None, typer.Option(help="Forms, with commas between; left out: what FILE has not.")] = None,
 ) -> None:
-    """Compare each form with what it stands for, and write FILE after each."""
+    """Compare each format with its dequantized weights, and write FILE after each."""
     result = {"beside_undone": []} | read(out, schema=1)
     done = {row["form"] for row in result["beside_undone"]}
     if not (folder / PLAIN).exists():
@@ -192,7 +192,7 @@ def unpack(
     out: Annotated[Path, typer.Option(help="Whose rows to complete.")],
     vllm: Annotated[Path, typer.Option(help="An interpreter with vLLM for CPUs.")],
 ) -> None:
-    """Add how far the weights of `compare`'s checkpoints are from what vLLM's functions unpack."""
+    """Add the differences of `compare`'s weights from those that vLLM's functions unpack."""
     result = json.loads(out.read_text())
     for row in result["beside_undone"]:
         if not row["form"].startswith(("gptq", "awq")):

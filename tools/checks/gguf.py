@@ -1,4 +1,4 @@
-"""A GGUF file beside llama.cpp (token ids of 2,000 lines) and transformers (greedy outputs, perplexity of a text)."""
+"""Compares a GGUF file with llama.cpp (token ids of 2,000 lines) and transformers (greedy outputs, perplexity)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a tensor-parallel engine is killed or stopped: the others end, and name it; no process is left.
+"""Kills or stops a rank of a tensor-parallel engine: the others must end and name it, and leave no process.
 
 A trial is an engine of the demo over two ranks that captures, prefills, or decodes. One rank gets SIGKILL or SIGSTOP.
 The other must end within the limit, or soon after on a busy machine, with an error that names the rank. A stopped rank
@@ -29,19 +29,19 @@ from harness import Out, command_of, names, read, record, replaced, write
 
 PHASES = ("capture", "prefill", "decode")
 SIGNALS = {number.name: number for number in (signal.SIGKILL, signal.SIGSTOP)}
-PATIENCE_SECONDS = 60.0  # beyond the limit: to be told, to print, and to end, on a machine that others use too
+PATIENCE_SECONDS = 60.0  # beyond the limit, for output and exit on a busy machine
 
 
 class Trial(NamedTuple):
-    """What came of one trial."""
+    """The result of one trial."""
 
-    wrong: str  # what is wrong; "" if nothing is
-    seconds: float  # until the others had ended
-    is_void: bool = False  # somebody else let the stopped rank go on
+    wrong: str  # an error, or ""
+    seconds: float  # until the other ranks had ended
+    is_void: bool = False  # something else has continued the stopped rank
 
 
 def engine(phase: str, limit_seconds: float, how: Any) -> None:
-    """Run the trial's engine: print the ranks' processes and the phase, and work until something happens."""
+    """Run the trial's engine: print the ranks' processes and the phase, and run until an error."""
     faulthandler.register(signal.SIGUSR1)
     settings = EngineConfig.of(
         None, tensor_parallel_size=2, max_batch_size=32, rank_limit_seconds=limit_seconds, max_sequence_length=256,
@@ -72,7 +72,7 @@ def engine(phase: str, limit_seconds: float, how: Any) -> None:
 def trial(
     phase: str, number: signal.Signals, victim: int, limit_seconds: float, wait: float, how: str = "shared"
 ) -> Trial:
-    """Send a rank a signal some seconds into a phase, and look at what the others do."""
+    """Send a rank a signal some seconds into a phase, and watch the other ranks."""
     command = command_of("check", "kill-ranks", "--engine", phase, "--limit", limit_seconds, "--collectives", how)
     is_stop, is_void = number == signal.SIGSTOP, False
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -98,14 +98,14 @@ def trial(
             time.sleep(0.02)
         left += [pid for pid in pids if _lives(pid) and pid not in left]
         if pids[0] in left:
-            _send(pids[0], signal.SIGUSR1)  # it says where it is
+            _send(pids[0], signal.SIGUSR1)  # it prints its stack
             time.sleep(0.5)
         for pid in left:
             _send(pid, signal.SIGKILL)
         process.wait()
         reader.join(2)
     text = "".join(said)
-    # of a killed rank 0 its followers tell, on their standard error; of all others rank 0 does
+    # rank 0 reports other ranks; if it is killed, they report it on standard error
     expected = rf"rank {victim}\b.*({'stalled|did not reach' if is_stop else 'SIGKILL|died'})"
     wrong = ""
     if left:
@@ -121,7 +121,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _state(pid: int) -> str:
-    """Return the letter of a process's state; Z if there is none."""
+    """Return the letter of a process's state; Z if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -145,7 +145,7 @@ def trials(phase: str, name: str, how: str, times: int, limit: float, draw: rand
         if found.wrong:
             failures += 1
             print(f"{phase} {name} of rank {victim} after {wait:.2f} s: {found.wrong}", flush=True)
-    print(f"{phase:8s} {name}: {times} times, all over within {max(seconds):.1f} s", flush=True)
+    print(f"{phase:8s} {name}: {times} times, all ended within {max(seconds):.1f} s", flush=True)
     return {
         "collectives": how,
         "phase": phase,
@@ -168,7 +168,7 @@ def main(
     out: Out = None,
     of_phase: Annotated[str, typer.Option("--engine", hidden=True)] = "",
 ) -> None:
-    """Run all trials; ends with 1 where one failed."""
+    """Run all trials; exit code 1 if one failed."""
     if of_phase:
         engine(of_phase, limit, collectives)
     found, failures = read(out, schema=1, rows=[]), 0

@@ -1,4 +1,4 @@
-"""All quantized forms, caches of 8 bits and fp16, compared with float64, for every instruction set of the C kernels.
+"""All quantized formats, 8-bit caches and fp16, compared with float64 for every instruction set of the C kernels.
 
     tools/check quantized-products whole --out FILE  every form, shape and number of rows, for each set, a process each
     tools/check quantized-products one               some of it, for the set that GRAPHDECODE_ISA names
@@ -59,14 +59,14 @@ TRITON = "Triton's interpreter"
 EXTENSIONS = ("__AVX2__", "__AVX512F__", "__AVX512BF16__", "__AVX512VBMI__", "__AMX_TILE__")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS, SOME_ROWS = (*range(1, 34), 64, 70, 257, 1030), (1, 7, 33, 70)
-SHAPES = [(70, 512), (1, 256), (257, 1280), (33, 2304)]  # panels of 32 that are not full, one chunk of columns and some
-NARROW = [(70, 96), (31, 544)]  # of blocks of 32 columns: no multiple of 64
-Share = tuple[str, str, float]  # of a comparison: the form, the dtype, and the share
+SHAPES = [(70, 512), (1, 256), (257, 1280), (33, 2304)]  # partial panels of 32 rows, one and several chunks of columns
+NARROW = [(70, 96), (31, 544)]  # blocks of 32 columns, no multiple of 64
+Share = tuple[str, str, float]  # format, dtype, and share of the allowed error
 app = typer.Typer(add_completion=False)
 
 
 def of_rows(name: str, rows: tuple[int, ...], held: QuantizedPanels, weight: torch.Tensor) -> Iterator[Share]:
-    """Yield the share of each product with so many rows, every other one with a bias."""
+    """Yield the share of each product with a number of rows, every other one with a bias."""
     draw = torch.Generator().manual_seed(1)
     out_features, columns = weight.shape
     for dtype in DTYPES:
@@ -100,7 +100,7 @@ def integers(is_whole: bool) -> Iterator[Share]:
 def checkpoints(is_whole: bool) -> Iterator[Share]:
     """Yield the shares of layers loaded from Hugging Face's quantized checkpoints."""
     for name, form in FORMS.items():
-        if not is_whole or name.startswith("nf4"):  # which is expanded
+        if not is_whole or name.startswith("nf4"):  # dequantized on loading
             continue
         with tempfile.TemporaryDirectory() as folder:
             packed, plain = write_pair(form, Path(folder))
@@ -163,7 +163,7 @@ def called(operation: str) -> Callable[..., None]:
 
 
 def caches(is_whole: bool) -> Iterator[Share]:
-    """Yield whether attention over caches of 8 bits or fp16, and appends to them, pass their tests' checks."""
+    """Yield whether attention over 8-bit and fp16 caches, and appends to them, pass their tests' checks."""
     common = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
     decode = decode_cases.decode_attention_native
     for module in (append_cases, decode_cases, extend_cases):
@@ -209,7 +209,7 @@ PARTS = {part.__name__: part for part in (plain, blocks, integers, checkpoints, 
 
 
 def seen(shares: Iterator[Share]) -> dict[str, Any]:
-    """Return by form the number of comparisons, and the largest share by dtype."""
+    """Return for each format the number of comparisons, and the largest share by dtype."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, kind, share in shares:
         found[name][kind.removeprefix("torch.")].append(share)
@@ -234,7 +234,7 @@ def one(
     is_whole: Annotated[bool, typer.Option("--whole", help="All of it.")] = False,
     triton: Annotated[bool, typer.Option("--triton", help="The kernel for GPUs, interpreted, alone.")] = False,
 ) -> None:
-    """Print a line of JSON: for each part and form, how many comparisons there were, and the largest share."""
+    """Print a line of JSON: the number of comparisons and the largest share of each part and format."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     if not triton and native.library() is None:
@@ -250,7 +250,7 @@ def whole(
     out: Out = None,
     only: Annotated[str | None, typer.Option(help="One of the sets; what FILE has of the others stays.")] = None,
 ) -> None:
-    """Compare everything for each set of instructions; ends with 1 where something is beyond what is allowed."""
+    """Compare everything for each set of instructions; exit code 1 if an error is larger than allowed."""
     rows: Any = read(out, sets=[])["sets"] if only else []
     for name in [only] if only else [*SETS, TRITON]:
         environment = os.environ | ({VARIABLE: SETS[name]} if name in SETS else {})

@@ -1,6 +1,6 @@
-"""Replicas and batches on a real Ray on this machine, under load, with kills; see the function of each part.
+"""Replicas and batches on a real local Ray, under load, with kills; each part is a function.
 
-Ray listens on the loopback interface, its files have a folder of their own, and all processes are ended. A part takes
+Ray listens on the loopback interface, has its own folder, and leaves no process. A part takes
 one to four minutes; `--part` runs some of them, and the file keeps the results of the others.
 """
 
@@ -32,7 +32,7 @@ import typer
 
 from harness import Model, Out, read, record, until, write
 
-SILENT_SECONDS = 90.0  # without a byte
+SILENT_SECONDS = 90.0  # timeout of a stream without data
 ANSWERED, TOLD, REFUSED, CUT, SILENT = "answered", "told of an error", "refused", "cut", "silent"
 START_SECONDS = 420.0
 END_SECONDS = 120.0
@@ -45,7 +45,7 @@ _ALONE |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 _REPLICA = re.compile(r"ray::ServeReplica:graphdecode(-batch)?:replica")
 KILL_STREAMS = 200
 CLIENTS = 16
-SMALL_CACHE = "[capacity]\ntotal_num_pages = 400\nmax_sequence_length = 512\n"  # all beginnings together need more
+SMALL_CACHE = "[capacity]\ntotal_num_pages = 400\nmax_sequence_length = 512\n"  # too small for all prefixes
 MAX_LARGE_BODIES = 8
 LINES = 5000
 RUNS = 4  # all but the last are killed
@@ -65,12 +65,12 @@ SPEED_STREAMS = 32
 
 @dataclass
 class Server:
-    """Replicas that serve."""
+    """A running server of replicas."""
 
-    model: str  # as the command got it
-    address: str  # to ask
-    folder: str  # of Ray's files, which tells its processes from others
-    process: subprocess.Popen[bytes]  # of the command
+    model: str  # as on the command line
+    address: str
+    folder: str  # of Ray's files; identifies its processes
+    process: subprocess.Popen[bytes]
 
     def counts(self, name: str) -> dict[str, float]:
         found = re.findall(rf'^{name}{{replica="(\w+)".*}} (\S+)$', httpx.get(f"{self.address}/metrics").text, re.M)
@@ -88,7 +88,7 @@ class Server:
 def served(
     model: str, *options: str, replicas: int = 0, settings: str = LARGE_CACHE, folder: str | None = None
 ) -> Iterator[Server]:
-    """Serve a model with a configuration file, and leave no process; `folder` is that of a Ray that runs already."""
+    """Serve a model with a configuration file during the context; `folder`: of a running Ray."""
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as own:
         config, log = Path(own) / "server.toml", Path(own) / "log"
         config.write_text(settings)
@@ -107,7 +107,7 @@ def served(
 
 @contextmanager
 def begun(arguments: tuple[str, ...], log: Path, folder: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command on the CPU with Ray's files in a folder, and end it."""
+    """Run a command on the CPU during the context, with Ray's files in a folder."""
     command = [sys.executable, "-m", "graphdecode", *arguments, "--device", "cpu"]
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -157,7 +157,7 @@ def processes_of(folder: str) -> list[int]:
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another's
+    except OSError:  # it has ended, or belongs to another user
         return []
 
 
@@ -170,7 +170,7 @@ def _files(pid: int) -> Iterator[str]:
 
 
 def until_none_is_left(folder: str) -> float:
-    """Wait until Ray's own processes have ended after their driver; kill those that have not."""
+    """Wait for the end of Ray's processes, and kill remaining ones."""
     began = time.monotonic()
     try:
         until(lambda: not processes_of(folder), END_SECONDS, "processes were left")
@@ -204,7 +204,7 @@ class Stream:
 
 
 async def ask(http: httpx.AsyncClient, model: str, body: dict[str, Any]) -> Stream:
-    """Ask for a stream, and follow it to its end."""
+    """Run one streamed request."""
     stream, last, is_whole = Stream(), time.monotonic(), False
     try:
         async with http.stream("POST", "/v1/completions", json=body | {"model": model, "stream": True}) as response:
@@ -247,17 +247,17 @@ def outcomes(streams: Iterable[Stream]) -> dict[str, int]:
 
 
 def by_replica(streams: Iterable[Stream]) -> list[int]:
-    """Return how many streams each replica had, the most first."""
+    """Return the number of streams of each replica, largest first."""
     return sorted(Counter(stream.replica for stream in streams if stream.replica).values(), reverse=True)
 
 
 def longest_gap(streams: Sequence[Stream]) -> float:
-    """Return the longest silence of a stream in seconds, the wait for its first event included."""
+    """Return the longest time without an event in a stream, including the first."""
     return max(max(stream.gaps, default=0.0) for stream in streams)
 
 
 def requests_of(count: int, seed: int, tokens: int) -> list[dict[str, Any]]:
-    """Return seeded requests whose outputs have their full length."""
+    """Return seeded requests without stop tokens."""
     draw = random.Random(seed)
     return [
         {
@@ -272,7 +272,7 @@ def requests_of(count: int, seed: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
-    """Kill one of two replicas under 200 streams; the other one serves those that had not begun."""
+    """Kill one of two replicas under 200 streams; the other one takes over those without a first token."""
     with served(model, *options, replicas=2) as server:
         streams, killed, again = asyncio.run(_storm(server, tokens))
         calm = asyncio.run(ask_all(server.address, model, requests_of(KILL_STREAMS, 1, tokens)))
@@ -298,7 +298,7 @@ def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
 
 
 async def _storm(server: Server, tokens: int) -> tuple[list[Stream], float, float]:
-    """Return the streams, when the replica was killed, and how long until there were two again."""
+    """Return the streams, the time of the kill, and the seconds until two replicas served again."""
     async with client_of(server.address) as http:
         bodies = requests_of(KILL_STREAMS, 1, tokens)
         tasks = [asyncio.create_task(ask(http, server.model, body)) for body in bodies]
@@ -319,14 +319,14 @@ def _two_again(server: Server) -> float:
 
 
 def scale_by_load(model: str, tokens: int) -> dict[str, Any]:
-    """Let the load make two replicas of one, and its end one of two."""
+    """Scale from one to two replicas by load, and back when it ends."""
     settings = LARGE_CACHE + "[replicas]\ntarget_requests = 4\nupscale_delay_s = 1.0\ndownscale_delay_s = 8.0\n"
 
     async def scaled(server: Server) -> tuple[list[Stream], dict[str, float]]:
         async with Load(server, tokens) as many:
             up = await asyncio.to_thread(server.until_replicas, 2)
             await asyncio.sleep(3)
-        async with Load(server, tokens, clients=1) as one:  # goes on while the other replica leaves
+        async with Load(server, tokens, clients=1) as one:  # continues while the other replica leaves
             down = await asyncio.to_thread(server.until_replicas, 1)
             await asyncio.sleep(1)
         return many.streams + one.streams, {"up_s": up, "down_s": down}
@@ -336,7 +336,7 @@ def scale_by_load(model: str, tokens: int) -> dict[str, Any]:
 
 
 def scale_by_command(model: str, tokens: int) -> dict[str, Any]:
-    """Join a running Ray with one replica; other commands make two of it, and one again."""
+    """Join a running Ray with one replica; scale to two and back by commands."""
 
     async def scaled(stack: ExitStack, folder: str, options: tuple[str, ...]) -> tuple[list[Stream], dict[str, float]]:
         async def to(count: int) -> float:
@@ -360,7 +360,7 @@ def scale_by_command(model: str, tokens: int) -> dict[str, Any]:
 
 @contextmanager
 def cluster() -> Iterator[tuple[str, str]]:
-    """Start a Ray as an administrator would; yield its folder and its address."""
+    """Start a Ray cluster from the shell; yield its folder and address."""
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
         address = f"127.0.0.1:{free_port()}"
         command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
@@ -420,7 +420,7 @@ class Load:
 
 
 def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
-    """Ask for many prompts with few prefixes under each routing: what share of prompt tokens was cached?"""
+    """Measure the share of cached prompt tokens under each routing, for many prompts with few prefixes."""
     draw = random.Random(4)
     beginnings = ["".join(draw.choices("abcdefghijklmnop ", k=300)) for _ in range(groups)]
     bodies = [
@@ -449,7 +449,7 @@ def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
 
 
 def batch(model: str, *options: str) -> dict[str, Any]:
-    """Kill a batch three times at random, and an engine of the last run: every line is answered once."""
+    """Kill a batch three times at random, and an engine of the last run: every line must have one output."""
     draw = random.Random(7)
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
         asked, answers, log = (Path(folder) / name for name in ("requests.jsonl", "answers.jsonl", "log"))
@@ -507,7 +507,7 @@ def _line_count(file: Path) -> int:
 
 
 def ends(model: str, *options: str) -> dict[str, Any]:
-    """End the command under load in each way; no process may stay."""
+    """End the command under load in each way; no process may remain."""
     return {name: _ended_by(signals, model, options) for name, signals in WAYS.items()}
 
 
@@ -538,7 +538,7 @@ def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) ->
 
 
 def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
-    """Ask for 32 streams at once: tokens per second, and time to first token."""
+    """Measure tokens per second and time to first token of 32 concurrent streams."""
     with served(model, *options, replicas=2) as server:
         asyncio.run(ask_all(server.address, model, requests_of(8, 6, tokens)))
         began = time.monotonic()
@@ -555,7 +555,7 @@ def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
 
 
 def split(model: str, tokens: int) -> dict[str, Any]:
-    """Serve one replica of two ranks: outputs are those of one rank; a rank is killed, and it serves again."""
+    """Serve one replica of two ranks: outputs equal those of one rank, also after a rank was killed."""
     bodies = [body | {"temperature": 0.0} for body in requests_of(SPEED_STREAMS, 5, tokens)]
     with served(model, replicas=1) as whole:
         expected = asyncio.run(ask_all(whole.address, model, bodies))

@@ -1,4 +1,4 @@
-"""The sampler's kernels, interpreted, beside the torch version: tokens must be the same.
+"""Compares the sampler's interpreted kernels with the torch version: tokens must be the same.
 
 Rows have every kind of logits (flat, sharp, tied, huge, infinite, NaN) and of sampling parameters, over a vocabulary of
 several blocks, with candidate lists that are long enough or too short.

@@ -1,7 +1,7 @@
-"""Tokens of several ranks beside those of one, for small checkpoints of every family and weight form.
+"""Compares tokens of several ranks with those of one, for small checkpoints of every family and weight format.
 
 Requests are sampled and greedy, with shared prefixes, chunks, mixed steps, and few pages, so that some are preempted.
-With batch_invariant, where a family has it, a request alone has the tokens that it has among others. The last rows run
+With batch_invariant, if a family supports it, a request has the same tokens alone and in a batch. The last rows run
 the demo under torchrun. Each row replaces the same one in the file.
 """
 
@@ -39,9 +39,9 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.quantized.on_load import quantized_on_load
 from harness import TOOLS, Out, Sizes, numbers, read, record, replaced, write
 
-_LIMIT_SECONDS = 300.0  # four ranks on two cores that others use too
+_LIMIT_SECONDS = 300.0  # for four ranks on two busy cores
 _KEYS = ("model", "weights", "collectives", "ranks")
-_WIDE = {  # into shares of which groups and blocks of 32, 128 and 256 columns go
+_WIDE = {  # shards hold whole groups and blocks of 32, 128 and 256 columns
     "hidden_size": 256,
     "intermediate_size": 1024,
     "num_attention_heads": 8,
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What came of an engine."""
+    """The outputs of an engine."""
 
     tokens: list[list[int]]
     alone: list[int]
@@ -76,7 +76,7 @@ class Answers(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield all families with plain weights, and one family with all forms."""
+    """Yield all families with plain weights, and one family with all formats."""
     for name in family_checkpoints.FAMILIES:
         yield Case(name, "plain", partial(family_checkpoints.save_checkpoint, name), {})
     family_checkpoints.FAMILIES["wide"] = (LlamaConfig, LlamaForCausalLM, _WIDE)
@@ -104,7 +104,7 @@ def cases() -> Iterator[Case]:
 
 
 def in_blocks(folder: Path, quantize: str) -> Path:
-    """Write a checkpoint as a GGUF file beside it; return the file."""
+    """Write a checkpoint as a GGUF file in its folder; return the file."""
     source = Checkpoint(folder)
     config, path = source.config(), folder / "model.gguf"
     file = GgufModel(quantized_on_load(source, config, quantize, None), config)
@@ -120,13 +120,13 @@ def settings(ranks: int, how: Any = "auto", **options: Any) -> EngineConfig:
 
 
 def request(seed: int, length: int) -> Request:
-    """Return a request that shares its first tokens with others."""
+    """Return a request with a shared prefix."""
     params = SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=16, ignore_eos=True)
     return Request([5, 6, 7, 8, 9, 10, *range(20 + seed, 20 + seed + length)], params)
 
 
 def served(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], int]:
-    """Return the tokens of requests that arrive two at a time, and how many prompt tokens came from the cache."""
+    """Return the tokens of requests that arrive two at a time, and the number of cached prompt tokens."""
     found: dict[int, list[int]] = {}
     from_cache = 0
     waiting = list(requests)
@@ -178,12 +178,12 @@ def row_of(case: Case, model: Path, leader: Leader, ranks: int, how: str) -> dic
 
 
 def is_right(row: dict[str, Any]) -> bool:
-    """Whether tokens are the same, or the whole was refused."""
+    """Return whether tokens are the same, or the model was refused."""
     return "refused" in row or (row["same_tokens"] and row.get("batch_invariant") is not False)
 
 
 def started(ranks: int, how: str) -> Leader:
-    """Start ranks whose models mix steps, however small they are."""
+    """Start ranks that mix steps, even for small models."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))
     return start_ranks(ranks, "cpu", how, _LIMIT_SECONDS, "checks.tensor_parallel")
 
@@ -192,14 +192,14 @@ def compared(some: list[Case], models: dict[tuple[str, str], Path], ranks: int, 
     leader = started(ranks, how)
     for case in some:
         row = row_of(case, models[case.model, case.weights], leader, ranks, how)
-        if "refused" in row:  # which ended the ranks
+        if "refused" in row:  # the ranks have ended
             leader = started(ranks, how)
         yield row
     leader.close()
 
 
 def launched(ranks: int, how: str) -> dict[str, Any]:
-    """Run the demo under torchrun; it must answer once."""
+    """Run the demo under torchrun; only one rank may print."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(_LAUNCHED.format(ranks=ranks, how=how))
         script.flush()
@@ -216,7 +216,7 @@ def main(
     only: Annotated[str, typer.Option(help="Names of families or forms, with commas between.")] = "",
     out: Out = None,
 ) -> None:
-    """Compare all; ends with 1 where tokens differ."""
+    """Compare all; exit code 1 if tokens differ."""
     warnings.simplefilter("ignore")
     wanted = [name for name in only.split(",") if name]
     some = [each for each in cases() if not wanted or each.weights in wanted or each.model in wanted]

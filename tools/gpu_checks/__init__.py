@@ -1,1 +1,1 @@
-"""What `tools/gpu_check` runs, and how: parts with limits, tests in processes of their own, one archive."""
+"""The parts of `tools/gpu_check`, each with a time limit, with tests in separate processes and one archive."""

@@ -1,6 +1,6 @@
-"""Stands for packages that a measuring machine may lack, so that what needs only torch, triton and numpy can be run.
+"""Stand-ins for packages that a GPU machine may lack, so that code that needs only torch, triton and numpy runs.
 
-Imported first, also as a plugin of pytest's: a test that uses what it stands for is skipped.
+Imported first, also as a pytest plugin: a test that uses a stand-in is skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKAGES = frozenset({
     "compressed_tensors", "gguf", "huggingface_hub", "hypothesis", "prompt_toolkit", "rich", "safetensors",
     "tokenizers", "tqdm", "transformers", "typer",
 })  # fmt: skip
-WITHOUT = "GPU_CHECK_WITHOUT"  # set: as if none of them were installed
+WITHOUT = "GPU_CHECK_WITHOUT"  # if set, none of them counts as installed
 
 
 class _Kind(type):
@@ -28,7 +28,7 @@ class _Kind(type):
 
 
 class Absent(Exception, metaclass=_Kind):
-    """Whatever a package would offer: a class, a function, or a decorator that drops a test."""
+    """Any attribute of a package: a class, a function, or a decorator that drops a test."""
 
     __test__ = False
 
@@ -45,12 +45,12 @@ class Absent(Exception, metaclass=_Kind):
         return Absent()
 
     def __call__(self, *given: Any, **_: Any) -> Absent:
-        """Give more of it."""
+        """Return another stand-in."""
         return Absent(*given)
 
 
 class _Bar(Absent):
-    """A bar over an iterable that shows nothing."""
+    """A progress bar that shows nothing."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.args[0] if self.args else ())
@@ -76,7 +76,7 @@ class _Module(ModuleType):
 
 
 def pytest_configure(config: Any) -> None:
-    """Let tests be marked for a plugin that is not installed."""
+    """Register the marks of plugins that are not installed."""
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout")
 
@@ -94,7 +94,7 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing."""
 
 
 sys.meta_path.insert(0, _Finder())

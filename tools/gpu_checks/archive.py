@@ -1,4 +1,4 @@
-"""What a call has seen, in one archive that is whole at any moment, and a summary beside it."""
+"""The results of a call, in one archive that is always complete, and a summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from gpu_checks.part import Part
 
 _REFRESH_S = 20.0
-KERNELS = "kernels.tar"  # what Triton compiled, to be given back to a later call
+KERNELS = "kernels.tar"  # Triton's compiled kernels, for a later call
 
 
 class KernelCache:
@@ -21,7 +21,7 @@ class KernelCache:
 
     Args:
         cache: Triton's folder.
-        folder: where the file comes to lie.
+        folder: of the file.
     """
 
     def __init__(self, cache: Path, folder: Path) -> None:
@@ -36,7 +36,7 @@ class KernelCache:
         return sum(1 for _ in self._cache.iterdir()) if self._cache.exists() else 0
 
     def keep(self) -> None:
-        """Write the file anew where something was compiled."""
+        """Write the file again if something was compiled."""
         if self._entries() == self._count:
             return
         self._count = self._entries()
@@ -47,12 +47,11 @@ class KernelCache:
 
 
 class Archive:
-    """`CALL.tar.gz` and `CALL.json` in a folder; each is replaced, so that none is ever half written.
+    """`CALL.tar.gz` and `CALL.json` in a folder; each is replaced as a whole.
 
     Args:
-        folder: where they come to lie.
         call: "A", "B" or "C".
-        scratch: what goes into the archive: logs, and what the parts write.
+        scratch: the archive's content: logs and files of the parts.
     """
 
     def __init__(self, folder: Path, call: str, scratch: Path) -> None:
@@ -62,7 +61,7 @@ class Archive:
         self._refreshed = time.monotonic()
 
     def refresh(self, parts: Iterable[Part]) -> None:
-        """Write both anew."""
+        """Write both files."""
         summary = json.dumps([asdict(part) for part in parts], indent=1)
         (self._scratch / "summary.json").write_text(summary)
         temporary = self._path.with_name(f".{self._path.name}")
@@ -74,6 +73,6 @@ class Archive:
         self._refreshed = time.monotonic()
 
     def refresh_now_and_then(self, parts: Iterable[Part]) -> None:
-        """Write both anew if that was long ago: a part that never ends leaves what it said until then."""
+        """Write both files if the last time was long ago, which keeps the output of a part that hangs."""
         if time.monotonic() - self._refreshed > _REFRESH_S:
             self.refresh(parts)

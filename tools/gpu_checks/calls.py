@@ -1,4 +1,4 @@
-"""The three calls: what each one runs on a GPU, and what stands for it in a rehearsal on a CPU."""
+"""The three calls: their parts on a GPU, and in a rehearsal on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpu_checks.part import Part
 
-SHAPES_OF_STEPS = ("llama-3.1-8b", "qwen3-0.6b", "llama-3.2-1b")  # the most wanted first
+SHAPES_OF_STEPS = ("llama-3.1-8b", "qwen3-0.6b", "llama-3.2-1b")  # in order of importance
 _PYTHON = [sys.executable]
 _CLI = [*_PYTHON, "-m", "graphdecode"]
 GPU_TESTS = ["tests/engine/test_on_gpu.py", "tests/engine/test_device_loop.py", "tests/graphs/test_cuda_graph.py"]
@@ -21,7 +21,7 @@ def _part(module: str, name: str, limit_s: float, of_gpu: list[str], rehearsed: 
 
 
 def _tests(name: str, scratch: Path, limit_s: float, tests: list[str], rehearsed: list[str]) -> Part:
-    """Return the part of tests in processes of their own, which ends by itself before its limit."""
+    """Return the part that runs tests in separate processes; it ends before its limit."""
     out = str(scratch / f"{name.replace(' ', '-')}.json")
 
     def command(seconds: float, *arguments: str) -> list[str]:
@@ -31,7 +31,7 @@ def _tests(name: str, scratch: Path, limit_s: float, tests: list[str], rehearsed
 
 
 def call_a(scratch: Path) -> list[Part]:
-    """The headline: a first look, all kernels compiled, and the step of each model beside its measured floor."""
+    """Call A: one layer, all kernels compiled, and each model's step compared with its measured floor."""
     steps = [
         _part("steps", f"step {name}", 220, [name, "1,8,64", "512,4096"], [name, "1,2", "16,32"])
         for name in SHAPES_OF_STEPS
@@ -40,7 +40,7 @@ def call_a(scratch: Path) -> list[Part]:
 
 
 def call_b(scratch: Path) -> list[Part]:
-    """The tests that want a GPU, and the engine's."""
+    """Call B: the tests for a GPU, and the engine's."""
     engine = ["tests/engine", "tests/graphs", "tests/models/test_tiled_weights.py"]
     return [
         _tests("gpu tests", scratch, 270, GPU_TESTS, ["tests/kernels/test_rms_norm.py", "-k", "strided or hostile"]),
@@ -49,7 +49,7 @@ def call_b(scratch: Path) -> list[Part]:
 
 
 def call_c(scratch: Path) -> list[Part]:
-    """Products of few bits, attention beside torch's, the tuner's profile; counters and sanitizers where permitted."""
+    """Call C: quantized products, attention and torch's, the tuner's profile; counters and sanitizers if allowed."""
     attention = [*_PYTHON, "tools/bench", "attention", "--peers", "sdpa", "--out", str(scratch / "attention")]
     profile = [*_CLI, "profile", "--model", "shape:qwen3-0.6b", "--contexts", "512", "--steps", "40"]
     metrics = ["gpu__time_duration.sum", "dram__bytes_read.sum", "sm__warps_active.avg.pct_of_peak_sustained_active"]

@@ -1,4 +1,4 @@
-"""Figures as they are measured: printed, and a line of JSON each in a file that outlives whatever comes next."""
+"""Measured figures: printed, and appended at once to a file as a line of JSON."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-FILE = "GPU_CHECK_FIGURES"  # names the file
+FILE = "GPU_CHECK_FIGURES"  # the environment variable that names the file
 
 
 class Figures:
-    """The figures of a folder; a key that is known need not be measured again.
+    """The figures in a file, by key.
 
     Args:
-        file: None: the one that the environment names.
+        file: None: the file that the environment names.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -24,7 +24,7 @@ class Figures:
         for line in lines:
             try:
                 found = json.loads(line)
-            except ValueError:  # the last one, where a machine was taken away
+            except ValueError:  # the last line, incomplete if the machine was lost
                 continue
             self.known[found.pop("key")] = found
 
@@ -32,7 +32,7 @@ class Figures:
         return key in self.known
 
     def add(self, key: str, **found: Any) -> None:
-        """Keep a figure."""
+        """Print and store a figure."""
         self.known[key] = found
         line = json.dumps({"key": key} | found, default=str)
         with self._file.open("a") as file:

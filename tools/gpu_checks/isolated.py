@@ -1,8 +1,8 @@
-"""Run tests in processes side by side; whatever becomes of one, the others are run.
+"""Run tests in parallel processes; a crash or hang does not affect the others.
 
     python -m gpu_checks.isolated [--processes 8] [--test-limit 60] [--limit 240] [--out FILE] ARGUMENTS OF PYTEST
 
-A test that hangs, crashes or leaves the device unusable is told as such, and those behind it get a new process.
+A test that hangs, crashes or leaves the device unusable is reported, and the next ones get a new process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gpu_checks.part import stop
 from gpu_checks.telling import TOLD
 
 GROUP_TESTS = 25
-COLLECTION_FAILED = 3  # the exit status: what cannot be collected is not run, and would look as if it were not there
-START_S = 60.0  # for a process to come to its first test
+COLLECTION_FAILED = 3  # the exit code: tests that are not collected would go unnoticed
+START_S = 60.0  # until a process starts its first test
 _POLL_S = 0.1
 _TAIL_CHARACTERS = 3000
 
@@ -36,7 +36,7 @@ class Outcome:
 
     Attributes:
         outcome: "passed", "failed", "skipped", "hung", "crashed", "not started" or "not run".
-        why: what was said of it.
+        why: an error, or "".
     """
 
     outcome: str
@@ -45,11 +45,11 @@ class Outcome:
 
 @dataclass
 class Run:
-    """Tests that are to be run, and what became of them.
+    """Tests to run, and their outcomes.
 
     Attributes:
         test_limit_s: for one test.
-        deadline: on the monotonic clock; what has not run by then is not run.
+        deadline: on the monotonic clock; later tests are not run.
         pytest: the command, without tests.
     """
 
@@ -61,7 +61,7 @@ class Run:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work(self) -> None:
-        """Take groups of tests until there is none."""
+        """Run groups of tests until none is left."""
         while True:
             with self.lock:
                 if not self.waiting:
@@ -86,7 +86,7 @@ class Run:
                     print(f"{result.outcome}: {test}\n{result.why}", flush=True)
 
     def _run_process(self, tests: list[str]) -> dict[str, Outcome]:
-        """Run as many tests as one process takes; at least one comes to an end."""
+        """Run tests in one process until it ends; at least one gets an outcome."""
         with tempfile.TemporaryDirectory() as scratch:
             told, log = Path(scratch, "told"), Path(scratch, "log")
             told.touch()
@@ -105,7 +105,7 @@ class Run:
             )
 
     def _watch(self, process: subprocess.Popen, told: Path) -> str | None:
-        """Wait for a process; return why it was stopped, None if it ended."""
+        """Wait for a process; return why it was stopped, or None."""
         size, since = 0, time.monotonic()
         while process.poll() is None:
             now = time.monotonic()
@@ -134,13 +134,13 @@ class Run:
         if not done:
             outcome = Outcome("not started", f"{late or f'exit {code}'}\n{tail}")
             return dict.fromkeys(tests, outcome)
-        if late is None and code in (0, 1):  # it came to its end: what it left out it does not know
+        if late is None and code in (0, 1):  # it has finished: remaining tests are unknown to it
             done = dict.fromkeys(tests, Outcome("not started", tail)) | done
         return done
 
 
 def collected(pytest: list[str], arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the tests that pytest would run, and whether some file could not be collected."""
+    """Return the tests that pytest collects, and whether a file failed."""
     listed = subprocess.run([*pytest, "--collect-only", *arguments], capture_output=True, text=True, check=False)
     tests = [line for line in listed.stdout.splitlines() if "::" in line and not line.startswith((" ", "ERROR"))]
     is_broken = listed.returncode not in (0, 5)
@@ -150,14 +150,14 @@ def collected(pytest: list[str], arguments: list[str]) -> tuple[list[str], bool]
 
 
 def groups_of(tests: list[str]) -> deque[list[str]]:
-    """Cut tests into groups of one file each, the largest files first."""
+    """Group tests by file, the largest files first."""
     files = [list(group) for _, group in groupby(tests, lambda test: test.split("::")[0])]
     files.sort(key=len, reverse=True)
     return deque(group[i : i + GROUP_TESTS] for group in files for i in range(0, len(group), GROUP_TESTS))
 
 
 def main() -> int:
-    """Run the tests, print those that did not pass and how many did."""
+    """Run the tests; print failures and counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--test-limit", type=float, default=60.0, help="seconds for one test")

@@ -1,6 +1,6 @@
-"""One layer of 8B's shape in bf16: graph against eager against cuBLAS, its edges, the audit, and replay twice.
+"""One layer of an 8B model in bf16: graph, eager and cuBLAS compared, graph edges, the audit, and two replays.
 
-python -m gpu_checks.layer DEVICE        ends with 1 where something is not as it has to be
+python -m gpu_checks.layer DEVICE        exit code 1 if a check fails
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from graphdecode.profiling.environment import describe_environment, read_bandwid
 from graphdecode.profiling.latency import LatencyProfiler, fill_pages, rows_at
 
 CONTEXT = 512
-TOLERANCE = 0.05  # of a log-probability in bf16
+TOLERANCE = 0.05  # for a log-probability in bf16
 
 
 def edges_of(graph: Any) -> dict[str, dict[str, int]] | None:
-    """Count the edges of a captured graph by their type, and those that it keeps as a child, as in a loop's body.
+    """Count the edges of a captured graph and of its child graphs by type.
 
-    Programmatic ones let a kernel start early.
+    Programmatic edges let a kernel start early.
     """
     if not hasattr(graph, "raw_graph"):
         return None
@@ -55,7 +55,7 @@ def edges_of(graph: Any) -> dict[str, dict[str, int]] | None:
 
 
 def first_steps(runners: list[Runner], bucket: int) -> list[tuple[list[int], list[float]]]:
-    """Return tokens and log-probabilities of the same step by each runner; all have one cache."""
+    """Return tokens and log-probabilities of the same step by each runner; they share a cache."""
     found = []
     with rows_at(runners[0], bucket, CONTEXT, logprobs=0) as rows:
         fill_pages(runners[0], rows)
@@ -67,7 +67,7 @@ def first_steps(runners: list[Runner], bucket: int) -> list[tuple[list[int], lis
 
 
 def look_at(device: str, buckets: tuple[int, ...], figures: Figures) -> list[str]:
-    """Measure, and return what is wrong."""
+    """Run the checks, and return the failures."""
     is_cuda = device == "cuda"
     figures.add("environment", **describe_environment(device), read_bandwidth=read_bandwidth(device))
     shape = shape_of("llama-3.1-8b", layers=1, is_small=not is_cuda)
@@ -75,7 +75,7 @@ def look_at(device: str, buckets: tuple[int, ...], figures: Figures) -> list[str
     runner.graphs.capture(progress=False)
     plain = variant(runner, lambda _: None)
     problems = []
-    steps = {bucket: first_steps([runner, runner, plain], bucket) for bucket in buckets}  # eager ones move the ring on
+    steps = {bucket: first_steps([runner, runner, plain], bucket) for bucket in buckets}  # eager steps advance the ring
     for bucket, (once, again, other) in steps.items():
         key = f"layer, batch {bucket}"
         off = max((abs(a - b) for a, b in zip(once[1], other[1], strict=True)), default=0.0)
@@ -103,7 +103,7 @@ def look_at(device: str, buckets: tuple[int, ...], figures: Figures) -> list[str
 
 
 def main() -> int:
-    """Print what was seen."""
+    """Print the failures."""
     device = sys.argv[1] if len(sys.argv) > 1 else "cuda"
     problems = look_at(device, (1, 64) if device == "cuda" else (1, 2), Figures())
     print("\n".join(problems) or "nothing is wrong", flush=True)

@@ -22,7 +22,7 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_a
 
 
 def shape_of(name: str, *, layers: int | None = None, is_small: bool = False) -> str:
-    """Return the name of a shape with so many layers; a small one is for rehearsals on a CPU."""
+    """Return the name of a shape with another number of layers; small ones are for rehearsals on a CPU."""
     changed: dict[str, Any] = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
     if is_small:
         changed |= SMALL | {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
@@ -34,7 +34,7 @@ def shape_of(name: str, *, layers: int | None = None, is_small: bool = False) ->
 def runner_of(
     shape: str, batch_sizes: Sequence[int], context: int, device: str, quantize: str | None = None, **options: Any
 ) -> Runner:
-    """Return a runner in bf16 with room for rows of a context, not captured yet."""
+    """Return a runner in bf16 for a batch size and context, not captured yet."""
     longest = context + 2 * STEPS_PER_STAGING
     config = BucketConfig(
         max_batch_size=max(batch_sizes),
@@ -48,7 +48,7 @@ def runner_of(
 
 
 def with_choices(part: Any, change: Callable[[LinearChoice], LinearChoice | None]) -> Any:
-    """Return a block or a weight form whose plain products have other choices; a `change` to None is cuBLAS."""
+    """Return a block or weight whose plain products use other kernels; a `change` to None is cuBLAS."""
     if isinstance(part, Plain):
         changed = {rows: change(choice) for rows, choice in part.choices.items()}
         return replace(part, choices={rows: choice for rows, choice in changed.items() if choice is not None})

@@ -1,4 +1,4 @@
-"""One thing to run, in a process that cannot hold up the others."""
+"""A part of a call: a process with a time limit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REFUSALS = ("ERR_NVGPUCTRPERM", "No module named", "not permitted", "Operation 
 
 @dataclass
 class Part:
-    """A command, how long it may take, and how it went.
+    """A command with its limit and result.
 
     Attributes:
         name: of the part, and of its log.
-        command: what a GPU is needed for. Empty: nothing.
-        limit_s: after so many seconds it is stopped.
-        rehearsal: what is run instead where there is no GPU: the same in small on a CPU. Empty: nothing.
+        command: for a GPU; may be empty.
+        limit_s: seconds after which it is stopped.
+        rehearsal: a small version for a CPU; may be empty.
         state: "not run", "ok", "failed (CODE)", "over its LIMIT s", "no time left", "could not start", "not permitted".
         is_optional: where it is missing or not permitted, nothing is wrong.
         on_gpu: whether it was run, or rehearsed.
@@ -44,7 +44,7 @@ class Part:
     tail: str = ""
 
     def run(self, command: list[str], log: Path, limit_s: float, meanwhile: Callable[[], None]) -> None:
-        """Run a command into a log, stop it at a limit with all that it started, and note how it went."""
+        """Run a command with its output in a log, stop its session at the limit, and record the result."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",
@@ -69,7 +69,7 @@ class Part:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether it succeeded."""
         return self.state in ("ok", "not run", "not permitted")
 
     def _wait(self, process: subprocess.Popen, deadline: float, limit_s: float, meanwhile: Callable[[], None]) -> str:
@@ -82,7 +82,7 @@ class Part:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a process and all that it started in its session."""
-    with suppress(ProcessLookupError):  # nothing of it is left
+    """End a process and its session."""
+    with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Runs the parts of a call one after the other, and keeps what was seen."""
+"""Runs the parts of a call in sequence, and stores the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gpu_checks.archive import Archive, KernelCache
 from gpu_checks.part import Part
 
 FIGURES = "figures.jsonl"  # in the folder
-CALL_S = 510.0  # of a call in all: less than nine minutes, so that nothing is lost at a limit of ten
-LEAST_S = 10.0  # a part is not begun with less time than this
+CALL_S = 510.0  # limit of a call, well below the machine's ten minutes
+LEAST_S = 10.0  # no part is started with less time
 LINES_OF_A_FAILURE = 12
 
 
@@ -24,10 +24,10 @@ def run_call(
     """Run the parts of a call, or their rehearsals, within its time.
 
     Args:
-        name: of the call, and of the two files that it leaves in the folder.
-        parts_in: lists them, given a folder for what they write.
+        name: of the call and its two files.
+        parts_in: returns the parts, given a folder for their files.
         folder: for the archive and the summary.
-        has_gpu: whether the parts are run, or rehearsed.
+        has_gpu: whether the parts are run or rehearsed.
         limit_s: for all of them.
 
     Returns:
@@ -55,20 +55,20 @@ def run_call(
 
 
 def _done_before(summary: Path, *, has_gpu: bool) -> set[str]:
-    """Return the parts that an earlier run of the call brought to an end, on a device of this kind."""
+    """Return the parts that an earlier run of the call has finished on the same kind of device."""
     found = json.loads(summary.read_text()) if summary.exists() else []
     return {part["name"] for part in found if part["state"] == "ok" and part["on_gpu"] == has_gpu}
 
 
 class _Shown:
-    """Prints what parts add to the figures, as they do."""
+    """Prints new figures of parts."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._place = file.stat().st_size if file.exists() else 0
 
     def show(self) -> None:
-        """Print the lines that came since."""
+        """Print the lines added since the last call."""
         if self._file.exists():
             with self._file.open() as file:
                 file.seek(self._place)
@@ -77,7 +77,7 @@ class _Shown:
 
 
 def run_part(part: Part, scratch: Path, deadline: float, archive: Archive, parts: list[Part], *, has_gpu: bool) -> None:
-    """Run one part, or its rehearsal; nothing where there is none, or no time."""
+    """Run one part or its rehearsal, if there is one and time is left."""
     command, left = part.command if has_gpu else part.rehearsal, deadline - time.monotonic()
     if not command:
         return

@@ -1,6 +1,6 @@
-"""The step beside the measured floor, with a trace of one replay, and without what makes it fast, one after another.
+"""Step times compared with the measured floor, a trace of one replay, and steps without single optimizations.
 
-python -m gpu_checks.steps DEVICE SHAPE[:QUANTIZE] BATCH_SIZES CONTEXTS   figures that are known are not measured again
+python -m gpu_checks.steps DEVICE SHAPE[:QUANTIZE] BATCH_SIZES CONTEXTS   known figures are not measured again
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def kernel_times(runner: Runner, rows: Sequence[Any]) -> dict[str, float]:
 
 
 def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequence[int], figures: Figures) -> None:
-    """Measure the step of all points, then its variants, then loops, the most wanted figures first."""
+    """Measure the steps of all points, then variants, then loops."""
     is_cuda = device == "cuda"
     plain, _, quantize = name.partition(":")
     shape = shape_of(plain, is_small=not is_cuda)
@@ -104,7 +104,7 @@ def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequen
 
 
 def _loops(device: str, name: str, shape: str, buckets: Sequence[int], context: int, figures: Figures) -> None:
-    """Time launches of several steps, back to back, beside the launches of one that were timed before."""
+    """Time launches of several steps, compared with the known time of single steps."""
     runner = runner_of(shape, buckets, context, device, steps_per_launch=LOOP_STEPS)
     runner.graphs.capture(progress=False)
     for bucket in buckets:
@@ -126,7 +126,7 @@ def _loops(device: str, name: str, shape: str, buckets: Sequence[int], context: 
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure the steps of the arguments."""
     device, name, *sizes = sys.argv[1:]
     batch_sizes, contexts = ([int(size) for size in given.split(",")] for given in sizes)
     measure(device, name, batch_sizes, contexts, Figures())

@@ -1,4 +1,4 @@
-"""A plugin of pytest's that tells, line by line in a file, which test runs and how it ended.
+"""A pytest plugin that writes the start and outcome of each test to a file.
 
 After an error that no process recovers from (an illegal address leaves every later call of CUDA failing) the process
 ends, so that the other tests are run in a new one.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-TOLD = "GRAPHDECODE_TOLD"  # names the file
+TOLD = "GRAPHDECODE_TOLD"  # the environment variable that names the file
 ENDED_BY_CUDA = 70
 _FATAL = ("CUDA error", "CUDA_ERROR", "illegal memory access", "misaligned address", "device-side assert")
 
@@ -23,12 +23,12 @@ def _tell(**line: str) -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Say that a test begins."""
+    """Write the start of a test."""
     _tell(begins=nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Say how it ended; a test that fails while it is set up does not run."""
+    """Write a test's outcome; if its setup fails it has no call."""
     failed_around = report.when != "call" and report.outcome != "passed"
     if report.when == "call" or failed_around:
         _tell(test=report.nodeid, outcome=report.outcome, why=str(report.longrepr or "")[-2000:])

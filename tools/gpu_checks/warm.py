@@ -1,4 +1,4 @@
-"""Compile all variants that steps may launch, from one layer of each shape, in twelve processes, and launch none.
+"""Compile all kernels that steps may launch, from one layer of each shape, in twelve processes, without launching.
 
 python -m gpu_checks.warm DEVICE [SHAPE ROWS EVERY OF]      one: every so-many-th candidate, from the OF-th on
 """
@@ -22,13 +22,13 @@ from graphdecode.linear import linear_choice
 from graphdecode.linear.small_linear_timing import FusedForm
 
 CONTEXT = 512
-SHARES = (("1", "2", "0"), ("1", "2", "1"), ("8", "1", "0"), ("64", "1", "0"))  # rows, and of their candidates
+SHARES = (("1", "2", "0"), ("1", "2", "1"), ("8", "1", "0"), ("64", "1", "0"))  # rows, and a share of their candidates
 
 
 def compiled_first(
     share: tuple[int, int], weight: Tensor, bias: Tensor | None, rows: int, clock: Any, fused: FusedForm
 ) -> tuple[SmallLinearConfig | None, dict[str, float]]:
-    """Stand for the contest: call a share of the candidates, and choose the first."""
+    """Replace the tuning: call a share of the candidates, and choose the first."""
     out_features, in_features = weight.shape
     found = candidates(out_features, in_features, weight.element_size(), rows, clock.units, fused.is_normed)
     early = [config._replace(pdl=clock.has_pdl) for config in found]
@@ -49,9 +49,9 @@ def compile_all(device: str) -> int:
 
 
 def main() -> int:
-    """Compile what was asked for."""
+    """Compile one share, or start all processes."""
     device, *one = sys.argv[1:]
-    if device == "cpu":  # nothing is compiled there
+    if device == "cpu":  # a CPU compiles nothing
         return 0
     if not one:
         return compile_all(device)

@@ -1,1 +1,1 @@
-"""What `tools/make` makes: a module for each subject, with a function `main` that takes its options."""
+"""The subjects of `tools/make`: modules with a function `main`."""

@@ -37,7 +37,7 @@ PEAK_LR = 2e-3
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
-IGNORED = -100  # the label of a position that has no part in the loss (torch's cross_entropy)
+IGNORED = -100  # the label of positions without a loss (torch's cross_entropy)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -61,7 +61,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model() -> LlamaForCausalLM:
-    rope: Any = {"rope_theta": 10000.0}  # which transformers keeps under another name
+    rope: Any = {"rope_theta": 10000.0}  # transformers has another name for it
     tokens: Any = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     config = LlamaConfig(
         vocab_size=NUM_BYTES + len(SPECIAL_TOKENS),
@@ -85,7 +85,7 @@ def make_batch(task_counts: dict[str, int], rng: random.Random) -> tuple[torch.T
     samples = [sample(task, rng) for task, count in task_counts.items() for _ in range(count)]
     rows = [[*f"{prompt}{answer}".encode(), EOS_ID] for prompt, answer in samples]
     width = max(map(len, rows))
-    # Padding stands on the right: causal attention never lets a row's own tokens see it.
+    # padding is on the right, where causal attention ignores it
     ids = torch.tensor([row + [PAD_ID] * (width - len(row)) for row in rows])  # [batch, width]
     labels = ids.masked_fill(ids == PAD_ID, IGNORED)
     for row, (prompt, _) in zip(labels, samples, strict=True):
@@ -104,7 +104,7 @@ def answer_logits(
 
 @torch.inference_mode()
 def exact_match(model: LlamaForCausalLM, task: str, count: int, rng: random.Random) -> float:
-    """Return the share of samples with the right token at each place after a right prefix: greedy exact match."""
+    """Return the share of samples whose every token is right after a right prefix: greedy exact match."""
     ids, labels = make_batch({task: count}, rng)
     logits, targets = answer_logits(model, ids, labels)
     right = torch.ones_like(labels, dtype=torch.bool)
@@ -119,7 +119,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         for file in Path(scratch).iterdir():
-            file.chmod(0o644)  # safetensors writes for its owner only, and a wheel would keep that
+            file.chmod(0o644)  # safetensors makes files private, and a wheel would keep that
             os.replace(file, out / file.name)
 
 
@@ -137,8 +137,8 @@ def main(
     eval_samples: Annotated[int, typer.Option(help="Of each task, per save.", min=1)] = 1000,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 2,
 ) -> None:
-    """Train until `steps` or `minutes` are spent, whichever is first."""
-    disable_progress_bar()  # of the save, which would tear ours apart
+    """Train until `steps` or `minutes` are spent, whichever comes first."""
+    disable_progress_bar()  # of the save, which would break our progress bar
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rng = random.Random(f"train {seed}")

@@ -25,7 +25,7 @@ from harness import ROOT
 
 OUT = ROOT / "tests" / "text" / "gguf_vocabularies.json"
 SPECIAL = ["<|begin|>", "<|end|>"]
-APPROXIMATE = ("gpt-4o", "llama4", "tekken")  # llama.cpp knows the case of ASCII letters alone
+APPROXIMATE = ("gpt-4o", "llama4", "tekken")  # llama.cpp knows the case of only ASCII letters
 NUM_LINES = 50
 
 

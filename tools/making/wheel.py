@@ -1,4 +1,4 @@
-"""Build the wheel; with compiled kernels, it needs no C compiler where it is installed.
+"""Build the wheel, optionally with compiled kernels, so that it needs no C compiler.
 
     tools/make wheel --with-kernels --out dist
 
@@ -38,7 +38,7 @@ SETS = {
 
 
 def compiler_for(machine: str) -> list[str] | None:
-    """Return the compiler that makes code for a processor; None if it is not there."""
+    """Return the compiler for a processor; None if it is not installed."""
     if machine == {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine()):
         return shlex.split(os.environ.get("CC") or "cc")
     cross = f"{machine}-linux-gnu-gcc"
@@ -56,7 +56,7 @@ def compile_kernels(folder: Path, words: list[str], made_for: Instructions) -> N
 
 
 def copy_sources(tree: Path) -> None:
-    """Copy what a wheel is made of; graphdecode/kernels is a link to kernels/, which stands beside it."""
+    """Copy a wheel's sources; graphdecode/kernels is a link to kernels/."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", CARRIED.name)
     tree.mkdir()
     for name in FILES:

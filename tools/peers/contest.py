@@ -1,7 +1,7 @@
 """This engine and its peers on one checkpoint: tokens are compared first, then engines are timed alternately.
 
-Near-ties of logits may go either way, and all that follows differs. So each token is judged given the tokens before it:
-by how far its logit in a float32 reference lies below the largest one.
+Near-ties of logits may go either way, and all later tokens then differ. So each token is compared given the tokens
+before it: by the distance of its logit from the largest one in a float32 reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peers.peer import TRANSFORMERS, Graphdecode, Peer, Tokens, Workload, attemp
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (*TRANSFORMERS, LlamaCpp)}
 TOLERANCE = {"float32": 0.005, "float16": 0.05, "bfloat16": 0.25}
 """What rounding may cost, in standard deviations of the logits; another model's tokens lie whole deviations below."""
-_NOISY = 0.2  # spread past which a median of a few turns says little
+_NOISY = 0.2  # spread above which a median of few rounds is noise
 
 
 def parse_peers(text: str) -> list[Peer]:
@@ -62,7 +62,7 @@ def compare_engines(
         for each in tqdm(rounds, desc="comparing tokens", unit="batch size", disable=not progress, leave=False):
             each.compare(reference)
         tolerance = reference.tolerance
-        del reference  # its weights would take memory from those that are timed
+        del reference  # its weights would take memory from the timed engines
         for each in tqdm(rounds, desc="timing", unit="batch size", disable=not progress, leave=False):
             each.time(repeats)
         return {
@@ -124,8 +124,8 @@ class _Round:
         self._bandwidth = 0.0
 
     def compare(self, reference: Reference) -> None:
-        """Let every engine generate, which warms it up too, and leave out those whose tokens are wrong."""
-        new_tokens = self._workload.new_tokens + 1  # the longest answer that is timed
+        """Let every engine generate, as a warm-up too, and drop those with wrong tokens."""
+        new_tokens = self._workload.new_tokens + 1  # the longest timed output
         answers: dict[str, Tokens] = {}
         for name, engine in list(self._engines.items()):
             answer, wrong = attempt(partial(engine.generate, self._prompts, new_tokens))
@@ -200,7 +200,7 @@ def contest_table(record: dict[str, Any], title: str) -> Table:
 
 
 def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
-    """Return the lines below the table: floors, tokens, and who was left out and why."""
+    """Return the lines below the table: floors, tokens, and the reasons for missing engines."""
     lines = [
         "ms/step: the median of alternating rounds; spread: their interquartile range.",
         "ratio: its time over graphdecode's; floors: its time over that of reading the weights once.",

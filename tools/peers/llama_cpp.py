@@ -23,7 +23,7 @@ _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def why_not_gguf(config: ModelConfig | AdoptedConfig) -> str:
-    """Return what of a model `write_gguf` cannot write; "" if it can."""
+    """Return why `write_gguf` cannot write a model, or ""."""
     if not isinstance(config, ModelConfig) or config.architecture != Llama.architecture:
         return f"only Llama checkpoints are written as GGUF here, this is {config.architecture}"
     if config.rope.rope_type != "default":
@@ -81,13 +81,13 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Return a weight [heads * head_dim, hidden] whose rotary pairs (i, i + head_dim / 2) are neighbours."""
+    """Return a weight [heads * head_dim, hidden] whose rotary pairs (i, i + head_dim / 2) are adjacent."""
     rows, hidden = weight.shape
     return weight.view(heads, 2, rows // heads // 2, hidden).transpose(1, 2).reshape(rows, hidden)
 
 
 class LlamaCpp(Peer):
-    """`llama_decode` on batches of token ids; each batch size has a context of its own, in the workload's dtype."""
+    """`llama_decode` on batches of token ids; each batch size has its own context, in the workload's dtype."""
 
     name = "llama-cpp"
     requires: ClassVar = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}

@@ -23,11 +23,11 @@ Tokens = list[list[int]]
 
 _FIRST_TOKEN = 3  # below are the special tokens of most vocabularies
 _REASON_LENGTH = 200
-_LEAST_CAPACITY = 512  # tokens a sequence may have, though a comparison needs fewer: engines are not sized to the token
+_LEAST_CAPACITY = 512  # tokens of a sequence at most, more than a comparison needs
 
 
 def attempt(call: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Return what a call gives and "", or None and its error in one line."""
+    """Return a call's result and "", or None and its error in one line."""
     try:
         return call(), ""
     except Exception as error:
@@ -36,7 +36,7 @@ def attempt(call: Callable[[], Result]) -> tuple[Result | None, str]:
 
 
 def choose(text: str, known: Mapping[str, Kind]) -> dict[str, Kind]:
-    """Return what a comma-separated list names, in its order, each once; `"all"` is everything that is known."""
+    """Return the items that a comma-separated list names, each once; `"all"` names all."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names == ["all"]:
         names = list(known)
@@ -54,11 +54,11 @@ def random_prompts(count: int, length: int, vocab_size: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Workload:
-    """What all engines of a comparison run."""
+    """The workload of all engines of a comparison."""
 
     device: str  # "cpu" or "cuda"
     dtype: str  # of weights, activations and cache: "float32", "bfloat16" or "float16"
-    batch_sizes: tuple[int, ...]  # that will be asked for
+    batch_sizes: tuple[int, ...]  # that will be requested
     prompt_tokens: int  # of each sequence
     new_tokens: int  # decode steps of one measurement
     threads: int  # of a CPU
@@ -74,10 +74,10 @@ class Peer(ABC):
 
     name: ClassVar[str]  # on the command line
     requires: ClassVar[Mapping[str, str]] = {}  # module -> distribution that brings it
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # that it is driven on here
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # devices that are supported here
 
     def why_not(self, folder: Path, workload: Workload) -> str:
-        """Return why this peer cannot take part; "" if it can be tried."""
+        """Return why this peer cannot run, or ""."""
         absent = [package for module, package in self.requires.items() if util.find_spec(module) is None]
         if absent:
             return f"not installed: {', '.join(absent)}"
@@ -95,7 +95,7 @@ class Peer(ABC):
 
     @abstractmethod
     def open(self, folder: Path, workload: Workload) -> None:
-        """Load the checkpoint, ready for every batch size of the workload."""
+        """Load the checkpoint, for every batch size of the workload."""
 
     @abstractmethod
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
@@ -106,7 +106,7 @@ class Peer(ABC):
         return step_seconds(partial(self.generate, prompts), new_tokens)
 
     def close(self) -> None:  # noqa: B027 (few have anything to give back)
-        """Free what outlives the object: processes, files, memory of other libraries."""
+        """Free processes, files and other libraries' memory."""
 
 
 class Graphdecode(Peer):
@@ -121,7 +121,7 @@ class Graphdecode(Peer):
 
     @property
     def weight_bytes(self) -> int:
-        """That one step reads."""
+        """The bytes that one step reads."""
         return self._llm.model.weight_bytes
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
@@ -149,8 +149,8 @@ class Transformers(Peer):
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
         if self.compiled and workload.device == "cpu":
-            # `generate` compiles a static cache's step by itself, but not on a CPU; a graph that would be broken, or
-            # left to the interpreter after too many shapes, has to fail here rather than be slow
+            # `generate` compiles a static cache's step itself, but not on a CPU; a graph break, or the interpreter
+            # after too many shapes, must fail here instead of being slow
             self._model.forward = torch.compile(self._model.forward, fullgraph=True, dynamic=False)
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:

@@ -1,1 +1,1 @@
-"""What a decode step launches on an NVIDIA GPU, looked at without one: its launches, their code, and what they cost."""
+"""Models a decode step on an NVIDIA GPU without one: its launches, their machine code, and their time."""

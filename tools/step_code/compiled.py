@@ -1,4 +1,4 @@
-"""A launch, compiled for a GPU that is not here exactly as it would be compiled there."""
+"""Compiles a launch for a GPU that this machine lacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LARGEST_INT32 = 2**31 - 1
 
 
 def form_of(launch: Launch) -> tuple[Any, ...]:
-    """Return what a launch's code depends on: two launches with the same form run the same code."""
+    """Return all that a launch's code depends on, as a key."""
     parameters = {parameter.name: parameter for parameter in launch.kernel.params}
 
     def form(name: str, value: Any) -> Any:
@@ -54,7 +54,7 @@ def form_of(launch: Launch) -> tuple[Any, ...]:
 
 
 def source_of(kernel: JITFunction, arguments: dict[str, Any]) -> ASTSource:
-    """Return a kernel with the specialisation that Triton would give these arguments."""
+    """Return a kernel, specialized as Triton does for these arguments."""
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -102,17 +102,17 @@ def pointers_of(source: ASTSource, arch: int) -> dict[int, str]:
 def compiled(
     kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], arch: int
 ) -> tuple[CompiledKernel, ASTSource]:
-    """Return what Triton makes of a launch, and its source; nothing is loaded."""
+    """Compile a launch, without loading it; return the result and its source."""
     source = source_of(kernel, arguments)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options), source
 
 
 class Measured:
-    """Figures of launches, each code looked at once.
+    """Figures of launches; each code is analysed once.
 
     Args:
         arch: compute capability as one number.
-        folder: for figures of code that was looked at before.
+        folder: cache of figures.
     """
 
     def __init__(self, arch: int, folder: Path) -> None:
@@ -122,11 +122,11 @@ class Measured:
         self._rules = Path(sass.__file__).read_bytes() + Path(figures_module.__file__).read_bytes()
 
     def __call__(self, launch: Launch) -> Figures | None:
-        """Return the figures of a launch's code; None where it is not ours."""
+        """Return the figures of a launch; None for a library's kernel."""
         return None if launch.kernel is None else self.of_ours(launch)
 
     def of_ours(self, launch: Launch) -> Figures:
-        """Return the figures of a launch of a kernel of ours."""
+        """Return the figures of a launch of our kernels."""
         form = form_of(launch)
         if form not in self._known:
             code, source = compiled(launch.kernel, launch.arguments, launch.options, self._arch)

@@ -1,7 +1,7 @@
-"""What the code of a kernel says of its speed, and of the order in which it waits, reads and lets others begin.
+"""Derives from a kernel's machine code its speed, and the order of its wait, reads, writes and trigger.
 
-Latencies are those of one warp that issues in order and finds memory idle; loops are taken once, both sides of a branch
-are looked at, and the slower one counts.
+Latencies are those of one warp that issues in order, with idle memory. A loop counts once; of a branch the slower side
+counts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from step_code.sass import Code, Instruction
 
 WAIT, TRIGGER = "ACQBULK", "PREEXIT"
 _LOADS, _STORES, _ATOMICS = ("LDG", "LDGSTS", "CCTL"), ("STG", "RED"), ("ATOMG", "ATOM")
-# cycles until a result is there (Luo et al., Benchmarking and Dissecting the NVIDIA Hopper GPU Architecture via
-# Microbenchmarking, 2024): L2 answers in 260, HBM in 480 and more, and a fence of the GPU takes half a microsecond
+# cycles until a result is available (Luo et al., Benchmarking and Dissecting the NVIDIA Hopper GPU Architecture via
+# Microbenchmarking, 2024): L2 takes 260, HBM in 480 and more, and a GPU-wide fence half a microsecond
 _GLOBAL, _FENCE, _SHARED, _BARRIER, _OTHER = 400, 700, 30, 20, 24
-_TENSOR_CYCLES = 8  # of a scheduler for m16n8k16 in 16 bits, as mma.sync reaches it
-_HALF_RATE = ("MUFU", "F2F", "F2I", "I2F", "SHFL", "POPC")  # a quarter of the lanes, and less
+_TENSOR_CYCLES = 8  # per scheduler, of m16n8k16 in 16 bits with mma.sync
+_HALF_RATE = ("MUFU", "F2F", "F2I", "I2F", "SHFL", "POPC")  # at most a quarter of the lanes
 _QUARTER_CYCLES = 4
 _WARP = 32
 _LINE = 128  # bytes that a prefetch brings to the L2 cache
-_SCHEDULERS = 4  # of a multiprocessor
+_SCHEDULERS = 4  # per multiprocessor
 _CONSTANT = re.compile(r"c\[0x0\]\[0x([0-9a-f]+)\]")
 _REGISTER = re.compile(r"\b(U?R\d+)\b")
 _ADDRESS = re.compile(r"(?<!desc)\[([^\]]*)\]")
@@ -34,24 +34,24 @@ class Figures:
     """A kernel's figures.
 
     Attributes:
-        registers: of a thread.
-        stack: bytes of a thread that were spilled, or are indexed.
-        shared: bytes of a program.
-        waits: it begins early, and waits for the kernel before it.
+        registers: per thread.
+        stack: bytes per thread, spilled or indexed.
+        shared: bytes per program.
+        waits: it starts early, and waits for the previous kernel.
         waits_always: on every path to its end.
-        triggers: it lets the kernel behind it begin early.
-        triggers_late: and only after it has waited.
-        early_loads: arguments through which it reads before it waits.
-        early_stores: stores and atomic operations before it waits.
-        early_bytes: that a warp has asked for when it waits; loops are taken once.
-        early_loop: a loop asks for more of it.
-        written: arguments through which it writes.
-        levels: loads that must come back one after another before it ends; after the wait, where it waits.
-        barriers: of the program, on the longest path.
-        fences: of the GPU, on the longest path.
-        latency_cycles: of the longest path, from the wait on where there is one.
-        loop_bytes_per_clock: that one multiprocessor asks for in the loop which reads most; 0: it has no such loop.
-        loop_width: bytes that a thread reads at once there.
+        triggers: it lets the next kernel start early.
+        triggers_late: it does so only after its wait.
+        early_loads: pointer arguments that it reads before the wait.
+        early_stores: stores and atomic operations before the wait.
+        early_bytes: requested by a warp before the wait; a loop counts once.
+        early_loop: a loop requests more before the wait.
+        written: pointer arguments that it writes.
+        levels: dependent loads in sequence, after the wait if there is one.
+        barriers: program-wide, on the longest path.
+        fences: GPU-wide, on the longest path.
+        latency_cycles: of the longest path, from the wait on if there is one.
+        loop_bytes_per_clock: requested by one multiprocessor in the loop that reads most; 0: no such loop.
+        loop_width: bytes that a thread reads at once in it.
     """
 
     registers: int
@@ -75,7 +75,7 @@ class Figures:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Figures:
-        """Return what `dataclasses.asdict` was given, and JSON perhaps."""
+        """Return the inverse of `dataclasses.asdict`, also after JSON."""
         given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
         }
@@ -86,8 +86,7 @@ def figures_of(code: Code, shared: int, pointers: Mapping[int, str]) -> Figures:
     """Return the figures of a kernel.
 
     Args:
-        code: of it.
-        shared: bytes of a program.
+        shared: bytes per program.
         pointers: names of the arguments that are pointers, by their offset in the constant bank.
     """
     instructions, live = code.instructions, code.reached()
@@ -122,7 +121,7 @@ def figures_of(code: Code, shared: int, pointers: Mapping[int, str]) -> Figures:
 
 
 def _read_bytes(instruction: Instruction) -> int:
-    """Return the bytes that a thread brings nearer."""
+    """Return the bytes that a thread loads or prefetches."""
     return _LINE if instruction.operation == "CCTL" else instruction.width
 
 
@@ -131,7 +130,7 @@ def _names(origins: Mapping[int, frozenset[str]], places: list[int]) -> tuple[st
 
 
 def _origins(code: Code, pointers: Mapping[int, str]) -> dict[int, frozenset[str]]:
-    """Return, for each access to global memory, the arguments that its address was made from.
+    """Return the arguments that the address of each access to global memory is computed from.
 
     Registers are followed in the order of addresses.
     """
@@ -150,7 +149,7 @@ def _origins(code: Code, pointers: Mapping[int, str]) -> dict[int, frozenset[str
         if target is None or instruction.operation in _STORES:
             continue
         if is_access:
-            given = nothing  # an index, whose own load is in the list
+            given = nothing  # an index; its own load is in the list
         else:
             sources = " ".join(instruction.operands[1:])
             given = nothing.union(*(held.get(part, nothing) for part in _REGISTER.findall(sources)))
@@ -163,7 +162,7 @@ def _origins(code: Code, pointers: Mapping[int, str]) -> dict[int, frozenset[str
             prefix, number = target[1].rstrip("0123456789"), int(target[1].lstrip("UR"))
             for more in range(1, max(instruction.width // 4, 2)):
                 held[f"{prefix}{number + more}"] = nothing if "LDC" in instruction.name else given
-            if "LDC" in instruction.name:  # two arguments may stand side by side
+            if "LDC" in instruction.name:  # two adjacent arguments
                 for text in _CONSTANT.findall(instruction.operands[1]):
                     for more in range(1, instruction.width // 8):
                         name = pointers.get(int(text, 16) + 8 * more)
@@ -173,21 +172,21 @@ def _origins(code: Code, pointers: Mapping[int, str]) -> dict[int, frozenset[str
 
 @dataclass
 class _Moment:
-    """Where a warp stands: cycles, loads that came back one after another, and what is still under way."""
+    """The state of a warp: cycles, dependent loads so far, and pending operations."""
 
     clock: int = 0
     level: int = 0
     barriers: int = 0
     fences: int = 0
-    boards: dict[int, tuple[int, int]] = field(default_factory=dict)  # scoreboard -> clock and level when it is free
-    groups: list[tuple[int, int]] = field(default_factory=list)  # of asynchronous copies, the oldest first
-    copies: tuple[int, int] = (0, 0)  # that belong to no group yet
+    boards: dict[int, tuple[int, int]] = field(default_factory=dict)  # scoreboard -> clock and level of its release
+    groups: list[tuple[int, int]] = field(default_factory=list)  # asynchronous copies, the oldest first
+    copies: tuple[int, int] = (0, 0)  # not in a group yet
 
     def copied(self) -> _Moment:
         return replace(self, boards=dict(self.boards), groups=list(self.groups))
 
     def joined(self, other: _Moment) -> _Moment:
-        """Return the later of both in each respect."""
+        """Return the maximum of both in each field."""
         boards = self.boards.keys() | other.boards.keys()
         never = (0, 0)
         return _Moment(
@@ -204,11 +203,11 @@ class _Moment:
         self.clock, self.level = max(self.clock, ready[0]), max(self.level, ready[1])
 
     def issue(self, instruction: Instruction) -> None:
-        """Wait for what the instruction needs, and begin it."""
+        """Wait for an instruction's operands, and issue it."""
         for board in instruction.waits:
             self.wait_for(self.boards.pop(board, (0, 0)))
         operation = instruction.operation
-        if operation == WAIT:  # all that was begun before has come: the kernel before took longer
+        if operation == WAIT:  # all pending loads are done: the previous kernel took longer
             self.clock, self.level, self.barriers, self.fences = 0, 0, 0, 0
             self.boards, self.groups, self.copies = {}, [], (0, 0)
         elif operation == "DEPBAR" and self.groups:
@@ -222,7 +221,7 @@ class _Moment:
         elif operation == "BAR":
             self.barriers += 1
             self.clock += _BARRIER
-        elif operation == "MEMBAR" and not instruction.name.endswith("CTA"):  # that of one program is no matter of L2
+        elif operation == "MEMBAR" and not instruction.name.endswith("CTA"):  # a program-wide one does not involve L2
             self.fences += 1
             self.clock += _FENCE
         self._hold(instruction)
@@ -244,13 +243,13 @@ def _later(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _longest_path(code: Code, live: set[int]) -> _Moment:
-    """Return the moment of the last end."""
+    """Return the state at the last exit."""
     moments: dict[int, _Moment] = {0: _Moment()}
     last = _Moment()
     for place in sorted(live):
         now = moments.pop(place, None)
         if now is None:
-            continue  # entered from behind alone: a loop's rest
+            continue  # entered only from behind: the rest of a loop
         instruction = code.instructions[place]
         now.issue(instruction)
         if instruction.operation == "EXIT":
@@ -264,7 +263,7 @@ def _longest_path(code: Code, live: set[int]) -> _Moment:
 
 
 def _loop_rate(code: Code) -> tuple[float, int]:
-    """Return bytes per clock of one multiprocessor, and bytes a thread reads at once, of the loop that reads most."""
+    """Return bytes per clock and multiprocessor, and bytes per read of a thread, of the loop that reads most."""
     best = (0.0, 0)
     most = 0
     for loop in code.inner_loops:
@@ -279,7 +278,7 @@ def _loop_rate(code: Code) -> tuple[float, int]:
 
 
 def _pipe_cycles(inside: list[Instruction]) -> int:
-    """Cycles that the narrowest unit takes for one warp of each scheduler."""
+    """Return the cycles of the narrowest unit for one warp of each scheduler."""
     tensor = sum(each.operation in ("HMMA", "QMMA", "IMMA") for each in inside) * _TENSOR_CYCLES
     slow = sum(each.operation in _HALF_RATE for each in inside) * _QUARTER_CYCLES
     return max(tensor, slow)

@@ -1,7 +1,7 @@
-"""The launches of a decode step on a GPU, recorded where there is none: the real step, over tensors without memory.
+"""Records the launches of a decode step on a GPU without one: the real step over tensors without memory.
 
-The step's own code runs, on tensors of torch's meta device that say they are on a GPU; an operator of ours runs its
-Triton version, whose launches are noted in place of being made, and any other operator that computes counts as one.
+The step's own code runs on tensors of torch's meta device that report a GPU as their device. Our operators run their
+Triton versions, whose launches are recorded instead of made; any other operator that computes counts as one launch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from graphdecode.linear.small_linear_timing import FusedForm
 from graphdecode.models import Decoder, load, load_model
 from graphdecode.models.shapes import RandomWeights
 
-_NORM_US = 1.5  # of a launch of `rms_norm` that begins early, with its gap
+_NORM_US = 1.5  # a launch of `rms_norm` that starts early, with its gap
 DEVICE = torch.device("cuda:0")
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl", "num_ctas", "maxnreg", "launch_cooperative_grid")
-_WITHOUT_WORK = {  # torch's operators that are no kernels
+_WITHOUT_WORK = {  # torch's operators without a kernel
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "view", "_unsafe_view", "slice", "select",
     "split", "split_with_sizes", "unbind", "reshape", "_reshape_alias", "alias", "detach", "t", "transpose", "permute",
     "expand", "unsqueeze", "squeeze", "narrow", "as_strided", "lift_fresh", "view_as", "resolve_conj", "resolve_neg",
@@ -47,12 +47,11 @@ _WITHOUT_WORK = {  # torch's operators that are no kernels
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a step asks of the GPU that it is made for.
+    """Properties of a GPU.
 
     Attributes:
         arch: compute capability as one number, such as 90.
         processors: multiprocessors.
-        memory_bytes: of it.
         processor_shared_bytes: shared memory of a multiprocessor.
     """
 
@@ -63,7 +62,7 @@ class Gpu:
 
 
 def spread(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a launch's arguments with those of records one by one, named `record.field`."""
+    """Return a launch's arguments, fields of records separately as `record.field`."""
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if hasattr(value, "_fields"):
@@ -79,11 +78,11 @@ class Launch:
 
     Attributes:
         name: the kernel's function, or torch's operator.
-        operator: which of our operators launched it; empty: none.
+        operator: of ours that launched it, or "".
         grid: programs on each axis; empty for torch's operators.
         arguments: by name; tensors have no memory.
         options: warps, stages, early start.
-        kernel: the function itself; None for torch's operators.
+        kernel: None for torch's operators.
     """
 
     name: str
@@ -95,20 +94,20 @@ class Launch:
 
     @property
     def starts_early(self) -> bool:
-        """Whether it may begin while the kernel before it still runs."""
+        """Whether it may start while the previous kernel still runs."""
         return bool(self.options.get("launch_pdl"))
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step's launches, and what they work on.
+    """A step's launches and tensors.
 
     Attributes:
-        launches: in their order.
+        launches: in order.
         model: over tensors without memory.
-        constants: storages of what the step only reads.
+        constants: storages that the step only reads.
         token_bytes: of a token in all caches.
-        made_bytes: of all tensors that the step makes for itself.
+        made_bytes: of all tensors that the step allocates.
     """
 
     launches: list[Launch]
@@ -119,7 +118,7 @@ class RecordedStep:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Tensors of the device are tensors of meta, and say that they are of the device."""
+    """Puts tensors of the GPU on the meta device, and reports the GPU as their device."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +140,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what tells the memory that a tensor would lie in from others."""
+    """Return the identity of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -155,7 +154,7 @@ def _is_the_device(value: Any) -> bool:
 
 
 class _Noting(TorchDispatchMode):
-    """Notes each launch, and what is made."""
+    """Records each launch and allocation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +178,7 @@ class _Noting(TorchDispatchMode):
                 self._operator = outer
             return None
         to_host = name == "copy_" and args[1].is_meta and not args[0].is_meta
-        result = args[0] if to_host else func(*args, **kwargs)  # what has no memory cannot be copied out
+        result = args[0] if to_host else func(*args, **kwargs)  # a tensor without memory cannot be copied out
         if isinstance(result, Tensor) and name.startswith(("empty", "new_empty")):
             self.made[storage_of(result)] = result
         if name not in _WITHOUT_WORK and any(isinstance(each, Tensor) and each.is_meta for each in (*args, result)):
@@ -187,7 +186,7 @@ class _Noting(TorchDispatchMode):
         return result
 
     def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        """Stand for a kernel's launch."""
+        """Record a kernel's launch."""
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         arguments = dict(inspect.signature(kernel.fn).bind(*args, **kwargs).arguments)
         programs = grid(arguments) if callable(grid) else grid
@@ -204,7 +203,7 @@ class _Noting(TorchDispatchMode):
 
     @contextmanager
     def in_place_of_launches(self) -> Iterator[None]:
-        """Let no kernel be launched, but noted."""
+        """Record launches instead of making them."""
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self.note(kernel, *args, **kwargs)
@@ -216,7 +215,7 @@ class _Noting(TorchDispatchMode):
 
 
 def launches_of(call: Callable[[], None]) -> list[Launch]:
-    """Return what a call of launchers launches; tensors need no memory."""
+    """Return the launches of a call; its tensors need no memory."""
     noting = _Noting()
     with noting.in_place_of_launches():
         call()
@@ -230,7 +229,7 @@ def product_of(
     config: SmallLinearConfig,
     fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
 ) -> Launch:
-    """Return the launch of a product, as it is timed where there is a GPU."""
+    """Return the launch of a product, as timed on a GPU."""
 
     def made(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=weight.device)
@@ -250,14 +249,14 @@ def product_of(
 
 
 def programs_apart(launch: Launch, gpu: Gpu = Gpu()) -> float:
-    """Return how many times a product is away from two programs for each multiprocessor, which takes no compiler."""
+    """Return the factor between a product's programs and two per multiprocessor; needs no compiler."""
     share = math.prod(launch.grid) / (2 * gpu.processors)
     return max(share, 1 / share)
 
 
 @contextmanager
 def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None]:
-    """Let there be a GPU for the code that makes a model and a step; nothing may be computed on it."""
+    """Simulate a GPU for the code that builds a model and a step; nothing can be computed on it."""
     capability = (gpu.arch // 10, gpu.arch % 10)
     properties = SimpleNamespace(
         major=capability[0],
@@ -270,7 +269,7 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
     def fastest(
         weight: Tensor, bias: Tensor | None, rows: int, clock: Any, fused: FusedForm
     ) -> tuple[Any, dict[str, float]]:
-        """Choose without a clock."""
+        """Choose by the model instead of by timing."""
         out_features, in_features = weight.shape
         found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors, fused.is_normed)
         if not found:
@@ -285,10 +284,10 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         return min(early, key=lambda config: times[str(config)]), {"plain": math.inf, **times}
 
     def nothing(*_: Any) -> None:
-        """No clock, and no cache of choices: nothing is timed."""
+        """No clock, and no cache of choices."""
 
     def untouched(self: RandomWeights, name: str, out: Tensor, shard: Any = None) -> None:
-        """What `read` does where there is no memory."""
+        """Read nothing: there is no memory."""
 
     cuda = {
         "get_device_properties": lambda *_: properties,
@@ -323,13 +322,12 @@ def recorded_step(
     dtype: str = "bfloat16",
     quantize: str | None = None,
 ) -> RecordedStep:
-    """Return the launches of one step of so many rows.
+    """Return the launches of one step.
 
     Args:
         model: the name of a shape, such as `"shape:llama-3.1-8b"`.
         rows: of the bucket.
-        gpu: what the step is made for.
-        product_us: how long a product takes; the fastest of those that are possible is taken.
+        product_us: returns a product's time; the fastest candidate is chosen.
         max_batch_size: rows of the largest bucket.
         max_sequence_length: tokens of a row at most.
         batch_invariant: as the engine's option.

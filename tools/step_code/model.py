@@ -1,8 +1,8 @@
-"""How long a step should take on a GPU, from its launches, the code of each, and the bytes that it must move.
+"""Models a step's time on a GPU from its launches, the code of each, and the bytes that it must move.
 
-A step is the time to read what it must, and beside that for each launch the gap before it and the latency inside it, in
-which memory idles; less what a kernel that begins early has already asked memory for. Good to about 20% of what is
-beside the floor; it is there to see changes.
+A step takes the time of its reads, plus for each launch the gap before it and the latency inside it, during which
+memory idles, minus the reads that kernels with an early start have requested by then. The part above the floor is
+accurate to about 20%: the model is for comparing changes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from step_code.figures import Figures
 from step_code.launches import Gpu, Launch, RecordedStep, spread
 
 _WARP = 32
-_WARPS = 64  # that a multiprocessor holds at a time
+_WARPS = 64  # on a multiprocessor at a time
 _PROGRAMS = 32
 _REGISTERS = 65536
 _SHARED = 227 * 1024
-_SHARED_OF_SYSTEM = 1024  # bytes of each program
+_SHARED_OF_SYSTEM = 1024  # bytes per program
 _WARPS_BY_DEFAULT = 4
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a launch and a byte cost; of an H200.
+    """Costs of a launch and of a byte on an H200.
 
     Attributes:
         read_bandwidth: bytes per second.
         clock_hz: of a multiprocessor.
-        gap_us: from one kernel of a graph to the next that depends on it.
-        early_gap_us: likewise, where the next one began early (CUDA's programmatic dependent launch).
-        library_us: latency inside a kernel of torch's or of cuBLAS, whose code is not looked at.
-        stream_loss: share of the weights' time that is lost at the begin and the end of each stream.
-        cache_loss: share of the time of keys and values that is lost, for they lie in pages.
-        intake: bytes per clock that one multiprocessor takes in from the L2 cache; its port is 64 wide.
-        cache_bandwidth: bytes per second that the L2 cache gives to all of them.
-        flight_bytes: that must be under way for memory to give its bandwidth: 0.8 us of it.
-        tile_cycles: from one tile of keys to the next, whose scores wait for those before.
+        gap_us: between a kernel of a graph and the next one that depends on it.
+        early_gap_us: likewise, if the next one starts early (CUDA's programmatic dependent launch).
+        library_us: latency inside a kernel of torch or cuBLAS, whose code is not analysed.
+        stream_loss: share of the weights' time that is lost at the beginning and the end of each stream.
+        cache_loss: share of the time of keys and values that is lost because they are in pages.
+        intake: bytes per clock from the L2 cache to one multiprocessor; its port is 64 wide.
+        cache_bandwidth: bytes per second from the L2 cache to all multiprocessors.
+        flight_bytes: outstanding reads that saturate memory: 0.8 us of its bandwidth.
+        tile_cycles: between two tiles of keys, since scores depend on the previous ones.
     """
 
     read_bandwidth: float = 4.2e12
@@ -58,16 +58,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step comes to.
+    """The modelled time of a step.
 
     Attributes:
         launches: kernels and copies.
-        made_bytes: of all tensors that the step makes for itself.
+        made_bytes: of all tensors that the step allocates.
         floor_us: the bytes that it must move, over the read bandwidth.
         gaps_us: between its launches.
-        latency_us: inside them; and what products take longer than memory, which only keeps up with enough programs.
-        hidden_us: of both, in which memory does not idle.
-        step_us: all of it.
+        latency_us: inside them, and the time of products beyond their reads.
+        hidden_us: the part of both during which memory is busy.
+        step_us: the total.
     """
 
     launches: int
@@ -80,7 +80,7 @@ class StepCost:
 
     @property
     def times_floor(self) -> float:
-        """The step over its floor."""
+        """The step's time over its floor."""
         return self.step_us / self.floor_us
 
 
@@ -92,15 +92,11 @@ def step_cost(
     gpu: Gpu = Gpu(),  # noqa: B008 (immutable)
     costs: Costs = Costs(),
 ) -> StepCost:
-    """Return what a step comes to.
+    """Return the modelled time of a step.
 
     Args:
-        step: its launches.
-        rows: of it.
         context: tokens of each row.
-        figures: of a launch's code; None where it is not ours.
-        gpu: how many multiprocessors there are.
-        costs: of launches and bytes.
+        figures: returns those of a launch; None for a library's kernel.
     """
     weights_us = 1e6 * step.model.read_bytes(rows) / costs.read_bandwidth
     cache_us = 1e6 * rows * (context + 1) * step.token_bytes / costs.read_bandwidth
@@ -114,14 +110,14 @@ def step_cost(
         latency_us += latency + _behind_memory_us(launch, own, gpu, costs)
         loops_us += _loop_us(launch, context, costs)
         before = own
-    latency_us += max(loops_us - cache_us, 0.0)  # a loop runs while memory gives it keys
+    latency_us += max(loops_us - cache_us, 0.0)  # the loop overlaps with the reads of keys
     step_us = weights_us * (1 + costs.stream_loss) + cache_us * (1 + costs.cache_loss)
     step_us += gaps_us + latency_us - hidden_us
     return StepCost(len(step.launches), step.made_bytes, weights_us + cache_us, gaps_us, latency_us, hidden_us, step_us)
 
 
 def product_us(launch: Launch, figures: Figures, gpu: Gpu, costs: Costs = Costs()) -> float:
-    """Return how long a product takes behind a kernel that lets it begin early, as a GPU would find by timing it."""
+    """Return the modelled time of a product after a kernel that lets it start early."""
     gap, latency, hidden = _idle_us(launch, figures, launch.starts_early, gpu, costs)
     weight_us = 1e6 * launch.arguments["weight"].nbytes / costs.read_bandwidth
     return weight_us + _behind_memory_us(launch, figures, gpu, costs) + gap + latency - hidden
@@ -130,7 +126,7 @@ def product_us(launch: Launch, figures: Figures, gpu: Gpu, costs: Costs = Costs(
 def _idle_us(
     launch: Launch, own: Figures | None, begins_early: bool, gpu: Gpu, costs: Costs
 ) -> tuple[float, float, float]:
-    """Return the gap before a launch, the latency inside it, and how much of both memory does not idle."""
+    """Return the gap before a launch, its latency, and the part of both during which memory is busy."""
     gap = costs.early_gap_us if begins_early else costs.gap_us
     if own is None:
         return gap, costs.library_us, 0.0
@@ -140,12 +136,11 @@ def _idle_us(
 
 
 def _behind_memory_us(launch: Launch, own: Figures | None, gpu: Gpu, costs: Costs) -> float:
-    """Return what a product takes longer than its weight's bytes over the bandwidth.
+    """Return a product's time beyond the time to read its weight.
 
-    A multiprocessor takes in what its programs read, the activations and a gain too, no faster than its port lets it,
-    and all of them no faster than the L2 cache gives; memory gives less where little is under way, but for what was
-    asked for ahead; and where the columns are split, each program writes its sums, and the last one of a block takes in
-    those of all.
+    Limits are a multiprocessor's port, for all that its programs read; the L2 cache, for all multiprocessors; and
+    memory, which is slower with few outstanding reads, except for those requested before the wait. With split columns
+    each program writes its sums, and the last one of a block reads them all.
     """
     given = _by_field(launch)
     if "splits" not in given or own is None:
@@ -170,7 +165,7 @@ def _behind_memory_us(launch: Launch, own: Figures | None, gpu: Gpu, costs: Cost
 
 
 def _loop_us(launch: Launch, context: int, costs: Costs) -> float:
-    """Return what the tiles of keys after the first of a program take; those of a row are dealt out evenly."""
+    """Return the time of a program's tiles of keys after the first; a row's tiles are divided evenly."""
     given = _by_field(launch)
     if "plan" not in given or "BLOCK_N" not in given:
         return 0.0
@@ -182,21 +177,21 @@ def _loop_us(launch: Launch, context: int, costs: Costs) -> float:
 
 
 def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
-    """Return the bytes that all programs which the chip holds have asked memory for when they wait."""
+    """Return the bytes that all resident programs have requested before they wait."""
     if figures.early_loop:
-        return float("inf")  # all that there is
+        return float("inf")  # all of it
     warps = launch.options.get("num_warps", _WARPS_BY_DEFAULT)
     at_once = min(math.prod(launch.grid), gpu.processors * programs_at_once(figures, warps))
     return figures.early_bytes * warps * min(at_once, _by_field(launch).get("asking", at_once))
 
 
 def _by_field(launch: Launch) -> dict[str, Any]:
-    """Return a product's arguments, those of records by the names of their fields."""
+    """Return a product's arguments, those of records by their field names."""
     return {name.rpartition(".")[2]: value for name, value in spread(launch.arguments).items()}
 
 
 def programs_at_once(figures: Figures, warps: int) -> int:
-    """Return how many programs one multiprocessor holds."""
+    """Return the resident programs of one multiprocessor."""
     registers = -(-figures.registers // 8) * 8 * _WARP * warps
     return max(
         min(_PROGRAMS, _WARPS // warps, _REGISTERS // registers, _SHARED // (figures.shared + _SHARED_OF_SYSTEM)),

@@ -1,4 +1,4 @@
-"""The machine code of a kernel: instructions with their control words, and where each may go next.
+"""Parses a kernel's machine code: instructions with their control words, and the control flow.
 
 NVIDIA's `cuobjdump -sass` prints an instruction and its 128 bits. The control word in the upper bits says how many
 cycles the warp stalls, which of six scoreboards the instruction waits for, and which it holds until it has read its
@@ -61,12 +61,12 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """Bytes that a thread moves, where the instruction moves some."""
+        """Bytes that a thread moves, if it moves any."""
         return next((_WIDTHS[part] for part in self.name.split(".")[1:] if part in _WIDTHS), 4)
 
     @property
     def is_conditional(self) -> bool:
-        """Whether threads may pass it by: by its predicate, or by one among its operands."""
+        """Whether some threads may skip it, by its predicate or one among its operands."""
         return bool(self.predicate) or (bool(self.operands) and re.match(r"!?U?P\d", self.operands[0]) is not None)
 
 
@@ -89,12 +89,12 @@ class Code:
         """Disassemble a kernel.
 
         Raises:
-            RuntimeError: there is nothing in it that is understood.
+            RuntimeError: no instruction was recognized.
         """
         printed = _printed(cubin, "-sass", "-res-usage")
         instructions = tuple(instructions_in(printed.splitlines()))
         if not instructions:
-            raise RuntimeError(f"cuobjdump printed nothing that is understood:\n{printed[:1000]}")
+            raise RuntimeError(f"no instruction was recognized in cuobjdump's output:\n{printed[:1000]}")
         return cls(instructions, *_usage(printed))
 
     @cached_property
@@ -102,7 +102,7 @@ class Code:
         return {instruction.address: place for place, instruction in enumerate(self.instructions)}
 
     def next_places(self, place: int) -> list[int]:
-        """Return where control may go after the instruction at a place; a call is taken to come back at once."""
+        """Return the possible successors of an instruction; a call counts as returning at once."""
         instruction = self.instructions[place]
         behind = [place + 1] if place + 1 < len(self.instructions) else []
         if instruction.operation in ("EXIT", "RET"):
@@ -113,7 +113,7 @@ class Code:
         return behind
 
     def reached(self, stop: str = "") -> set[int]:
-        """Return the places that may be reached before an instruction `stop` that every thread executes."""
+        """Return the positions reachable before an instruction `stop` that all threads execute."""
         seen: set[int] = set()
         ahead = [0]
         while ahead:
@@ -127,7 +127,7 @@ class Code:
 
     @property
     def inner_loops(self) -> list[range]:
-        """The places of each loop that has no other loop in it."""
+        """The positions of each innermost loop."""
         live = self.reached()
         loops = [
             range(there, place + 1)
@@ -143,14 +143,14 @@ def _is_inside(inner: range, outer: range) -> bool:
 
 
 def usage_of(cubin: bytes) -> tuple[int, int]:
-    """Return registers and bytes of stack of a thread, without a look at the code."""
+    """Return registers and stack bytes per thread, without reading the code."""
     return _usage(_printed(cubin, "-res-usage"))
 
 
 def _usage(printed: str) -> tuple[int, int]:
     found = _USAGE.search(printed)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers:\n{printed[:1000]}")
+        raise RuntimeError(f"no registers in cuobjdump's output:\n{printed[:1000]}")
     return int(found[1]), int(found[2])
 
 
@@ -163,7 +163,7 @@ def _printed(cubin: bytes, *options: str) -> str:
 
 
 def instructions_in(lines: list[str]) -> Iterator[Instruction]:
-    """Read the instructions out of what cuobjdump printed; lines of another kind are passed by."""
+    """Yield the instructions in cuobjdump's output, skipping other lines."""
     for line, below in pairwise(lines):
         found, upper = _LINE.match(line), _UPPER.match(below)
         if found is None or upper is None:

@@ -32,7 +32,7 @@ class Finding:
 
     kind: str  # a key of `HAZARDS`
     operator: str  # the operator to blame
-    file: str | None  # of the step's line
+    file: str | None  # file and line in the step's code
     line: int | None  # its number
     why: str  # what a graph would get wrong
     remedy: str  # what to do instead

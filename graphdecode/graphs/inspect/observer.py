@@ -45,7 +45,7 @@ _METHODS = {getattr(Tensor, name): ("host-read", f"Tensor.{name}") for name in (
     Tensor.__dlpack__: ("raw-pointer", "Tensor.__dlpack__"),
     Tensor.data.__set__: ("moved", "Tensor.data = ..."),  # type: ignore[attr-defined]
 }
-_HAZARDS = {  # of operators, with any arguments
+_HAZARDS = {  # operators that are hazards with any arguments
     **dict.fromkeys(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"), "host-read"),
     **dict.fromkeys(("lift_fresh", "lift"), "host-data"),
     **dict.fromkeys(("resize_", "resize_as_", "set_", "set_data"), "moved"),
@@ -77,7 +77,7 @@ class Schema(NamedTuple):
     reshapes: bool  # changes only shape and strides (`transpose_`, `unsqueeze_`)
     may_draw: bool  # may use torch's random numbers
     is_dynamic: bool  # the shape of its result depends on data
-    is_safe: bool  # no arguments make it a hazard by what it is
+    is_safe: bool  # no hazard, whatever the arguments
 
 
 @functools.cache
@@ -131,7 +131,7 @@ class StepObserver(TorchDispatchMode):
 
     Attributes:
         checks_memory: check also which memory operators read and write, which takes most of the time.
-        computes: run the project's own operators, too, if they write floats alone; where not, nothing is to be read.
+        computes: also run the project's own operators that write only floats; if false, their outputs must not be read.
         made: storages that the step made.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`).
         written: how often each storage was written.
@@ -364,7 +364,7 @@ def values_of(schema: Schema, args: tuple, kwargs: dict) -> list[Any]:
     return [*args, *(kwargs.get(argument.name, argument.default) for argument in rest)]
 
 
-Given = tuple[str, Tensor, bool]  # of a tensor argument: its name, the tensor, whether it is written
+Given = tuple[str, Tensor, bool]  # a tensor argument: its name, the tensor, and whether it is written
 
 
 def tensor_arguments(schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
@@ -379,7 +379,7 @@ def tensor_arguments(schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
 
 
 def _is_skippable(func: Any, given: Sequence[Given]) -> bool:
-    """Return whether an operator writes into given tensors of floats and does nothing else: no index depends on it."""
+    """Return whether an operator only writes into given float tensors, so that no index depends on it."""
     return is_own(func) and all(tensor.is_floating_point() for _, tensor, is_written in given if is_written)
 
 

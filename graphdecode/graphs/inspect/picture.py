@@ -8,7 +8,7 @@ import subprocess
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.step_graph import Node
 
-# of each node: the sources that it reads (a node's index, or the name of a slot or constant), with a label
+# for each node, the sources that it reads (a node's index, or the name of a slot or constant), with a label
 Edges = list[dict[tuple[int | str, str], None]]
 
 

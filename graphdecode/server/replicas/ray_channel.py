@@ -21,7 +21,7 @@ from graphdecode.config import ServerConfig
 from graphdecode.server.replicas.front import LostError, make_front
 from graphdecode.server.replicas.routing import OwnRequests, RoutedPrefixes, choose
 
-LEASE_HEADER = "x-graphdecode-lease"  # of a request over HTTP
+LEASE_HEADER = "x-graphdecode-lease"  # header of a request over HTTP
 _SENT = ("type", "http_version", "method", "scheme", "path", "query_string", "root_path", "headers", "client", "server")
 _NOT_SENT = (b"transfer-encoding", b"content-length", b"connection")  # headers of the connection
 _NOT_RETURNED = (b"transfer-encoding", b"connection", b"date")  # headers that the front's own server sets
@@ -31,7 +31,7 @@ _METRICS_SECONDS = 10.0
 class Route(NamedTuple):
     """Routing hints of a request."""
 
-    blocks: Sequence[int] = ()  # of its prompt; see `prompt_blocks`
+    blocks: Sequence[int] = ()  # the prompt's; see `prompt_blocks`
     avoid: Sequence[str] = ()  # names of replicas that could not serve it
 
 

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 R = TypeVar("R", bound=Hashable)
 
 BLOCK_CHARACTERS = 32  # a replica caches whole pages, commonly 16 tokens of 1..4 characters
-MAX_BLOCKS = 256  # of one prompt
-KEPT_BLOCKS = 1 << 16  # of one replica: 2 million characters, about the size of its cache
+MAX_BLOCKS = 256  # per prompt
+KEPT_BLOCKS = 1 << 16  # per replica: 2 million characters, about the size of its cache
 
 
 class RoutedPrefixes(Generic[R]):

@@ -81,7 +81,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._problem: DecodeProblem | None = None
         self._rows = self._max_items = 0
         self._pages: tuple[Tensor, ...] = ()  # indptr, indices, last_page_len
-        self._max_rows: int | None = None  # of the caller's buffers; None: there are none
+        self._max_rows: int | None = None  # capacity of the caller's buffers, if there are any
         if use_cuda_graph:
             self._pages = self._checked_buffers(
                 paged_kv_indptr_buffer=paged_kv_indptr_buffer,
@@ -167,7 +167,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             q_data_type: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, as a name or a dtype; left out:
                 data_type where that has more than one byte, else float16; None: data_type, else float16.
             kv_data_type: likewise; None: data_type, else as the queries.
-            data_type: of what the two before do not name.
+            data_type: default of the two before.
             sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
             rope_scale: divides the rotation angles; None: 1.
             rope_theta: base of the rotation frequencies; None: 10000.

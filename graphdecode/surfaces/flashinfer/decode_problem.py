@@ -21,7 +21,7 @@ Q_DTYPE_LEFT_OUT = str(b"float16", "ascii")  # a new object: equal to a given "f
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn", "cute-dsl")  # all mean the same here
 _MAX_HEADS, _MAX_WINDOW = 1 << 16, 1 << 30  # positions are int32
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512
-_LARGEST = 1 << 20  # of tokens a page, and queries a row
+_LARGEST = 1 << 20  # limit of tokens per page and queries per row
 
 
 def _dtype_of(name: str, value: str | torch.dtype) -> torch.dtype:

@@ -50,7 +50,7 @@ class SlotKVCacheManager:
         max_length: tokens of one sequence, at most.
         padding_side: `right`: token i of a sequence is at place i; `left`: its newest token is at the last place.
         continuous_batching: whether context encoding writes the slots that `seq_ids` names, or all from the first.
-        num_cores_per_group: flash decoding: over how many shards a sequence is dealt. This cache is one shard, with
+        num_cores_per_group: flash decoding: number of shards of a sequence. This cache is one shard, with
             place `position // g` for the positions that `active_mask` says it owns (`position % g`), and one more
             place, the last, that takes all others: the garbage place, which a `seq_len` counts. `max_length` is padded
             to a multiple, with a warning.
@@ -110,7 +110,7 @@ class SlotKVCacheManager:
         self.length, self.device = padded // num_cores_per_group, default_device(device)
         self._places = self.length + (1 if sharded else 0)
         inner = (_TILE, self._places // _TILE) if tiled else (self._places,)
-        self.kv_shape = (max_batch_size, num_kv_heads, *inner, head_dim)  # of each stored tensor
+        self.kv_shape = (max_batch_size, num_kv_heads, *inner, head_dim)  # shape of each stored tensor
         self._flat = [untouched_zeros(self.kv_shape, dtype, self.device) for _ in range(2 * num_layers)]
 
     @classmethod
@@ -120,7 +120,7 @@ class SlotKVCacheManager:
         """Return the cache of one rank.
 
         Args:
-            config: of the model: `num_hidden_layers`, `num_attention_heads`, and `head_dim` or else `hidden_size`.
+            config: the model's: `num_hidden_layers`, `num_attention_heads`, and `head_dim` or else `hidden_size`.
             neuron_config: `max_batch_size`, `sequence_length`, `torch_dtype`, `tp_degree`, `padding_side`,
                 `continuous_batching`, `flash_decoding_enabled` and `num_cores_per_group`.
             num_kv_head: key/value heads of the whole model; see `kv_heads_per_rank` for those of a rank.
@@ -213,13 +213,13 @@ class SlotKVCacheManager:
         the slots in `seq_ids`; without continuous batching, of slots 0, 1, ... Token generation writes at
         `position_ids`; padded left, it drops the oldest n tokens and appends at the right. Sharded, the positions that
         `active_mask` owns go to their places and all others to the garbage place; context encoding without a mask
-        takes tokens that were dealt out already.
+        takes tokens that are already sharded.
 
         Args:
             is_for_context_encoding: prompts, or generated tokens.
             seq_ids: int [rows], the slots, each once; None means 0, 1, ...
             position_ids: int [rows, n]; context encoding and left padding need none, unless sharded by `active_mask`.
-            new_key_values: for each layer the keys and values `[rows, heads, n, head_dim]`.
+            new_key_values: keys and values of each layer, `[rows, heads, n, head_dim]`.
             seq_len: the length bucket of the step, as for `get_cache`; tokens go to the same places in all of them.
             scatter_index: int [rows, n], places to use instead of `position_ids`.
             active_mask: [rows, n], nonzero where this shard owns the position.

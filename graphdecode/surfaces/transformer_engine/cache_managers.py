@@ -319,7 +319,7 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
 
     def _make_metadata(self) -> StepMetadata:
         self._tags: dict[Hashable, int] = {}
-        self._origins: dict[Hashable, int] = {}  # of forks: the tag of the parent's tokens
+        self._origins: dict[Hashable, int] = {}  # fork -> the tag of the parent's tokens
         self._last_tag = 0
         self._owners: dict[int, Tensor] = {}  # layer -> tags of the tokens in each row
         self._plan = torch.zeros(plan_words(self.max_batch_size), dtype=torch.int32, device=self.device)

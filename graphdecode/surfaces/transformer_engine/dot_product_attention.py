@@ -68,7 +68,7 @@ class DotProductAttention(nn.Module):
         qkv_format: `sbhd`, `bshd` or `thd`, the default of `forward`.
         attn_mask_type: one of `MASK_TYPES`, likewise.
         window_size: (tokens to the left that a query sees or -1, 0 or -1), likewise.
-        layer_number: of the layer in the cache; None: 1.
+        layer_number: number of the layer in the cache; None: 1.
         softmax_scale: multiplies the logits; None: 1 / sqrt of a key head's size.
         **training: arguments that only training and sharding need; see `check_training_arguments`.
     """

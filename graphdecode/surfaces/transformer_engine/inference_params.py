@@ -29,7 +29,7 @@ class InferenceParams:
         max_sequence_length: tokens of one sequence, at most.
         num_heads_kv: key/value heads.
         head_dim_k: size of a key head.
-        dtype: of the cache.
+        dtype: the cache's.
         head_dim_v: size of a value head; None means `head_dim_k`.
         is_paged: whether sequences own pages or whole rows.
         total_num_pages: pages, if paged; any number >= 1.
@@ -44,7 +44,7 @@ class InferenceParams:
         pre_step_seqlens: int32 [max_batch], lengths before the step; 0 past the batch.
         cu_seqlens_q: int32 [max_batch + 1], sums of the step lengths; the last value repeats past the batch.
         cu_seqlens_kv: int32 [max_batch + 1], sums of the lengths after the step; likewise.
-        cache_manager: of the cache.
+        cache_manager: the manager of the cache.
         batch_size: rows of the last `pre_step`.
         and the other arguments, with defaults filled in.
 
@@ -166,11 +166,10 @@ class InferenceParams:
         """Write one layer's new keys and values, and return what attention over the whole cache needs.
 
         Args:
-            layer_number: of the layer.
             new_k: [b, s, h, d_k] (bshd), [s, b, h, d_k] (sbhd) or [t, h, d_k] (thd, packed with `cu_seqlens_q`; a
                 trailing pad is allowed).
             new_v: the same with d_v.
-            qkv_format: of both; None means the format that the constructor was given.
+            qkv_format: layout of both; None means the constructor's.
 
         Returns:
             (keys, values, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, out_format). The cache is bshd: its first

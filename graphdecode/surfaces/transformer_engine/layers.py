@@ -20,7 +20,7 @@ from .rotary import apply_rotary_pos_emb
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 _GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}
 ACTIVATIONS = ("gelu", "relu", *_GATES)
-_STD = 0.023  # of weights that are not loaded yet
+_STD = 0.023  # standard deviation of initial weights
 
 
 def frozen(*shape: int, value: float | None = None, like: dict[str, object]) -> nn.Parameter:
@@ -33,7 +33,7 @@ def frozen(*shape: int, value: float | None = None, like: dict[str, object]) -> 
 class NormSettings(NamedTuple):
     """Settings of a norm, and of the linear layers after it."""
 
-    hidden_size: int  # of the input
+    hidden_size: int
     eps: float  # added to the variance, or to the mean square
     normalization: str | None  # one of `NORMALIZATIONS`; None: no norm
     zero_centered_gamma: bool  # whether the norm multiplies by 1 + weight
@@ -125,10 +125,9 @@ class MultiheadAttention(nn.Module):
     `DotProductAttention` has too mean the same.
 
     Args:
-        hidden_size: of input and output.
+        hidden_size: size of input and output.
         kv_channels: size of a head; None: hidden_size / num_attention_heads.
-        layernorm_epsilon: of the norm.
-        params_dtype: of the parameters; None: torch's default.
+        params_dtype: None means torch's default.
         input_layernorm: whether there is a norm.
         zero_centered_gamma: whether it multiplies by 1 + weight.
         bias: whether projections have biases.
@@ -243,7 +242,7 @@ class TransformerLayer(nn.Module):
     Arguments that `MultiheadAttention` has too mean the same.
 
     Args:
-        ffn_hidden_size: of the perceptron's inner layer.
+        ffn_hidden_size: size of the perceptron's inner layer.
         activation: `gelu`, `relu`, `geglu` or `swiglu`.
         self_attn_mask_type: see `DotProductAttention`.
         attn_input_format: `sbhd`, `bshd` or `thd`.
