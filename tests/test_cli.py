@@ -353,7 +353,7 @@ def test_several_answers_stand_under_their_numbers(tmp_path: Path) -> None:
 def test_help_says_whose_the_defaults_are() -> None:
     shown = " ".join(run_command("generate", "--help").stdout.split())
     assert "the checkpoint's generation_config.json" in shown
-    assert "Without that file it is the library's default" in shown
+    assert "without that file, from the library's defaults" in shown
 
 
 @pytest.mark.parametrize(
@@ -423,19 +423,19 @@ def capacity(settings: EngineConfig) -> tuple[int, int, tuple[int, ...]]:
     ],
 )
 def test_capacity_follows_from_the_prompts(lengths, max_tokens, answers, expected):
-    settings = fitted(DEFAULT, lengths, max_tokens, answers=answers, trained_length=TRAINED)
+    settings = fitted(DEFAULT, lengths, max_tokens, outputs=answers, trained_length=TRAINED)
     assert capacity(settings) == expected
 
 
 def test_capacity_is_never_above_what_the_model_was_trained_for() -> None:
-    settings = fitted(DEFAULT, [500], 128, answers=1, trained_length=512)
+    settings = fitted(DEFAULT, [500], 128, outputs=1, trained_length=512)
     assert settings.buckets.max_sequence_length == 512
 
 
 @pytest.mark.parametrize(("answers", "sizes"), [(1, (4,)), (4, (4,)), (5, (4, 8)), (9, (4, 8, 16)), (99, (4, 8, 16))])
 def test_buckets_that_were_chosen_stay_those_that_run(answers: int, sizes: tuple[int, ...]) -> None:
     chosen = EngineConfig(buckets=BucketConfig(max_batch_size=16, batch_sizes=[4, 8]))
-    settings = fitted(chosen, [5], 10, answers=answers, trained_length=TRAINED)
+    settings = fitted(chosen, [5], 10, outputs=answers, trained_length=TRAINED)
     assert settings.buckets.ladder.sizes == sizes
 
 
