@@ -259,7 +259,7 @@ def test_what_repeats_itself() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "why"),
     [
-        (1, "cut after 1 token: that is --max-tokens"),
+        (1, "cut after 1 token: --max-tokens"),
         (None, "the limit of 256 tokens is reached (--max-sequence-length"),
     ],
 )

@@ -256,7 +256,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path)
         with pytest.raises(ValueError, match="must be a file in a folder that exists"):
             check_record(path)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"bytes\.json is no record"):
+    with pytest.raises(ValueError, match=r"bytes\.json is not a record"):
         check_record(tmp_path / "bytes.json")
 
 
