@@ -241,7 +241,7 @@ REFUSED = {
     "a format that there is not": ("int4", "copy", {"file_format": "onnx"}, "must be one of safetensors, gguf"),
     "a format of others": ("int4", "copy.gguf", {"file_format": "gguf"}, "int4 cannot be written as gguf, only"),
     "a folder for a file": ("q8_0", "copy", {}, "must end in .gguf"),
-    "a file for a folder": ("int8", "copy.gguf", {}, "needs a folder"),
+    "a file for a folder": ("int8", "copy.gguf", {}, "must be a folder"),
     "a folder in none": ("int8", "no/copy", {}, "is not a folder, so copy cannot be made"),
     "a group that does not fit": ("int4", "copy", {"group_size": 48}, "divide all weights' columns"),
 }

@@ -27,12 +27,12 @@ _NAMES = {torch.float16: "float16", torch.float32: "float32", torch.bfloat16: "b
 
 
 def _is_float(value: Any) -> bool:
-    """Whether it is a tensor here that may stand for another one of other floats."""
+    """Return whether a value is a float tensor on the CPU."""
     return isinstance(value, Tensor) and value.is_cpu and value.is_floating_point()
 
 
 class DecodeAttentionAttack:
-    """Appends, attends and merges, with a few arguments spoiled; what is no number stays so, in its own head alone."""
+    """Appends, attention and merges with a few invalid arguments; NaN must stay in its own head."""
 
     name = "attention (FlashInfer)"
 

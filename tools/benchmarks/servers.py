@@ -49,7 +49,7 @@ _PIECE = re.compile(rb'"choices": ?\[\{')
 
 
 class Setting(NamedTuple):
-    """What all servers of a comparison are given."""
+    """The settings of all servers of a comparison."""
 
     weights: Path  # a GGUF file, or a checkpoint's folder
     clients: int  # that ask at the same time

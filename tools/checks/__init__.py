@@ -1,4 +1,4 @@
-"""What `tools/check` tries: a module for each subject, with a function `main`; oracles are those of the tests."""
+"""The subjects of `tools/check`: modules with a function `main`; references are those of the tests."""
 
 import sys
 

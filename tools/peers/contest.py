@@ -25,7 +25,7 @@ from peers.peer import TRANSFORMERS, Graphdecode, Peer, Tokens, Workload, attemp
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (*TRANSFORMERS, LlamaCpp)}
 TOLERANCE = {"float32": 0.005, "float16": 0.05, "bfloat16": 0.25}
-"""What rounding may cost, in standard deviations of the logits; another model's tokens lie whole deviations below."""
+"""Shortfall allowed for rounding, in standard deviations of the logits; other models differ by whole deviations."""
 _NOISY = 0.2  # spread above which a median of few rounds is noise
 
 
