@@ -147,12 +147,15 @@ class Leader(Ranks):
 
     def send(self, kind: int, numbers: tuple[int, int, int] = (0, 0, 0), payload: bytes = b"") -> None:
         """Send a command to the other ranks; raises RankError if one of them is gone."""
-        message = Message(kind, numbers, payload)
-        for rank, link in enumerate(self._links, 1):
-            try:
-                link.send(message)
-            except OSError:
-                self._gone(rank)
+        for rank in range(1, self.count):
+            self.send_to(rank, kind, numbers, payload)
+
+    def send_to(self, rank: int, kind: int, numbers: tuple[int, int, int], payload: bytes) -> None:
+        """Send a command to one rank; raises RankError if it is gone."""
+        try:
+            self._links[rank - 1].send(Message(kind, numbers, payload))
+        except OSError:
+            self._gone(rank)
 
     def agree(self, text: str) -> None:
         texts = [text, *(message.payload.decode() for message in self._answers())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,10 +43,14 @@ class EngineAdapters:
     """The adapters of an engine: any number by name in host memory, some in the slots of the model.
 
     `load`, `unload` and `named` may be called from any thread, the others by whoever steps the engine.
+
+    Args:
+        slots: of the model; None: it has no room for adapters.
+        write: puts an adapter into a slot, on all ranks; None: none is ever needed.
     """
 
-    def __init__(self, slots: AdapterSlots | None) -> None:
-        self._slots = slots
+    def __init__(self, slots: AdapterSlots | None, write: Callable[[int, Adapter], None] | None = None) -> None:
+        self._slots, self._write = slots, write
         self._by_name: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -107,14 +112,14 @@ class EngineAdapters:
 
     def acquire(self, adapter: LoadedAdapter) -> int | None:
         """Return the slot of an adapter, which stays its own until it is released; None where all are in use."""
-        assert self._slots is not None
+        assert self._write is not None
         slot = next((slot for slot, holder in self._holders.items() if holder is adapter), None)
         if slot is None:
             slot = self._free_slot()
             if slot is None:
                 return None
             self._holders.pop(slot, None)  # before its contents change
-            self._slots.write(slot, adapter.weights)
+            self._write(slot, adapter.weights)
             self.stats.writes += 1
         self._holders.pop(slot, None)
         self._holders[slot] = adapter  # the most recently used

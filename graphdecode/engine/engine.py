@@ -61,7 +61,7 @@ class Engine:
         self.rules = RequestRules(
             self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
         )
-        self.adapters = EngineAdapters(self.model.adapters)
+        self.adapters = EngineAdapters(self.model.adapters, runner.write_adapter)
         self.scheduler = Scheduler(self.cache, self.adapters, max_batch_size=runner.buffers.max_batch_size)
         self.loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
         self.stats = self.loop.stats

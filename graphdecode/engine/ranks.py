@@ -21,6 +21,8 @@ from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import GraphdecodeError
+from graphdecode.models.adapters import Adapter
+from graphdecode.models.split import split_adapter
 
 # loads a model, and captures its graphs
 Load: TypeAlias = Callable[[str, EngineConfig, Ranks], Runner]
@@ -36,6 +38,7 @@ class Command(IntEnum):
     HALF_STAGED = 4
     UNLOAD = 5
     END = 6
+    ADAPTER = 7  # slot, rank; the matrices, cut for the receiver
 
 
 class LeadingRunner(Runner):
@@ -93,6 +96,16 @@ class LeadingRunner(Runner):
         finally:
             self.ranks.send(Command.HALF_STAGED)
 
+    def write_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put an adapter into a slot on all ranks, each its part; see `Runner.write_adapter`."""
+        assert self.model.adapters is not None
+        parts, count = self.model.adapters.parts, self.ranks.count
+        with self._together():
+            for rank in range(1, count):
+                part = split_adapter(adapter, parts, rank, count)
+                self.ranks.send_to(rank, Command.ADAPTER, (slot, adapter.rank, 0), part.to_bytes())
+            super().write_adapter(slot, split_adapter(adapter, parts, 0, count))
+
     def close(self) -> None:
         """Release the graphs of all ranks; end the other ranks, or have them wait for another model."""
         super().close()
@@ -141,6 +154,8 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
         buffers.take(Change(payload[: numbers[1]].decode(), rows, payload[data:]))
     elif kind == Command.STAGED:
         runner.step.begin(numbers[0])
+    elif kind == Command.ADAPTER:
+        runner.write_adapter(numbers[0], Adapter.of_bytes(numbers[1], payload))
     elif kind == Command.LAUNCH:
         plan = LaunchPlan.of_bytes(payload)
         runner.launch(plan, (lambda: _stage_half(runner, ranks)) if plan.wanted.part != "whole" else None)

@@ -32,6 +32,7 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.memory import give_back
 from graphdecode.models import Model
+from graphdecode.models.adapters import Adapter
 from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
 from graphdecode.models.updates import NamedTensors, copy_weights
 
@@ -216,6 +217,12 @@ class Runner:
         if largest not in [bucket.bucket for bucket in prompts]:
             prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
         return {kind: report for kind, report in found.items() if kind != "mixed" or report.buckets}
+
+    def write_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put an adapter into a slot of the model, in place."""
+        assert self.model.adapters is not None
+        with self.device_guard():
+            self.model.adapters.write(slot, adapter)
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
         """Copy other values into the weights; see `Engine.update_weights`."""

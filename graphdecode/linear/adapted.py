@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
-from graphdecode.linear.wrapped import Wrapped
+from graphdecode.linear.wrapped import Summed, Wrapped
 
 
 class AdapterSpan(NamedTuple):
@@ -63,14 +63,19 @@ class Adapted(Wrapped):
         self.form.apply(out, x)
 
     def adapt(self, out: Tensor, x: Tensor, inner: Tensor, spans: Iterable[AdapterSpan]) -> None:
-        """Add to `out`, which holds the product for `x`, what the adapters of the tokens' rows give.
+        """Write the product, with what the adapters of the tokens' rows add, into `out`.
 
-        `inner` is workspace, float32 [t, parts * rank].
+        `inner` is workspace, float32 [t, parts * rank]. Of a product that ranks sum, each rank adds its columns' part
+        before the sum.
         """
+        summed = self.form if isinstance(self.form, Summed) else None
+        (self.form if summed is None else summed.form).apply(out, x)
         inner = inner.view(len(x), *self.down.shape[1:3])
         for span in spans:
             here, tokens = span.tokens, AdapterTokens(span.rows, span.live, span.adapters, self.ranks)
             add_adapters(out[here], x[here], self.down, self.up, inner[here], self.ends, tokens)
+        if summed is not None:
+            summed.sum(out)
 
     def fused(self, rows: int) -> FusedProduct | None:
         """Return that of the form, for steps in which no row has an adapter."""

@@ -69,6 +69,10 @@ class Summed(Wrapped):
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         self.form.apply(out, x)
+        self.sum(out)
+
+    def sum(self, out: Tensor) -> None:
+        """Replace the rank's product by the sum over the ranks."""
         self.collectives.all_reduce(out, self.place)
 
     @property

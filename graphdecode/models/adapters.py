@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
@@ -55,14 +56,27 @@ class Adapter:
     rank: int
     matrices: dict[str, tuple[Tensor, Tensor]]
 
+    def to_bytes(self) -> bytes:
+        """Return the matrices for another rank."""
+        return save(
+            {f"{place}.{which}": each for place, pair in self.matrices.items() for which, each in enumerate(pair)}
+        )
+
+    @classmethod
+    def of_bytes(cls, rank: int, data: bytes) -> Adapter:
+        """Return an adapter of a rank, and of the matrices that `to_bytes` wrote."""
+        found = load(data)
+        places = {name.removesuffix(".0") for name in found if name.endswith(".0")}
+        return cls(rank, {place: (found[f"{place}.0"], found[f"{place}.1"]) for place in places})
+
 
 @dataclass(frozen=True)
 class AdapterSlots:
     """The slots of a model's products.
 
     Attributes:
-        products: by place in the model.
-        parts: of each product, as the family's map names them.
+        products: by place in the model; of a rank, its shards.
+        parts: of each product of the whole model, as the family's map names them.
         ranks: int32 [slots], which all products share.
         max_rank: of an adapter.
         dtype: of the slots.

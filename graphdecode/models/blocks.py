@@ -281,9 +281,10 @@ class ResidualStream:
 
     def _multiply(self, linear: WeightForm, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` into `out`, with what the adapters of the tokens' rows add."""
-        linear.apply(out, x)
         if self._adapters and isinstance(linear, Adapted):
             linear.adapt(out, x, self.buffer(linear.inner_size, torch.float32, "adapters"), self._adapters)
+        else:
+            linear.apply(out, x)
 
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
         if self._adapters and isinstance(linear, Adapted):

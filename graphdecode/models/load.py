@@ -373,9 +373,9 @@ def load_model(
         return _checked_options(given, config, quantize_group_size)
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
-    if by_transformers is not None or shared is not None:
-        _check_no_adapters(max_adapters, by_transformers)
     if by_transformers is not None:
+        if max_adapters:
+            raise ArgumentError(f"max_adapters={max_adapters}: a model that transformers runs has no room for adapters")
         if shared is not None:
             split_config(by_transformers.config, shared.count)
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
@@ -393,18 +393,16 @@ def load_model(
         weights_from, weight_map = rounded, rounded.weight_map
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
+    whole = weight_map
     if shared is not None:
         weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
         config, weight_map = split_config(config, shared.count), shard.weight_map
     adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
     weights = Weights(weights_from, weight_map, options, positions, family.norm_offset, shared, adapters)
-    return _with_memory_returned(_build(config, weights, scales, progress), device, joins_pages=replaced is None)
-
-
-def _check_no_adapters(max_adapters: int, adopted: AdoptedFolder | None) -> None:
-    if max_adapters:
-        who = "a model that transformers runs" if adopted is not None else "a model that several ranks share"
-        raise ArgumentError(f"max_adapters={max_adapters}: {who} has no room for adapters")
+    loaded = _build(config, weights, scales, progress)
+    if adapters is not None:
+        adapters.parts.update((place, whole[place]) for place in adapters.parts)  # adapters are read whole
+    return _with_memory_returned(loaded, device, joins_pages=replaced is None)
 
 
 def _load_adopted(

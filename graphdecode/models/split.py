@@ -1,15 +1,17 @@
-"""One rank's shard of a model: its configuration and its tensors."""
+"""One rank's shard of a model: its configuration, its tensors, and its part of adapters."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.models.adapters import Adapter
 from graphdecode.models.config import ModelConfig, ModelShape
 from graphdecode.models.weight_map import Part, Run, WeightMap, parts
 
@@ -77,7 +79,7 @@ class SplitSource:
         elif axis is None:
             self._source.read(name, out, shard)
         else:
-            cuts = list(self._cuts(part, axis))
+            cuts = list(_cuts(part, axis, self._rank, self._count))
             sizes = [_length(cut, part.shape) for cut in cuts]
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
@@ -89,7 +91,7 @@ class SplitSource:
         if stored is None or part.split is None:
             return stored
         axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
-        cuts = [replace(cut, axis=axis) for cut in self._cuts(part, part.split)]
+        cuts = [replace(cut, axis=axis) for cut in _cuts(part, part.split, self._rank, self._count)]
         with suppress(ValueError):  # a part begins or ends within a group
             found = [stored.part(cut) for cut in cuts]
             if axis == 0 or len(found) == 1:
@@ -103,22 +105,45 @@ class SplitSource:
             f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, {why}"
         )
 
-    def _cuts(self, part: Part, axis: int) -> Iterator[Shard]:
-        """Yield the rank's part of each run."""
-        begin = 0
-        for run in part.runs or (Run(part.shape[axis]),):
-            rank, count = self._rank, self._count
-            if 0 < run.heads < count:
-                rank, count = rank * run.heads // count, run.heads
-            yield Shard(rank, count, axis, begin, run.size)
-            begin += run.size
-
     def _shape(self, part: Part) -> tuple[int, ...]:
         if part.split is None:
             return part.shape
         sizes = list(part.shape)
-        sizes[part.split] = sum(_length(cut, part.shape) for cut in self._cuts(part, part.split))
+        sizes[part.split] = sum(_length(cut, part.shape) for cut in _cuts(part, part.split, self._rank, self._count))
         return tuple(sizes)
+
+
+def split_adapter(adapter: Adapter, parts: WeightMap, rank: int, count: int) -> Adapter:
+    """Return a rank's part of an adapter: of A the columns that its products have, of B what gives their outputs.
+
+    `parts` are those of the whole model.
+    """
+
+    def split(place: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        whole = parts[place]
+        if whole[0].split == 1:
+            columns = [cut.slices(whole[0].shape)[1] for cut in _cuts(whole[0], 1, rank, count)]
+            down = torch.cat([down[..., own] for own in columns], dim=2)
+        elif whole[0].split == 0:
+            outputs = zip(whole, up.split([part.shape[0] for part in whole], dim=1), strict=True)
+            cuts = (
+                (of_part, cut.slices(part.shape)[0]) for part, of_part in outputs for cut in _cuts(part, 0, rank, count)
+            )
+            up = torch.cat([of_part[:, own] for of_part, own in cuts], dim=1)
+        return down, up
+
+    return replace(adapter, matrices={place: split(place, *pair) for place, pair in adapter.matrices.items()})
+
+
+def _cuts(part: Part, axis: int, rank: int, count: int) -> Iterator[Shard]:
+    """Yield a rank's part of each run."""
+    begin = 0
+    for run in part.runs or (Run(part.shape[axis]),):
+        if 0 < run.heads < count:
+            yield Shard(rank * run.heads // count, run.heads, axis, begin, run.size)
+        else:
+            yield Shard(rank, count, axis, begin, run.size)
+        begin += run.size
 
 
 def _length(cut: Shard, shape: tuple[int, ...]) -> int:

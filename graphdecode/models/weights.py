@@ -122,15 +122,16 @@ class Weights:
         split = self._map[place][0].split
         if self.shared is not None and split is None:
             # each rank computes all of it, and must get the same bits: no measured choices, which may differ
-            return replace(Plain.load(self._source, names, options), choices={})
-        if self.shared is not None and split == 1:
-            options = replace(options, row_maxima=self.shared.greatest)
-        form = load_linear(self._source, names, options)
+            form: WeightForm = replace(Plain.load(self._source, names, options), choices={})
+        elif self.shared is not None and split == 1:
+            form = load_linear(self._source, names, replace(options, row_maxima=self.shared.greatest))
+            if not is_partial:
+                form = Summed(form.shape, None, form, self.shared, place)
+        else:
+            form = load_linear(self._source, names, options)
         if self.adapters is not None and can_adapt(place):
             return self.adapters.around(form, place, self._map[place])
-        if self.shared is None or split == 0 or is_partial:
-            return form
-        return Summed(form.shape, None, form, self.shared, place)
+        return form
 
     def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
         """Return `cos_sin_table`, which layers share; None is for layers without positions."""

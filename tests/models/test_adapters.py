@@ -16,7 +16,9 @@ from compiled_kernels import compiled_or_gpu
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphdecode import LLM, BucketConfig, LoRARequest, SamplingParams
+from graphdecode import LLM, BucketConfig, EngineConfig, LoRARequest, Request, SamplingParams
+from graphdecode.distributed import Leader
+from graphdecode.engine.loading import load_engine, start_ranks_of
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ArgumentError
 from graphdecode.models import adapter_bytes
@@ -148,6 +150,39 @@ def test_every_kind_of_step_takes_adapters(adapted, options):
     with make(of_model, **options) as llm:
         for (request, prompt), tokens in zip(requests, generated(llm, requests), strict=True):
             assert tokens == of_model.wanted(request, prompt, 8), request
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Leader]:
+    """Processes that load one model after the other."""
+    leader = start_ranks_of(EngineConfig.of(None, tensor_parallel_size=2))
+    yield leader
+    leader.close()
+
+
+# runs of fused products, biases that one rank adds, a shared expert whose sum is that of all experts
+@pytest.mark.parametrize("name", ["phi3", "granite", "qwen2-moe"])
+def test_ranks_have_the_tokens_of_merged_weights(adapted, ranks, name):
+    of_model, requests = adapted(name), drawn_requests(adapted(name), 6)
+    sizes = {"max_batch_size": 4, "max_sequence_length": 96, "page_size": 8, "max_prefill_tokens": 9}
+    options = {"dtype": "float32", "max_adapters": 2, "max_adapter_rank": 8, "tensor_parallel_size": 2, **sizes}
+    engine = load_engine(of_model.base, EngineConfig.of(None, **options), ranks=ranks)
+    for request in of_model.requests[1:]:
+        engine.adapters.load(request.lora_name, request.lora_path)
+    captured = dict(engine.graphs.graphs)
+    given = {engine.add(Request(ids, GREEDY, adapter=each and each.lora_name)): (each, ids) for each, ids in requests}
+    tokens: dict[int, list[int]] = {number: [] for number in given}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    for number, (request, prompt) in given.items():
+        assert tokens[number] == of_model.wanted(request, prompt, 8), request
+    assert engine.graphs.graphs == captured
+    assert engine.adapters.stats.evictions > 0
+    held = engine.model.adapters.products.values()
+    counted = adapter_bytes(engine.model.config, 2, 8, engine.model.dtype)
+    assert counted >= sum(product.down.nbytes + product.up.nbytes for product in held)
+    engine.close()
 
 
 def test_prefixes_are_shared_by_requests_of_one_adapter_alone(adapted):

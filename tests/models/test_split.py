@@ -29,13 +29,14 @@ from graphdecode.linear.experts import ExpertPanels
 from graphdecode.linear.forms import load_linear
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, WeightForm
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stored, WeightForm
 from graphdecode.linear.wrapped import Summed
 from graphdecode.models import Model, load_model
+from graphdecode.models.adapters import Adapter
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import BlocksStem, family_of
 from graphdecode.models.shapes import RandomWeights, shape_config
-from graphdecode.models.split import SplitSource, split_config
+from graphdecode.models.split import SplitSource, split_adapter, split_config
 from graphdecode.models.weight_map import Part, parts
 
 T = TypeVar("T")
@@ -105,6 +106,42 @@ def test_a_rank_has_its_share_of_the_weights_within_a_tenth(shape: str, count: i
     source = RandomWeights(f"shape:{shape}")
     whole = sum(math.prod(stored.shape) for stored in source.tensors.values())
     assert elements(split(source, count - 1, count)) == pytest.approx(whole / count, rel=0.1)
+
+
+class Given:
+    """A source of tensors in memory."""
+
+    def __init__(self, given: dict[str, torch.Tensor]) -> None:
+        self.given = given
+        self.tensors = {name: Stored((*tensor.shape,), "F64") for name, tensor in given.items()}
+
+    def read(self, name: str, out: torch.Tensor, shard: Shard | None = None) -> None:
+        out.copy_(self.given[name] if shard is None else self.given[name][shard.slices(self.tensors[name].shape)])
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama-3", 4), ("phi3", 2), ("qwen2-moe", 2)])
+def test_a_rank_has_the_part_of_an_adapter_that_changes_its_part_of_a_product(checkpoint, name, count):
+    source, drawn = Checkpoint(checkpoint(name)), torch.Generator().manual_seed(1)
+    every = family_of(source.config().architecture).weights_in(source.config(), source.tensors)
+    products = {place: own for place, own in every.items() if len(own[0].shape) == 2}
+    matrices, changes = {}, {}
+    for place, own in products.items():
+        down = torch.randn(len(own), 3, own[0].shape[1], generator=drawn, dtype=torch.float64)
+        ups = [torch.randn(3, part.shape[0], generator=drawn, dtype=torch.float64) for part in own]
+        matrices[place] = (down, torch.cat(ups, dim=1))
+        changes |= {part.name: up.T @ a for part, a, up in zip(own, down, ups, strict=True)}
+    for rank in range(count):
+        split_changes = SplitSource(Given(changes), products, rank, count)
+        part_of_it = split_adapter(Adapter(3, matrices), products, rank, count)
+        for place, (down, up) in Adapter.of_bytes(3, part_of_it.to_bytes()).matrices.items():
+            wanted = [
+                torch.empty(split_changes.tensors[part.name].shape, dtype=torch.float64) for part in products[place]
+            ]
+            for part, out in zip(products[place], wanted, strict=True):
+                split_changes.read(part.name, out)
+            ups = up.split([len(out) for out in wanted], dim=1)
+            for own, a, out in zip(ups, down, wanted, strict=True):
+                torch.testing.assert_close(own.T @ a, out)
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
