@@ -14,15 +14,16 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from graphdecode.distributed.collectives import Collectives, GroupCollectives, SharedCollectives
 from graphdecode.distributed.link import Link, Message, Watch
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import ArgumentError, GraphdecodeError
 from graphdecode.kernels.native import library as native
 
 
@@ -30,7 +31,15 @@ class RankError(GraphdecodeError, RuntimeError):
     """A rank died, stalled, failed, or differed from the others; the message names it."""
 
 
-SAID = -1  # kind of `Ranks`' own messages; other kinds are the engine's
+class RefusedError(ArgumentError):
+    """Another rank refused an attempt; nothing was changed."""
+
+
+# kinds of `Ranks`' own messages; other kinds are the engine's
+SAID = -1
+TRIED = -2  # to rank 0: what speaks against an attempt; empty: nothing
+REFUSED = -3  # from rank 0: the attempt is over
+T = TypeVar("T")
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # for a rank to end
 
@@ -84,6 +93,17 @@ class Ranks(ABC):
     def least(self, number: int) -> int:
         """Return the minimum of all ranks' numbers."""
 
+    @abstractmethod
+    def total(self, number: int) -> int:
+        """Return the sum of all ranks' numbers."""
+
+    @abstractmethod
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Return what `work` gives, which may call `agree` and changes nothing, if it raises on no rank.
+
+        Else rank 0 raises its own error, or a RefusedError with that of another rank; the others a RefusedError.
+        """
+
     def collectives_over(self, board: torch.Tensor | None) -> Collectives:
         """Return the collectives: over a shared-memory segment, or torch.distributed."""
         if board is not None:
@@ -113,6 +133,7 @@ class Leader(Ranks):
     ) -> None:
         self._own_threads = torch.get_num_threads()
         super().__init__(0, terms)
+        self._tried: dict[int, str] = {}  # what other ranks said of the attempt
         self._links, self._processes = links, processes
         self._failure: str | None = None
         self._closed = False
@@ -169,20 +190,58 @@ class Leader(Ranks):
         raise RankError(verdict)
 
     def least(self, number: int) -> int:
-        found = min(number, *(message.numbers[0] for message in self._answers()))
-        self.send(SAID, (found, 0, 0))
+        return self._combined(min, number)
+
+    def total(self, number: int) -> int:
+        return self._combined(sum, number)
+
+    def _combined(self, combine: Callable[[Iterable[int]], int], number: int) -> int:
+        found = combine([number, *(int(message.payload) for message in self._answers())])
+        self.send(SAID, payload=b"%d" % found)
         return found
 
-    def _answers(self) -> list[Message]:
-        return [self._receive(rank, link) for rank, link in enumerate(self._links, 1)]
+    def attempt(self, work: Callable[[], T]) -> T:
+        self._tried.clear()
+        try:
+            found = work()
+        except RankError:
+            raise
+        except Exception:
+            self.send(REFUSED)
+            self._await_attempts()
+            raise
+        self._await_attempts()
+        refused = min((rank for rank, text in self._tried.items() if text), default=None)
+        self.send(SAID if refused is None else REFUSED)
+        if refused is not None:
+            raise RefusedError(f"rank {refused} of {self.count}: {self._tried[refused]}")
+        return found
 
-    def _receive(self, rank: int, link: Link) -> Message:
+    def _await_attempts(self) -> None:
+        """Wait until all ranks have ended their attempts; what they said within is past."""
+        for rank in range(1, self.count):
+            while rank not in self._tried:
+                self._receive(rank)
+
+    def _answers(self) -> list[Message]:
+        answers = []
+        for rank in range(1, self.count):
+            answers.append(self._receive(rank))
+            if answers[-1].kind == TRIED:
+                raise RefusedError(f"rank {rank} of {self.count}: {self._tried[rank]}")
+        return answers
+
+    def _receive(self, rank: int) -> Message:
+        link = self._links[rank - 1]
         while not select.select([link], [], [], _POLL_SECONDS)[0]:
             self.check()
         try:
-            return link.receive()
+            message = link.receive()
         except EOFError:
             self._gone(rank)
+        if message.kind == TRIED:
+            self._tried[rank] = message.payload.decode()
+        return message
 
     def _gone(self, rank: int) -> NoReturn:
         self._await_failure(_GRACE_SECONDS)
@@ -272,12 +331,34 @@ class Follower(Ranks):
             raise RankError(verdict.decode())
 
     def least(self, number: int) -> int:
-        return self._answer_to(Message(SAID, (number, 0, 0), b"")).numbers[0]
+        return int(self._answer_to(Message(SAID, (0, 0, 0), b"%d" % number)).payload)
+
+    def total(self, number: int) -> int:
+        return self.least(number)  # rank 0 knows what is asked for
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        try:
+            found = work()
+        except (RankError, EOFError):
+            raise
+        except RefusedError as error:  # rank 0 has said so
+            with contextlib.suppress(OSError):
+                self._link.send(Message(TRIED, (0, 0, 0), str(error).encode()))
+            raise
+        except Exception as error:
+            text = f"{error}" if isinstance(error, GraphdecodeError) else f"{type(error).__name__}: {error}"
+            self._answer_to(Message(TRIED, (0, 0, 0), text.encode()))
+            raise
+        self._answer_to(Message(TRIED, (0, 0, 0), b""))
+        return found
 
     def _answer_to(self, message: Message) -> Message:
         with contextlib.suppress(OSError):  # rank 0 is gone: `receive` raises
             self._link.send(message)
-        return self.receive()
+        answer = self.receive()
+        if answer.kind == REFUSED:
+            raise RefusedError("another rank refused")
+        return answer
 
     def fail(self, text: str) -> None:
         """Send rank 0 the reason why this rank ends."""

@@ -281,7 +281,7 @@ class Engine:
 
         Raises:
             EngineStateError: requests are running or waiting, or the weights sleep.
-            NotSupportedError: several ranks share the model, or it was not loaded by its name.
+            NotSupportedError: the model was not loaded by its name.
             ValueError: a tensor is unknown, has another shape, is not finite, or is quantized otherwise; the
                 configuration or the layout differs; a file cannot be read. Nothing was changed.
         """
@@ -304,12 +304,13 @@ class Engine:
                 which `update_weights` has to give again.
 
         Returns:
-            Bytes by which the process became smaller: what was never touched, or shares a page, does not count.
+            Bytes by which the processes of all ranks became smaller: what was never touched, or shares a page, does not
+            count.
 
         Raises:
             ArgumentError: there is no such level.
             EngineStateError: requests are running or waiting.
-            NotSupportedError: the device is not a CPU, the system is not Linux; or ranks share the weights of level 2.
+            NotSupportedError: the device is not a CPU, or the system is not Linux.
         """
         if level not in (1, 2) or isinstance(level, bool):
             raise ArgumentError(f"level must be 1 or 2, got {shown(level)}")

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,14 @@ def load_runner(
     )
     names = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
     options = {name: getattr(settings, name) for name in (*names, "max_adapters", "max_adapter_rank")}
-    decoder = load(model, **options, shared=None if ranks is None else ranks.collectives)
+    options["shared"] = None if ranks is None else ranks.collectives
+    decoder = load(model, **options)
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:
         draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
     runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
-    if ranks is None:
-        options["dtype"] = str(decoder.dtype).removeprefix("torch.")
-        runner.reload = WeightReload(model, decoder, partial(load, **options), settings)
+    options["dtype"] = str(decoder.dtype).removeprefix("torch.")
+    runner.reload = WeightReload(model, decoder, partial(load, **options), settings)
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
     is_finite = runner.prompts.has_finite_logits()
@@ -112,42 +113,41 @@ def load_runner(
     return load_runner(model, settings, progress=progress, ranks=ranks)
 
 
+@dataclass(frozen=True)
 class WeightReload:
     """Loads other values of a model's weights, by the path and the options by which it was loaded.
 
-    Args:
+    Attributes:
         name: of the model, for `open_source`.
         model: that the values are for; nothing of it changes here.
         load: `load_model` with its options.
         settings: of the engine.
+        given: names of the tensors whose values are in no file.
     """
 
-    def __init__(self, name: str | Path, model: Model, load: Callable[..., Model], settings: EngineConfig) -> None:
-        self._name, self._model, self._load = name, model, load
-        self._describe = partial(
-            describe_model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code
-        )
-        self._expands = settings.quantize == "none"
-        self._given: set[str] = set()  # tensors whose values are in no file
+    name: str | Path
+    model: Model
+    load: Callable[..., Model]
+    settings: EngineConfig
+    given: frozenset[str] = frozenset()
 
-    def __call__(self, weights: str | Path | NamedTensors) -> Model:
-        """Return a model of the same layout with other values; see `Engine.update_weights`."""
-        name, given = self._name, {}
+    def __call__(self, weights: str | Path | NamedTensors) -> tuple[Model, WeightReload]:
+        """Return a model of the same layout with other values, and the reload that follows it; see `Engine`."""
+        name, given = self.name, {}
         if isinstance(weights, (str, Path)):
             name = resolve_model_path(weights)
         else:
             given = as_named_tensors(weights)
-            if missing := self._given - given.keys():
+            if missing := self.given - given.keys():
                 raise ArgumentError(
                     f"weights: {min(missing)} was given before and is in no file: name it again, or give a folder"
                 )
-        check_config(self._model.config, self._describe(name))
-        if not self._expands:
-            check_stored(open_source(self._name), open_source(name, given))
-        loaded = self._load(name, replaced=given)
-        check_layout(self._model, loaded)
-        self._name, self._given = name, set(given)
-        return loaded
+        check_config(self.model.config, describe_shard(name, self.settings))
+        if self.settings.quantize != "none":
+            check_stored(open_source(self.name), open_source(name, given))
+        loaded = self.load(name, replaced=given)
+        check_layout(self.model, loaded)
+        return loaded, replace(self, name=name, given=frozenset(given))
 
 
 def _load_outside(settings: EngineConfig) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
+import tempfile
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 
 from graphdecode.buffers import Change
 from graphdecode.config import EngineConfig
-from graphdecode.distributed import Follower, Leader, RankError, Ranks
+from graphdecode.distributed import Follower, Leader, RankError, Ranks, RefusedError
 from graphdecode.distributed.link import Message
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
@@ -23,6 +26,7 @@ from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import GraphdecodeError
 from graphdecode.models.adapters import Adapter
 from graphdecode.models.split import split_adapter
+from graphdecode.models.updates import NamedTensors, as_named_tensors
 
 # loads a model, and captures its graphs
 Load: TypeAlias = Callable[[str, EngineConfig, Ranks], Runner]
@@ -39,6 +43,8 @@ class Command(IntEnum):
     UNLOAD = 5
     END = 6
     ADAPTER = 7  # slot, rank; the matrices, cut for the receiver
+    WEIGHTS = 8  # whether they are named tensors in a file, or a model; its path or name
+    SLEEP = 9  # whether the weights sleep, too
 
 
 class LeadingRunner(Runner):
@@ -106,6 +112,26 @@ class LeadingRunner(Runner):
                 self.ranks.send_to(rank, Command.ADAPTER, (slot, adapter.rank, 0), part.to_bytes())
             super().write_adapter(slot, split_adapter(adapter, parts, 0, count))
 
+    def update_weights(self, weights: str | Path | NamedTensors) -> None:
+        """Copy other values into the weights of all ranks, or of none; see `Engine.update_weights`."""
+        named = None if isinstance(weights, (str, Path)) else as_named_tensors(weights)
+        with tempfile.TemporaryDirectory(prefix="graphdecode-") as folder:
+            source = Path(folder) / "named.safetensors" if named is not None else weights
+            if named is not None:
+                save_file({name: each.clone().contiguous() for name, each in named.items()}, str(source))
+            self.ranks.check()
+            self.ranks.send(Command.WEIGHTS, (named is not None, 0, 0), str(source).encode())
+            loaded = self.ranks.attempt(lambda: self.load_weights(weights if named is None else named))
+        with self._together():
+            self.take_weights(*loaded)
+
+    def give_memory_back(self, *, weights: bool) -> int:
+        """Give memory of all ranks back; return the bytes of all. See `Runner.give_memory_back`."""
+        nbytes = super().give_memory_back(weights=weights)  # first: it may refuse
+        with self._together():
+            self.ranks.send(Command.SLEEP, (weights, 0, 0))
+            return self.ranks.total(nbytes)
+
     def close(self) -> None:
         """Release the graphs of all ranks; end the other ranks, or have them wait for another model."""
         super().close()
@@ -156,6 +182,12 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
         runner.step.begin(numbers[0])
     elif kind == Command.ADAPTER:
         runner.write_adapter(numbers[0], Adapter.of_bytes(numbers[1], payload))
+    elif kind == Command.WEIGHTS:
+        name, is_named = payload.decode(), bool(numbers[0])
+        with suppress(RefusedError):
+            runner.take_weights(*ranks.attempt(lambda: runner.load_weights(load_file(name) if is_named else name)))
+    elif kind == Command.SLEEP:
+        ranks.total(runner.give_memory_back(weights=bool(numbers[0])))
     elif kind == Command.LAUNCH:
         plan = LaunchPlan.of_bytes(payload)
         runner.launch(plan, (lambda: _stage_half(runner, ranks)) if plan.wanted.part != "whole" else None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -37,6 +37,8 @@ from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
 from graphdecode.models.updates import NamedTensors, copy_weights
 
 _NO_GUARD = nullcontext()
+# returns a model with other values, and what the next call goes to once they are in place
+Reload: TypeAlias = Callable[["str | Path | NamedTensors"], "tuple[Model, Reload]"]
 
 
 class LaunchPlan(NamedTuple):
@@ -112,7 +114,7 @@ class Runner:
         reload: loads other values of the weights, in the same layout; None: nobody knows where they are from.
     """
 
-    reload: Callable[[str | Path | NamedTensors], Model] | None = None
+    reload: Reload | None = None
 
     def __init__(
         self,
@@ -226,20 +228,29 @@ class Runner:
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
         """Copy other values into the weights; see `Engine.update_weights`."""
+        self.take_weights(*self.load_weights(weights))
+
+    def load_weights(self, weights: str | Path | NamedTensors) -> tuple[Model, Reload]:
+        """Return what `take_weights` takes; nothing is changed yet."""
         if self.reload is None:
-            raise NotSupportedError("weights are updated of a model that was loaded by its name, and by one rank alone")
+            raise NotSupportedError("weights are updated of a model that was loaded by its name alone")
         with self.device_guard():
-            loaded = self.reload(weights)
+            return self.reload(weights)
+
+    def take_weights(self, loaded: Model, reload: Reload) -> None:
+        """Copy the values of a model of the same layout into the weights."""
+        with self.device_guard():
             self._synchronize()
             copy_weights(self.model, loaded)
             self._synchronize()
+        self.reload = reload
         if self.is_cpu:
             start_joining_pages(self.model)
 
     def give_memory_back(self, *, weights: bool) -> int:
         """Give the cache's memory, and perhaps the weights', back to the system; return the bytes. See `give_back`."""
         if self.reload is None and weights:
-            raise NotSupportedError("weights are dropped of a model that can be loaded again, by one rank alone")
+            raise NotSupportedError("weights are dropped of a model that can be loaded again alone")
         wait_for_joined_pages()
         states = [tensor for layer in self.cache.layers for tensor in layer]
         return give_back([*states, *self.model.constants] if weights else states)

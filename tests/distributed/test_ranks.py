@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from graphdecode.distributed import Follower, Leader, RankError
+from graphdecode.distributed import Follower, Leader, RankError, RefusedError
 from graphdecode.distributed.link import Link, Message, Watch
 from graphdecode.distributed.ranks import SAID, Terms
 from graphdecode.distributed.started import new_board
@@ -66,6 +66,36 @@ def test_the_least_number_counts(pair: Pair) -> None:
 
     assert both(pair, work) == ["", ""]
     assert found == [300, 300]
+
+
+@pytest.mark.parametrize("refusing", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_attempt_is_over_for_all_when_one_rank_refuses(pair: Pair, refusing: tuple[int, ...], waits: bool) -> None:
+    found = ["", ""]
+
+    def work(rank: int, end: Leader | Follower) -> None:
+        def attempt() -> str:
+            if rank in refusing:
+                raise ArgumentError(f"{rank} will not")
+            if waits:  # for one that does not come
+                end.agree("goes on")
+            return "done"
+
+        try:
+            found[rank] = end.attempt(attempt)
+        except RefusedError as error:
+            found[rank] = f"refused: {error}"
+        except ArgumentError as error:
+            found[rank] = str(error)
+        end.agree("is here afterwards")
+        assert end.total(2**40 + rank) == 2**41 + 1
+
+    assert both(pair, work) == ["", ""]
+    if not refusing:
+        assert found == ["done", "done"]
+    else:
+        assert found[0] == ("0 will not" if 0 in refusing else "refused: rank 1 of 2: 1 will not")
+        assert found[1] == "refused: another rank refused"
 
 
 def test_a_capture_that_all_ranks_make_alike_goes_through(pair: Pair) -> None:

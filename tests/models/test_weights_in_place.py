@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from test_adapters import linear_modules, write_adapter
 from torch import Tensor
 
 from adopted_models import ADOPTED, TINY, save_random
-from graphdecode import LLM, BucketConfig, LoRARequest, SamplingParams
+from graphdecode import LLM, BucketConfig, EngineConfig, LoRARequest, Request, SamplingParams
+from graphdecode.distributed import Leader
 from graphdecode.engine import Engine
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.loading import load_engine, make_runner, start_ranks_of
 from graphdecode.errors import ArgumentError, EngineStateError, NotSupportedError
 from graphdecode.memory import give_back
 from graphdecode.models import load_model
@@ -183,6 +184,65 @@ def test_an_update_drops_prefixes_and_adapters_are_written_again(pair, tmp_path)
         llm.wake_up()
         llm.update_weights(second)
         assert tokens_of(llm, lora_request=request) == wanted
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Leader]:
+    """Processes that load one model after the other."""
+    leader = start_ranks_of(EngineConfig.of(None, tensor_parallel_size=2))
+    yield leader
+    leader.close()
+
+
+def tokens_of_engine(engine: Engine, adapter: str | None = None) -> list[list[int]]:
+    tokens: dict[int, list[int]] = {engine.add(Request(ids, GREEDY, adapter=adapter)): [] for ids in PROMPTS}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
+def test_ranks_are_updated_and_sleep_together_and_what_one_refuses_changes_none(pair, ranks, tmp_path, options):
+    first, second = pair("llama-biases")
+    model = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
+    write_adapter(tmp_path / "adapter", linear_modules(model), 1, 4)
+
+    def load(folder: Path, **more: Any) -> Engine:
+        sizes = {"max_batch_size": 3, "max_sequence_length": 96, "page_size": 8, "dtype": "float32", "max_adapters": 1}
+        engine = load_engine(folder, EngineConfig.of(None, **sizes | options | more), ranks=ranks if more else None)
+        engine.adapters.load("one", tmp_path / "adapter")
+        return engine
+
+    def both(engine: Engine) -> list[list[list[int]]]:
+        return [tokens_of_engine(engine), tokens_of_engine(engine, "one")]
+
+    alone = load(second)
+    wanted = both(alone)
+    alone.close()
+    engine = load(first, tensor_parallel_size=2)
+    own, captured, given = both(engine), dict(engine.graphs.graphs), load_file(second / FILE)
+    assert own != wanted
+    name = "model.layers.1.self_attn.o_proj.weight"  # each rank has half of its columns
+    for column in (0, 63):
+        broken = {name: given[name].clone()}
+        broken[name][5, column] = torch.nan
+        with pytest.raises(ValueError, match=f"{name} has numbers that are not finite"):
+            engine.update_weights(broken)
+        assert both(engine) == own
+    with pytest.raises(ValueError, match="no-such-folder"):
+        engine.update_weights("./no-such-folder")
+    for weights, tokens in ((second, wanted), (first, own), (given.items(), wanted)):
+        engine.update_weights(weights)
+        assert both(engine) == tokens
+    for level in (1, 2):
+        assert engine.sleep(level) > 0
+        engine.wake_up()
+        if level == 2:
+            engine.update_weights(second)
+        assert both(engine) == wanted
+    assert engine.graphs.graphs == captured
+    engine.close()
 
 
 def _without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
