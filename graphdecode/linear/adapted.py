@@ -68,7 +68,7 @@ class Adapted(Wrapped):
         `inner` is workspace, float32 [t, parts * rank]. Of a product that ranks sum, each rank adds its columns' part
         before the sum.
         """
-        summed = self.form if isinstance(self.form, Summed) else None
+        summed = self.form if type(self.form) is Summed else None
         (self.form if summed is None else summed.form).apply(out, x)
         inner = inner.view(len(x), *self.down.shape[1:3])
         for span in spans:

@@ -27,7 +27,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "modules_to_save": (None, []),
     "bias": (None, "none"),
-    "fan_in_fan_out": (None, False),
     "layer_replication": (None, []),
     "megatron_config": (None,),
     "trainable_token_indices": (None, [], {}),

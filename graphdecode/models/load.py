@@ -44,7 +44,7 @@ from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.updates import ReplacedTensors
-from graphdecode.models.weight_map import CheckpointError, Part, check, parts, runs_of
+from graphdecode.models.weight_map import CheckpointError, Part, WeightMap, check, parts, runs_of
 from graphdecode.models.weights import Weights, can_adapt
 
 
@@ -283,6 +283,8 @@ def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
 
 def adapter_bytes(config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype) -> int:
     """Return the bytes of slots of adapters; at most, since families that scale a product's results adapt it not."""
+    if isinstance(config, AdoptedConfig):
+        return slots * max_rank * config.adapted_features * dtype.itemsize
     if not slots or not isinstance(config, ModelConfig):
         return 0
     weight_map = family_of(config.architecture).weights(config)
@@ -354,8 +356,7 @@ def load_model(
         trust_remote_code: whether transformers may run the Python code of a checkpoint.
         progress: show a bar on standard error.
         shared: collectives of the ranks, to load the shard of one of them.
-        max_adapters: slots of adapters in each product; 0: none.
-        max_adapter_rank: the largest rank of an adapter.
+        max_adapters, max_adapter_rank: slots of adapters in each product (0: none), and the largest rank of one.
         replaced: plain tensors in place of some of the model's, by name, for a copy into another: no huge pages.
 
     Raises:
@@ -373,13 +374,12 @@ def load_model(
         return _checked_options(given, config, quantize_group_size)
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    slots = (max_adapters, max_adapter_rank)
     if by_transformers is not None:
-        if max_adapters:
-            raise ArgumentError(f"max_adapters={max_adapters}: a model that transformers runs has no room for adapters")
         if shared is not None:
             split_config(by_transformers.config, shared.count)
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
-        return _load_adopted(by_transformers, source, options, None if expands else quantize, progress, replaced)
+        return _load_adopted(by_transformers, source, options, None if expands else quantize, slots, progress, replaced)
     config = source.config()
     family = family_of(config.architecture)
     if expands or quantize is None:
@@ -393,15 +393,13 @@ def load_model(
         weights_from, weight_map = rounded, rounded.weight_map
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
-    whole = weight_map
+    own = weight_map
     if shared is not None:
         weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
-        config, weight_map = split_config(config, shared.count), shard.weight_map
-    adapters = AdapterSlots.empty(max_adapters, max_adapter_rank, options.dtype, device) if max_adapters else None
-    weights = Weights(weights_from, weight_map, options, positions, family.norm_offset, shared, adapters)
-    loaded = _build(config, weights, scales, progress)
-    if adapters is not None:
-        adapters.parts.update((place, whole[place]) for place in adapters.parts)  # adapters are read whole
+        config, own = split_config(config, shared.count), shard.weight_map
+    adapters = AdapterSlots.empty(*slots, options.dtype, device) if max_adapters else None
+    weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
+    loaded = _build(config, weights, scales, weight_map, progress)
     return _with_memory_returned(loaded, device, joins_pages=replaced is None)
 
 
@@ -410,14 +408,19 @@ def _load_adopted(
     source: Source,
     options: FormOptions,
     quantize: str | None,
+    slots: tuple[int, int],
     progress: bool,
     replaced: Mapping[str, Tensor] | None,
 ) -> Model:
-    """Load a model that transformers runs; an ArgumentError says that it has no form `quantize`."""
+    """Load a model that transformers runs; an ArgumentError says that it has no form `quantize`.
+
+    `slots` are the slots of adapters, and their largest rank.
+    """
     if options.quantize != quantize:
         raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
     folder.check_files(source)
-    loaded = folder.load(options, progress=progress, replaced=replaced or {})
+    adapters = AdapterSlots.empty(*slots, options.dtype, options.device) if slots[0] else None
+    loaded = folder.load(options, adapters, progress=progress, replaced=replaced or {})
     return _with_memory_returned(loaded, options.device, joins_pages=replaced is None)
 
 
@@ -503,7 +506,10 @@ def _check_weights(source: Source, config: ModelConfig) -> None:
     check(source.name, source.tensors, weight_map, frozenset(unused))
 
 
-def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], progress: bool) -> Decoder:
+def _build(
+    config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], whole: WeightMap, progress: bool
+) -> Decoder:
+    """Build a rank's shard, or all, of the model that has the tensors of `whole`."""
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
@@ -516,6 +522,8 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     decoder = Decoder(config, stem, layers, head, cache_scales=scales, adapters=weights.adapters)
     if weights.adapters is not None:
         weights.adapters.keep(form for _, form in decoder.products())
+        held = weights.adapters.parts  # adapters are read whole, and then split
+        held.update({place: whole[place] for place, found in held.items() if found[0].split is not None})
     return decoder
 
 

@@ -15,7 +15,9 @@ import transformers
 from compiled_kernels import compiled_or_gpu
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
+from adopted_models import ADOPTED, TINY, save_random
 from graphdecode import LLM, BucketConfig, EngineConfig, LoRARequest, Request, SamplingParams
 from graphdecode.distributed import Leader
 from graphdecode.engine.loading import load_engine, start_ranks_of
@@ -26,16 +28,20 @@ from graphdecode.models.adapters import AdapterError
 
 # split and fused names, norms of heads, windows, scaled residuals, a shared expert that every token takes
 MODELS = ("llama-biases", "qwen3", "gemma3", "phi3", "granite", "qwen3.5")
+# run by transformers: fused queries, keys and values with biases, norms of heads, transposed weights
+MODULES = ("gpt-neox", "stablelm", "gpt2")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 NUM_ADAPTERS = 4
 
 
 def linear_modules(model: Any) -> dict[str, Tensor]:
-    """Return the weights of the layers' products by module."""
+    """Return the weights of the layers' products by module, [out_features, in_features]."""
     return {
-        name: module.weight
+        name: module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}" and not re.search(r"gate$|router", name)
+        if isinstance(module, (torch.nn.Linear, Conv1D))
+        and re.search(r"\.(layers|h)\.", f".{name}")
+        and not re.search(r"gate$|router", name)
     }
 
 
@@ -69,14 +75,15 @@ class Adapted:
             (every, 4, {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"o_proj": 1}}),
             (of_attention or every, 8, {"use_rslora": True}),
             ({name: weight for name, weight in every.items() if ".1." in name}, 1, {"lora_alpha": 3}),
-            (every, 3, {}),
+            (every, 3, {"fan_in_fan_out": True}),  # of GPT-2's layers, and nothing to A and B
         ]
         self.models, self.requests = {None: model}, [None]
         for number, (shapes, rank, settings) in enumerate(kinds[:NUM_ADAPTERS], 1):
             name = f"adapter-{number}"
             merged = copy.deepcopy(model)
+            weights = linear_modules(merged)
             for module, added in write_adapter(folder / name, shapes, number, rank, **settings).items():
-                merged.get_submodule(module).weight.data += added
+                weights[module] += added
             self.models[name] = merged
             self.requests.append(LoRARequest(name, number, folder / name))
 
@@ -94,7 +101,9 @@ def adapted(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
     def of(name: str) -> Adapted:
         if name not in made:
-            made[name] = Adapted(checkpoint(name), tmp_path_factory.mktemp(name))
+            folder = tmp_path_factory.mktemp(name)
+            base = save_random(ADOPTED[name](TINY), folder / "base") if name in MODULES else checkpoint(name)
+            made[name] = Adapted(base, folder)
         return made[name]
 
     return of
@@ -125,7 +134,7 @@ def generated(llm: LLM, requests: list[tuple[LoRARequest | None, list[int]]]) ->
     return [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS + MODULES)
 def test_any_mixture_has_the_tokens_of_merged_weights(adapted, name):
     of_model = adapted(name)
     with make(of_model, max_prefill_tokens=9) as llm:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from graphdecode.attention import AttentionOptions
 from graphdecode.errors import shown
 from graphdecode.extensions import BRING_YOUR_OWN
+from graphdecode.linear.adapted import Adapted, AdapterSpan
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.weight_form import FormOptions, TensorSource, WeightForm
+from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
 from graphdecode.models.family import known_families
 from graphdecode.models.transformers_backend.module_decoder import (
@@ -29,17 +31,17 @@ from graphdecode.models.transformers_backend.module_decoder import (
     set_attention,
 )
 from graphdecode.models.updates import copy_finite
-from graphdecode.models.weight_map import CheckpointError
+from graphdecode.models.weight_map import CheckpointError, Part
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # types of layers without other states than keys and values
 
 
 class FormLinear(nn.Module):
-    """A linear layer whose weight has one of our forms."""
+    """A linear layer whose weight has one of our forms; `spans` are the tokens of a pass that may have adapters."""
 
-    def __init__(self, form: WeightForm, *, in_floats: bool = False) -> None:
+    def __init__(self, form: WeightForm, spans: list[AdapterSpan], *, in_floats: bool = False) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.spans = form, spans
         self.in_floats = in_floats
         self.in_features = form.in_features
         self.out_features = form.out_features
@@ -49,7 +51,16 @@ class FormLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         dtype = torch.float32 if self.in_floats else rows.dtype
         out = rows.new_empty((rows.shape[0], self.out_features), dtype=dtype)
-        self.form.apply(out, rows)
+        if not (self.spans and isinstance(self.form, Adapted)):
+            self.form.apply(out, rows)
+        elif len(rows) != len(self.spans[0].rows):
+            raise UnsupportedModelError(
+                f"the module gives a product of {[*self.form.shape]} {len(rows)} rows for {len(self.spans[0].rows)} "
+                "tokens, and adapters go by tokens: load it with max_adapters=0"
+            )
+        else:
+            inner = rows.new_empty((len(rows), self.form.inner_size), dtype=torch.float32)
+            self.form.adapt(out, rows, inner, self.spans)
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -62,8 +73,18 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return module.weight.detach().t() if type(module) is Conv1D else None
 
 
-def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightForm]]:
-    """Replace all plain linear layers by forms, and return each with its name, such as `q_proj`."""
+def takes_adapters(path: str) -> bool:
+    """Whether the product at a path has room for adapters; those of single experts see some of the tokens alone."""
+    return "experts" not in path.split(".")
+
+
+def replace_linears(
+    model: Any, options: FormOptions, adapters: AdapterSlots | None, spans: list[AdapterSpan]
+) -> list[tuple[str, WeightForm]]:
+    """Replace all plain linear layers by forms, and return each with its name, such as `q_proj`.
+
+    `adapters` are slots for which products get room, under the names of the module; `spans` as of `FormLinear`.
+    """
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
     forms = []
@@ -73,8 +94,10 @@ def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightF
         weight: Any = weight_of(module)
         bias = None if module.bias is None else module.bias.detach()
         form = linear_of(weight.contiguous(), bias, replace(options, in_floats=module is head))
+        if adapters is not None and takes_adapters(path):
+            form = adapters.around(form, path, (Part(f"{path}.weight", form.shape),))
         forms.append((name, form))
-        setattr(model.get_submodule(above), name, FormLinear(form, in_floats=module is head))
+        setattr(model.get_submodule(above), name, FormLinear(form, spans, in_floats=module is head))
     return forms
 
 
@@ -111,8 +134,10 @@ class AdoptedFolder:
                 f"{self.config.architecture} has {self.config.num_parameters}"
             )
 
-    def load(self, options: FormOptions, *, progress: bool, replaced: Mapping[str, Tensor]) -> ModuleDecoder:
-        """Read the weights, from safetensors only, and replace linear layers by forms.
+    def load(
+        self, options: FormOptions, adapters: AdapterSlots | None, *, progress: bool, replaced: Mapping[str, Tensor]
+    ) -> ModuleDecoder:
+        """Read the weights, from safetensors only, and replace linear layers by forms with room for `adapters`.
 
         `replaced` are tensors by the module's names that take the place of those of the files.
 
@@ -142,7 +167,8 @@ class AdoptedFolder:
         module = module.to(options.device).eval().requires_grad_(False)
         _replace_tensors(module, replaced)
         keep_quantiles(module)
-        return ModuleDecoder(config, module, replace_linears(module, options))
+        spans: list[AdapterSpan] = []
+        return ModuleDecoder(config, module, replace_linears(module, options, adapters, spans), adapters, spans)
 
     def _settings(self) -> Any:
         from transformers import AutoConfig
@@ -252,6 +278,8 @@ def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape]) -> Ad
         heads, kv_heads, head_dim, *_ = shapes[0]
     dtype = getattr(text, "dtype", None) or torch.float32
     eos = text.eos_token_id
+    weights = ((path, weight_of(part)) for path, part in module.named_modules())
+    adapted = [weight.shape for path, weight in weights if weight is not None and takes_adapters(path)]
     config = AdoptedConfig(
         architecture=_architecture(text) if text.architectures else type(module).__name__,
         vocab_size=count(fields, "vocab_size"),
@@ -263,6 +291,7 @@ def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape]) -> Ad
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         dtype=dtype if dtype in DTYPES.values() else torch.float32,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        adapted_features=sum(map(sum, adapted)),
     )
     for shape in shapes.values():
         config.check_heads(*shape)

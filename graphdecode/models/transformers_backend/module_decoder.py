@@ -17,8 +17,10 @@ from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache, LayerState
 from graphdecode.kernels.cache.kv_format import format_of, mixed, within
 from graphdecode.kernels.cache.rope_append import rope_append
+from graphdecode.linear.adapted import AdapterSpan
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
+from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Attend, Tokens, each_once
 from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
@@ -35,6 +37,7 @@ class AdoptedConfig(ModelShape):
 
     windows: tuple[int, ...] = (-1,)  # unknown before the module runs
     num_parameters: int
+    adapted_features: int  # inputs and outputs of the products that adapters can change
 
     def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
         """Refuse a layer whose attention does not fit the cache; values of fewer channels than keys are padded."""
@@ -127,10 +130,18 @@ class ModuleDecoder(Model):
 
     config: AdoptedConfig
 
-    def __init__(self, config: AdoptedConfig, module: nn.Module, forms: list[tuple[str, WeightForm]]) -> None:
+    def __init__(
+        self,
+        config: AdoptedConfig,
+        module: nn.Module,
+        forms: list[tuple[str, WeightForm]],
+        adapters: AdapterSlots | None,
+        spans: list[AdapterSpan],
+    ) -> None:
         self.config = config
         self.module = module
-        self._forms = forms
+        self.adapters = adapters
+        self._forms, self._spans = forms, spans
         self.cache_scales = [(1.0, 1.0)] * config.num_hidden_layers
         first = self._plain_tensors()[0]
         self.dtype, self.device = first.dtype, first.device
@@ -174,10 +185,19 @@ class ModuleDecoder(Model):
 
     def logits(self, passed: _Pass, begin: int, end: int) -> Tensor:
         """Run some tokens of a prefill again, for their logits; see `Model.logits`."""
-        ids, rows, positions, live, table, *_ = passed.tokens
+        ids, rows, positions, live, table = passed.tokens[:5]
+        adapters = passed.tokens.adapters
         part, count = slice(begin, end), end - begin
-        table = table.index_select(0, rows[begin : begin + 1])
-        tokens = Tokens(ids[part], torch.zeros_like(rows[part]), positions[part], live.clamp(max=count), table)
+        row = rows[begin : begin + 1]
+        table = table.index_select(0, row)
+        tokens = Tokens(
+            ids[part],
+            torch.zeros_like(rows[part]),
+            positions[part],
+            live.clamp(max=count),
+            table,
+            adapters=None if adapters is None else adapters.index_select(0, row),
+        )
         cu_seqlens_q = torch.arange(0, count + 1, count, dtype=torch.int32, device=self.device)
         cu_seqlens_kv = torch.nn.functional.pad(positions[end - 1 : end] + 1, (1, 0))
 
@@ -215,7 +235,9 @@ class ModuleDecoder(Model):
 
     def _run(self, module: Any, tokens: _Pass) -> Any:
         """Return a module's output for the tokens of a pass, as one row."""
-        ids, _, positions, *_ = tokens.tokens
+        ids, rows, positions, live = tokens.tokens[:4]
+        adapters = tokens.tokens.adapters
+        self._spans[:] = [] if adapters is None else [AdapterSpan(slice(None), rows, live, adapters)]
         # padding may have any values
         ids = ids.clamp(0, self.config.vocab_size - 1)
         positions = positions.clamp(0, self.config.max_position_embeddings - 1).long()
