@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from graphdecode.attention import AttentionOptions
-from graphdecode.cache import Recurrent
+from graphdecode.cache import Keys, Recurrent
 from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids
 from graphdecode.models.rope import RopeConfig
@@ -62,7 +62,22 @@ class ModelShape:
     dtype: torch.dtype  # of the checkpoint
     # for each layer its recurrent state, if any; empty: no layer has one
     recurrent: tuple[Recurrent | None, ...] = ()
+    # for each layer its keys and values; empty: all have `num_key_value_heads` of `head_dim`
+    layer_keys: tuple[Keys, ...] = ()
     integer_quantized: bool = False  # its weights are quantized integers
+
+    @property
+    def kept_keys(self) -> list[Keys | None]:
+        """For each layer the keys and values that it keeps, if any."""
+        layers = self.num_hidden_layers
+        keys = self.layer_keys or (Keys(self.num_key_value_heads, self.head_dim),) * layers
+        with_keys = [state is None or state.beside_keys for state in self.recurrent] or [True] * layers
+        return [each if own and each.shared_with is None else None for each, own in zip(keys, with_keys, strict=True)]
+
+    def keeper(self, layer: int) -> int:
+        """Return the layer that keeps what a layer reads: itself, or the one whose keys and values it shares."""
+        shared_with = self.layer_keys[layer].shared_with if self.layer_keys else None
+        return layer if shared_with is None else shared_with
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
 
-_NEVER_ADAPTED = ("embedding", "lm_head", "router")
+_NEVER_ADAPTED = ("embedding", "lm_head", "router", "per_layer_in")
 
 
 def can_adapt(place: str) -> bool:

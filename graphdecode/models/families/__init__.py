@@ -2,6 +2,7 @@
 
 from graphdecode.models.families.falcon_h1 import FalconH1
 from graphdecode.models.families.gemma import Gemma2, Gemma3
+from graphdecode.models.families.gemma4 import Gemma4
 from graphdecode.models.families.gpt_oss import GptOss
 from graphdecode.models.families.granite import Granite, GraniteHybrid
 from graphdecode.models.families.lfm2 import Lfm2
@@ -17,7 +18,7 @@ from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
 
 for _family in (
-    *(Llama, Mistral, Mixtral, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, GptOss, Gemma2, Gemma3),
+    *(Llama, Mistral, Mixtral, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, GptOss, Gemma2, Gemma3, Gemma4),
     *(Phi3, Olmo2, Olmo3, SmolLM3, Granite, GraniteHybrid, Bamba, Mamba2Family, Lfm2, Qwen35, Qwen3Next),
     *(FalconH1, NemotronH, OlmoHybrid),
 ):
