@@ -39,7 +39,7 @@ class PlainGguf(Gguf):
             raise ArgumentError(f"model {str(model)!r} is not a GGUF file")
         super().__init__(model)
         architecture = self.config().architecture
-        if family_of(architecture).experts_interleaved:
+        if family_of(architecture).experts_transposed:
             raise ArgumentError(f"{self.name}: the experts of {architecture} have another order in folders")
         if self._architecture.has_states:
             raise ArgumentError(f"{self.name}: {architecture} has recurrent states, and is not written as a folder")

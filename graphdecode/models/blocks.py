@@ -488,7 +488,7 @@ class SparseMlp(FeedForward):
         logits = stream.buffer_for(self.router, "router")
         self.router.apply(logits, stream.hidden)
         ids, weights, order, offsets = self.route(logits[:, :count], stream.live)
-        outputs = self.experts.run(stream.hidden, order, offsets)
+        outputs = self.outputs(stream.hidden, logits, ids, weights, order, offsets)
         if self.shared is None:
             moe_combine(stream.output_buffer(in_floats=self.experts.down.gives_floats), outputs, ids, weights)
         else:
@@ -496,6 +496,12 @@ class SparseMlp(FeedForward):
             is_gated = logits.shape[1] > count
             gate = logits[:, count:] if is_gated else logits.new_full((rows, 1), _OPEN_GATE)
             moe_combine(stream.output, outputs, ids, weights, gate)
+
+    def outputs(
+        self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """Return the experts' outputs for the pairs of `moe_route`, which `weights` will multiply."""
+        return self.experts.run(hidden, order, offsets)
 
     def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""

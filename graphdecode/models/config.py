@@ -96,6 +96,7 @@ class ModelConfig(ModelShape):
     # for each layer its rotary embedding, None without positions; empty: all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     sm_scale: float | None = None  # multiplies the logits of attention; None: 1 / sqrt(head_dim)
+    is_chunked: bool = False  # windows are chunks; see `AttentionOptions`
     attention_soft_cap: float = 0.0  # caps these logits where it is > 0
     experts: ExpertsConfig | None = None  # or None
     embedding_scale: float = 1.0  # multiplies the embedded tokens
@@ -110,7 +111,8 @@ class ModelConfig(ModelShape):
 
     def attention_options(self, layer: int) -> AttentionOptions:
         """Return the options of a layer's attention, without sinks, which are weights."""
-        return AttentionOptions(self.sm_scale, self.windows[layer], self.attention_soft_cap)
+        is_chunked = self.is_chunked and self.windows[layer] >= 0
+        return AttentionOptions(self.sm_scale, self.windows[layer], self.attention_soft_cap, is_chunked=is_chunked)
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:

@@ -61,6 +61,25 @@ GEMMA4_EXPERTS = {
     "rope_parameters": TWO_ROPES,
     "tie_word_embeddings": False,
 }
+LLAMA4 = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "intermediate_size_mlp": 80,
+    "attention_chunk_size": 24,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 16,
+    "rope_parameters": LLAMA3,
+}
+LLAMA4_DENSE = {
+    "num_hidden_layers": 4,
+    "interleave_moe_layer_step": 2,
+    "num_experts_per_tok": 2,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "chunked_attention"],
+}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 GRANITE_4 = GRANITE | {
     "layer_types": ["full_attention"] * 3,
@@ -152,6 +171,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4", GEMMA4),
     "gemma4-inputs": ("Gemma4", GEMMA4 | GEMMA4_INPUTS),
     "gemma4-experts": ("Gemma4", GEMMA4 | GEMMA4_EXPERTS),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-dense": ("Llama4", LLAMA4 | LLAMA4_DENSE),
     "phi3": ("Phi3", {"sliding_window": 20}),
     "phi3-longrope-short": ("Phi3", longrope(256, 8)),
     "phi4-longrope-long": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, **longrope(8, 6)}),

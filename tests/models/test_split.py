@@ -60,7 +60,7 @@ def elements(source: SplitSource) -> int:
     return sum(math.prod(stored.shape) for stored in source.tensors.values())
 
 
-GEMMA4 = ("gemma4-inputs", "gemma4-experts")
+NEWEST = ("gemma4-inputs", "gemma4-experts", "llama4")
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied", "phi3", "mixtral", "qwen2-moe", "gpt-oss", "olmo2"])
@@ -357,7 +357,7 @@ def same_on_one_and_on_two(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-biases", "qwen3-tied", "phi3", "qwen2-moe", "gpt-oss", "gemma3-cap", "olmo2", *GEMMA4]
+    "name", ["llama-biases", "qwen3-tied", "phi3", "qwen2-moe", "gpt-oss", "gemma3-cap", "olmo2", *NEWEST]
 )
 def test_two_ranks_give_the_tokens_of_one(checkpoint: Callable[[str], Path], ranks: Leader, name: str) -> None:
     requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]

@@ -23,8 +23,8 @@ from graphdecode.models.family import config_of
 
 LENGTH = 256
 SMALL = {"max_sequence_length": LENGTH, "page_size": 4, "max_batch_size": 4, "max_prefill_tokens": 7, "device": "cpu"}
-# two kinds of layers, shared keys of two sizes, sinks, one kind, 12 keys
-WINDOWED = ["gemma3", "gemma4-inputs", "gpt-oss", "mistral-window", "qwen2-window"]
+# two kinds of layers, shared keys of two sizes, sinks, chunks, one kind, 12 keys
+WINDOWED = ["gemma3", "gemma4-inputs", "gpt-oss", "llama4", "mistral-window", "qwen2-window"]
 Answer = tuple[list[int], list[Any]]
 
 
