@@ -14,6 +14,7 @@ from .errors import (
 )
 from .layer_cache import (
     CacheScales,
+    Keys,
     KeysAndState,
     LayerCache,
     LayerState,
@@ -31,6 +32,7 @@ from .rolling import RollingPages
 __all__ = [
     "CacheFullError",
     "CacheScales",
+    "Keys",
     "KeysAndState",
     "LayerCache",
     "LayerState",

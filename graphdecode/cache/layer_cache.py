@@ -96,6 +96,15 @@ class LayerCache(_State):
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Declares a layer's keys and values."""
+
+    heads: int
+    head_dim: int  # channels of a head
+    shared_with: int | None = None  # the earlier layer that keeps them; None: the layer itself
+
+
+@dataclass(frozen=True)
 class Recurrent:
     """Declares a layer's recurrent state.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
-from .layer_cache import LayerCache, LayerState, Recurrent, layer_state, paged
+from .layer_cache import Keys, LayerCache, LayerState, Recurrent, layer_state, paged
 from .ledger import PageLedger
 from .rolling import RollingPages, StateRows
 
@@ -32,6 +32,7 @@ class PagedKVCache:
         scales: one of keys and one of values per layer, for fp8; None: 1.0.
         recurrent: recurrent state of each layer, if any; empty: no layer has one.
         state_rows: sequences that can have recurrent states or rings at a time, if layers have any.
+        layer_keys: heads of keys and values of each layer, if layers differ; one that shares another's has no tensors.
         rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has rings. With
             rings, a sequence can only be truncated to tokens that it has computed, and a cached prefix is used only as
             far as a ring has its window.
@@ -62,6 +63,7 @@ class PagedKVCache:
         scales: Sequence[tuple[float, float]] | None = None,
         recurrent: Sequence[Recurrent | None] = (),
         state_rows: int = 0,
+        layer_keys: Sequence[Keys] = (),
         rolling: RollingPages | None = None,
     ) -> None:
         require_positive(
@@ -82,13 +84,12 @@ class PagedKVCache:
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
         rolls = [False] * num_layers if rolling is None else rolling.layers
-        rolling_shape = shape if rolling is None else (rolling.trash_page + 1, *shape[1:])
         self.layers: list[LayerState] = [
             layer_state(
-                state,
+                state if keys.shared_with is None else Recurrent(()),
                 partial(
                     LayerCache.zeros,
-                    rolling_shape if is_rolling else shape,
+                    (pages + 1, page_size, keys.heads, keys.head_dim),
                     dtype,
                     device,
                     key_scale=key_scale,
@@ -98,9 +99,14 @@ class PagedKVCache:
                 state_rows,
                 self._device,
             )
-            for (key_scale, value_scale), state, is_rolling in zip(
-                scales or [(1.0, 1.0)] * num_layers, recurrent or [None] * num_layers, rolls, strict=True
+            for (key_scale, value_scale), state, keys, is_rolling in zip(
+                scales or [(1.0, 1.0)] * num_layers,
+                recurrent or [None] * num_layers,
+                layer_keys or [Keys(num_kv_heads, head_dim)] * num_layers,
+                rolls,
+                strict=True,
             )
+            for pages in [rolling.trash_page if rolling is not None and is_rolling else total_num_pages]
         ]
         self.rolling = rolling
         self.trash_state_row = state_rows

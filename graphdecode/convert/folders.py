@@ -39,8 +39,10 @@ class PlainGguf(Gguf):
             raise ArgumentError(f"model {str(model)!r} is not a GGUF file")
         super().__init__(model)
         architecture = self.config().architecture
-        if family_of(architecture).experts_interleaved:
+        if family_of(architecture).experts_transposed:
             raise ArgumentError(f"{self.name}: the experts of {architecture} have another order in folders")
+        if self._architecture.has_states:
+            raise ArgumentError(f"{self.name}: {architecture} has recurrent states, and is not written as a folder")
         if dtype not in ("auto", *_KINDS):
             raise ArgumentError(f"dtype must be auto, {', '.join(_KINDS)}, got {dtype!r}")
         self.dtype: str = self.settings["dtype"] if dtype == "auto" else dtype

@@ -35,7 +35,7 @@ class GgufModel:
     def __init__(self, source: RoundedSource, config: ModelConfig) -> None:
         self._source = source
         self._config = config
-        found = {f"{kind.name}ForCausalLM": key for key, kind in ARCHITECTURES.items()}
+        found = {f"{kind.name}ForCausalLM": key for key, kind in ARCHITECTURES.items() if not kind.has_states}
         key = found.get(config.architecture)
         if key is None:
             raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
@@ -86,17 +87,17 @@ def plan_capacity(
     widths = (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
-    paged_layers = model.num_hidden_layers - sum(
-        state is not None and not state.beside_keys for state in model.recurrent
-    )
     kv_format = format_named(settings.kv_cache_dtype, dtype)
-    entry_bytes = 2 * model.num_key_value_heads * kv_format.entry_bytes(model.head_dim)
-    token_bytes = paged_layers * entry_bytes
+    layer_bytes = [
+        0 if keys is None else 2 * keys.heads * kv_format.entry_bytes(keys.head_dim) for keys in model.kept_keys
+    ]
+    token_bytes = sum(layer_bytes)
     page_bytes = token_bytes * config.page_size
     rolling, most = None, config.max_batch_size * pages_per_row
     if may_roll and settings.speculation != "model" and settings.step_kind is None:
         rolling = _rolling_pages(config, model, pages_per_row, settings.prefill_tokens(device.type), widths)
-    rolling_page_bytes = 0 if rolling is None else sum(rolling.layers) * entry_bytes * config.page_size
+    rolls = [False] * len(layer_bytes) if rolling is None else rolling.layers
+    rolling_page_bytes = sum(compress(layer_bytes, rolls)) * config.page_size
     total = config.total_num_pages
     if isinstance(total, str):
         free = free_bytes(device) if available_bytes is None else available_bytes
@@ -128,7 +129,8 @@ def _rolling_pages(
 ) -> RollingPages | None:
     """Return the rings of layers with a window; None if there are none, or a ring is no shorter than a row."""
     has_state = [state is not None for state in model.recurrent] or [False] * len(model.windows)
-    layers = tuple(window >= 0 and not state for window, state in zip(model.windows, has_state, strict=True))
+    of_layers = zip(model.windows, has_state, model.kept_keys, strict=False)  # an adopted module's are not known yet
+    layers = tuple(window >= 0 and not state and keys is not None for window, state, keys in of_layers)
     window = max((window for window, rolls in zip(model.windows, layers, strict=True) if rolls), default=0)
     # the window of a pass's first query, and the tokens that the pass writes; a mixed step's row writes one more
     pages = -(-(window + max(prefill_tokens, *widths) + 1) // config.page_size)

@@ -280,7 +280,8 @@ def make_runner(
     share = 1.0  # of the memory: the rest is for the draft model's cache, and other ranks on this CPU
     if draft is not None:
         target, small = (
-            each.num_layers * each.config.num_key_value_heads * each.config.head_dim for each in (decoder, draft)
+            sum(keys.heads * keys.head_dim for keys in each.config.kept_keys if keys is not None)
+            for each in (decoder, draft)
         )
         share = target / (target + small)
     if ranks is not None and device.type == "cpu":
@@ -309,6 +310,7 @@ def make_runner(
         prefix_caching=settings.prefix_cache and not recurrent,
         scales=decoder.cache_scales,
         recurrent=recurrent,
+        layer_keys=decoder.config.layer_keys,
         state_rows=buckets.max_batch_size if recurrent or capacity.rolling is not None else 0,
         rolling=capacity.rolling,
     )

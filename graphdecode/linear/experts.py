@@ -51,13 +51,15 @@ class ExpertNames(NamedTuple):
             along its first dimension.
         experts: number of experts.
         is_gated: the first half of the outputs is the gate of the second.
-        interleaved: stacks are [experts, in_features, out_features], with gate and input alternating (gpt-oss).
+        interleaved: in stacks, gate and input alternate (gpt-oss).
+        transposed: stacks are [experts, in_features, out_features].
     """
 
     weights: tuple[str, ...]
     experts: int
     is_gated: bool
     interleaved: bool = False
+    transposed: bool = False
 
     @property
     def is_stack(self) -> bool:
@@ -90,7 +92,7 @@ def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
     """Return [experts, out_features, in_features]."""
     shapes = [source.tensors[name].shape for name in names.of(0)]
     rows, columns = sum(shape[-2] for shape in shapes), shapes[0][-1]
-    is_transposed = names.is_stack and names.interleaved
+    is_transposed = names.is_stack and names.transposed
     return (names.experts, columns, rows) if is_transposed else (names.experts, rows, columns)
 
 
@@ -104,7 +106,7 @@ def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions
         shape = source.tensors[name].shape[1:]
         stored = torch.empty((1, *shape), dtype=options.dtype, device=options.device)
         source.read(name, stored, Shard(expert, names.experts, 0))
-        own = stored[0].T if names.interleaved else stored[0]
+        own = stored[0].T if names.transposed else stored[0]
         yield torch.cat((own[::2], own[1::2])) if names.interleaved and names.is_gated else own
 
 

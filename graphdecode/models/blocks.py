@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +114,7 @@ class ResidualStream:
     Args:
         parts: the tokens of the pass; those of a second part (mixed steps) follow those of the first in all tensors.
         stem: embeds them; if there is one part, in one launch with the first norm.
-        attend: attention over a layer's cache; None with two parts, where `append_and_attend` does it.
+        attend: attention over a layer's cache, with the tokens' keys and values in it.
         append_and_attend: append and attention, in one launch if possible.
     """
 
@@ -122,7 +122,7 @@ class ResidualStream:
         self,
         parts: Sequence[Tokens],
         stem: Stem,
-        attend: Attend | None,
+        attend: Attend,
         append_and_attend: AppendAndAttend | None = None,
     ) -> None:
         self._parts = parts
@@ -139,7 +139,7 @@ class ResidualStream:
         self._all_live: Tensor | None = None
         self._adapters = [
             AdapterSpan(span, part.rows, part.live, part.adapters)
-            for span, part in self._spans()
+            for span, part in self.parts()
             if part.adapters is not None
         ]
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
@@ -160,11 +160,12 @@ class ResidualStream:
 
     def state_parts(self) -> Iterator[tuple[slice, StateTokens]]:
         """Yield the span of each part's tokens, and the rows of their recurrent states."""
-        for span, part in self._spans():
+        for span, part in self.parts():
             assert part.state_rows is not None  # the engine gives them to a model that has states
             yield span, StateTokens(part.rows, part.positions, part.live, part.state_rows)
 
-    def _spans(self) -> Iterator[tuple[slice, Tokens]]:
+    def parts(self) -> Iterator[tuple[slice, Tokens]]:
+        """Yield each part's tokens, and where they stand among all."""
         begin = 0
         for part in self._parts:
             end = begin + part.ids.shape[0]
@@ -338,7 +339,6 @@ class Attention(Mixer):
         else:
             q = torch.empty_like(attended)
             append_tokens(q, cache, qkv, stream.tokens, rope)
-            assert stream.attend is not None  # there is one part
             stream.attend(attended, q, cache, self.options)
         self.finish(stream, attended.view(qkv.shape[0], -1))
 
@@ -360,6 +360,23 @@ class Attention(Mixer):
             None if self.k_norm is None else self.k_norm.weight,
             0.0 if self.q_norm is None else self.q_norm.eps,
         )
+
+
+@dataclass(frozen=True)
+class SharedKeysAttention(Attention):
+    """Attention over the keys and values that an earlier layer has appended; its product gives queries alone."""
+
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+        """Attend over the other layer's cache."""
+        assert isinstance(cache, LayerCache)
+        queries = self.project(stream)
+        attended = stream.buffer(self.o.in_features).view(queries.shape[0], -1, self.head_dim)
+        q, rope = torch.empty_like(attended), self.rotation(queries)
+        no_heads = replace(cache, keys=cache.keys[:, :, :0], values=cache.values[:, :, :0])
+        for span, part in stream.parts():
+            append_tokens(q[span], no_heads, queries[span], part, rope)
+        stream.attend(attended, q, cache, self.options)
+        self.finish(stream, attended.view(queries.shape[0], -1))
 
 
 class FeedForward(Block):
@@ -468,14 +485,11 @@ class SparseMlp(FeedForward):
 
     def run(self, stream: ResidualStream) -> None:
         """Read `hidden` and set the output, without a host read."""
-        rows, count, top_k = stream.hidden.shape[0], self.experts.count, self.experts.top_k
+        rows, count = stream.hidden.shape[0], self.experts.count
         logits = stream.buffer_for(self.router, "router")
         self.router.apply(logits, stream.hidden)
-        ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, top_k), (rows * top_k,)))
-        offsets = logits.new_empty((count + 1,), dtype=torch.int32)
-        weights = logits.new_empty((rows, top_k), dtype=torch.float32)
-        moe_route(ids, weights, order, offsets, logits[:, :count], stream.live, self.renormalize)
-        outputs = self.experts.run(stream.hidden, order, offsets)
+        ids, weights, order, offsets = self.route(logits[:, :count], stream.live)
+        outputs = self.outputs(stream.hidden, logits, ids, weights, order, offsets)
         if self.shared is None:
             moe_combine(stream.output_buffer(in_floats=self.experts.down.gives_floats), outputs, ids, weights)
         else:
@@ -483,6 +497,21 @@ class SparseMlp(FeedForward):
             is_gated = logits.shape[1] > count
             gate = logits[:, count:] if is_gated else logits.new_full((rows, 1), _OPEN_GATE)
             moe_combine(stream.output, outputs, ids, weights, gate)
+
+    def outputs(
+        self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """Return the experts' outputs for the pairs of `moe_route`, which `weights` will multiply."""
+        return self.experts.run(hidden, order, offsets)
+
+    def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""
+        rows, count, top_k = logits.shape[0], self.experts.count, self.experts.top_k
+        ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, top_k), (rows * top_k,)))
+        offsets = logits.new_empty((count + 1,), dtype=torch.int32)
+        weights = logits.new_empty((rows, top_k), dtype=torch.float32)
+        moe_route(ids, weights, order, offsets, logits, live, self.renormalize)
+        return ids, weights, order, offsets
 
 
 @dataclass(frozen=True)

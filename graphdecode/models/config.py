@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from graphdecode.attention import AttentionOptions
-from graphdecode.cache import Recurrent
+from graphdecode.cache import Keys, Recurrent
 from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids
 from graphdecode.models.rope import RopeConfig
@@ -62,7 +62,22 @@ class ModelShape:
     dtype: torch.dtype  # of the checkpoint
     # for each layer its recurrent state, if any; empty: no layer has one
     recurrent: tuple[Recurrent | None, ...] = ()
+    # for each layer its keys and values; empty: all have `num_key_value_heads` of `head_dim`
+    layer_keys: tuple[Keys, ...] = ()
     integer_quantized: bool = False  # its weights are quantized integers
+
+    @property
+    def kept_keys(self) -> list[Keys | None]:
+        """For each layer the keys and values that it keeps, if any."""
+        layers = self.num_hidden_layers
+        keys = self.layer_keys or (Keys(self.num_key_value_heads, self.head_dim),) * layers
+        with_keys = [state is None or state.beside_keys for state in self.recurrent] or [True] * layers
+        return [each if own and each.shared_with is None else None for each, own in zip(keys, with_keys, strict=True)]
+
+    def keeper(self, layer: int) -> int:
+        """Return the layer that keeps what a layer reads: itself, or the one whose keys and values it shares."""
+        shared_with = self.layer_keys[layer].shared_with if self.layer_keys else None
+        return layer if shared_with is None else shared_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +96,7 @@ class ModelConfig(ModelShape):
     # for each layer its rotary embedding, None without positions; empty: all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     sm_scale: float | None = None  # multiplies the logits of attention; None: 1 / sqrt(head_dim)
+    is_chunked: bool = False  # windows are chunks; see `AttentionOptions`
     attention_soft_cap: float = 0.0  # caps these logits where it is > 0
     experts: ExpertsConfig | None = None  # or None
     embedding_scale: float = 1.0  # multiplies the embedded tokens
@@ -95,7 +111,8 @@ class ModelConfig(ModelShape):
 
     def attention_options(self, layer: int) -> AttentionOptions:
         """Return the options of a layer's attention, without sinks, which are weights."""
-        return AttentionOptions(self.sm_scale, self.windows[layer], self.attention_soft_cap)
+        is_chunked = self.is_chunked and self.windows[layer] >= 0
+        return AttentionOptions(self.sm_scale, self.windows[layer], self.attention_soft_cap, is_chunked=is_chunked)
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:

@@ -130,16 +130,21 @@ class Decoder(Model):
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         of_chunks, count = tokens_of(chunks), chunks.token_ids.shape[0]
+        attend_to_chunks, attend_to_rows = attend_chunks(chunks, None), attend_step(batch, attention)
+
+        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+            attend_to_chunks(out[:count], q[:count], cache, options)
+            attend_to_rows(out[count:], q[count:], cache, options)
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, rope: QKNormRope, options: AttentionOptions) -> None:
             q = torch.empty_like(out[:count])
             append_tokens(q, cache, qkv[:count], of_chunks, rope)
-            extend_over(cache, out[:count], q, *chunks[4:6], page_table_of(chunks, cache), options)
+            attend_to_chunks(out[:count], q, cache, options)
             # last: a row whose prompt ends here attends to the keys of its chunk
             pages = (cache.keys, cache.values, page_table_of(batch, cache))
             attention.append_and_run(out[count:], qkv[count:], *pages, rope, options, cache.scales)
 
-        stream = self._run_layers([of_chunks, tokens_of(batch)], caches, None, append)
+        stream = self._run_layers([of_chunks, tokens_of(batch)], caches, attend, append)
         return self.head.run(stream.narrow(count, count + batch.size))
 
     def prefill(
@@ -158,11 +163,11 @@ class Decoder(Model):
         self,
         parts: Sequence[Tokens],
         caches: Sequence[LayerState],
-        attend: Attend | None,
+        attend: Attend,
         append: AppendAndAttend | None = None,
     ) -> ResidualStream:
         """Return the stream after the last layer."""
         stream = ResidualStream(parts, self.stem, attend, append)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            layer.run(stream, cache)
+        for index, layer in enumerate(self.layers):
+            layer.run(stream, caches[self.config.keeper(index)])
         return stream

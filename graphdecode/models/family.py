@@ -35,7 +35,9 @@ class Family(ABC):
 
     architecture: ClassVar[str]  # Hugging Face's name of it, as a config.json has it
     norm_offset: ClassVar[float] = 0.0  # is added to the weights of all norms; 1 if checkpoints store `weight - 1`
-    experts_interleaved: ClassVar[bool] = False  # of tensors with all experts of a layer; see `ExpertNames`
+    # of tensors with all experts of a layer; see `ExpertNames`
+    experts_interleaved: ClassVar[bool] = False
+    experts_transposed: ClassVar[bool] = False
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:

@@ -557,9 +557,10 @@ def _check_invariance(config: ModelShape, device: torch.device) -> None:
         return
     if native.library() is None:
         raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
-    if config.head_dim % native.LANES:
-        multiple = f"a head_dim that is a multiple of {native.LANES}"
-        raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")
+    for head_dim in [config.head_dim, *(keys.head_dim for keys in config.layer_keys)]:
+        if head_dim % native.LANES:
+            multiple = f"a head_dim that is a multiple of {native.LANES}"
+            raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {head_dim}")
 
 
 def return_free_memory() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphdecode.errors import shown
 from graphdecode.models.fields import MOST, UnsupportedModelError, flag, is_positive
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RopeConfig:
                 f"rope type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}"
             )
         partial = scaling.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-        if partial != 1.0 and not may_be_partial:
+        if partial != 1.0 and not may_be_partial and rope_type != "proportional":
             raise UnsupportedModelError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
         if not is_positive(partial) or partial > 1:
             raise UnsupportedModelError(f"partial_rotary_factor must be a number > 0 and <= 1, got {shown(partial)}")
@@ -70,8 +70,8 @@ class RopeConfig:
         original = _positions(settings) or _positions(scaling) or max_positions
         # these two may leave their factor to what the context grew by
         grown = max_positions / original if rope_type in ("yarn", "longrope") else None
-        factor = _number(scaling, "factor", grown)
-        if rope_type == "linear":
+        factor = _number(scaling, "factor", 1.0 if rope_type == "proportional" else grown)
+        if rope_type in ("linear", "proportional"):
             return replace(rope, factor=factor)
         rope = replace(rope, factor=factor, original_max_positions=original)
         if rope_type == "llama3":
@@ -155,6 +155,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> 
     LongRoPE's factors are chosen by how many positions a sequence can have, once: a key that is in the cache keeps its
     angle, so a sequence cannot change them while it grows.
     """
+    if rope.rope_type == "proportional":  # frequencies of whole heads, of which the first are rotated
+        whole = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
+        whole[int(rope.rotary_factor * head_dim // 2) :] = 0.0
+        return whole / rope.factor
     dim = int(head_dim * rope.rotary_factor)
     periods = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     plain = 1.0 / periods

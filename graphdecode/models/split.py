@@ -36,9 +36,8 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
         if all(config.experts.layers):
             del sizes["intermediate_size"]  # no layer has an MLP of that size
     odd = [f"{name} {size}" for name, size in sizes.items() if size % count]
-    heads = config.num_key_value_heads
-    if heads % count and count % heads:
-        odd.append(f"num_key_value_heads {heads}")
+    kv_heads = dict.fromkeys([config.num_key_value_heads, *(keys.heads for keys in config.layer_keys)])
+    odd += [f"num_key_value_heads {heads}" for heads in kv_heads if heads % count and count % heads]
     if odd:
         raise ArgumentError(f"tensor_parallel_size={count} does not divide {', '.join(odd)} of this model")
     experts = config.experts
@@ -48,7 +47,8 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // count,
-        num_key_value_heads=max(heads // count, 1),
+        num_key_value_heads=max(config.num_key_value_heads // count, 1),
+        layer_keys=tuple(replace(keys, heads=max(keys.heads // count, 1)) for keys in config.layer_keys),
         intermediate_size=config.intermediate_size // count,
         experts=experts,
     )

@@ -18,7 +18,7 @@ from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
 
-_NEVER_ADAPTED = ("embedding", "lm_head", "router")
+_NEVER_ADAPTED = ("embedding", "lm_head", "router", "per_layer_in")
 
 
 def can_adapt(place: str) -> bool:
@@ -78,7 +78,15 @@ class Weights:
             self._embedding = form
         return form.row_table
 
-    def experts(self, place: str, experts: ExpertsConfig, *, is_gated: bool, interleaved: bool = False) -> ExpertForm:
+    def experts(
+        self,
+        place: str,
+        experts: ExpertsConfig,
+        *,
+        is_gated: bool,
+        interleaved: bool = False,
+        transposed: bool = False,
+    ) -> ExpertForm:
         """Return the product of all experts at a place, with its bias if the map has one.
 
         Args:
@@ -86,8 +94,9 @@ class Weights:
             experts: of the model.
             is_gated: the first half of the outputs is the gate of the second.
             interleaved: see `ExpertNames`.
+            transposed: see `ExpertNames`.
         """
-        names = ExpertNames(self._names(place), experts.count, is_gated, interleaved)
+        names = ExpertNames(self._names(place), experts.count, is_gated, interleaved, transposed)
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
         if bias is not None and names.is_stack and is_gated and interleaved:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)

@@ -194,7 +194,7 @@ def _append_attention_kernel(
     row = tl.where(is_planned, item.row, 0)  # a plan of before may have stood there
     kv_len = tl.where(is_planned, item.kv_len, 0)
     newest = tl.maximum(kv_len - 1, 0)
-    begin, end = span_of(kv_len, item.split, item.splits, 1, logits.options.window_left, FORM.TILE, FORM.HAS_WINDOW)
+    begin, end = span_of(kv_len, item.split, item.splits, 1, logits.options.window_left, FORM)
     is_last = (begin < kv_len) & (end == kv_len)
     end = tl.minimum(end, newest)
     pages = cache.table + row.to(tl.int64) * cache.table_stride

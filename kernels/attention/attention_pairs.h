@@ -17,11 +17,17 @@
  * what `logits_from` makes of it. */
 struct logits {
     float scale, cap;
-    int64_t window;
+    int64_t window, is_chunked;
 };
 
 static struct logits logits_of(const AttentionOptions *options) {
-    return (struct logits){(float)options->sm_scale, (float)options->logits_soft_cap, options->window_left};
+    return (struct logits){(float)options->sm_scale, (float)options->logits_soft_cap, options->window_left,
+                           options->is_chunked};
+}
+
+/* How many keys before its own a query at a position sees; less than 0: all. */
+INLINE int64_t window_at(struct logits of, int64_t position) {
+    return of.is_chunked ? position % (of.window + 1) : of.window;
 }
 
 /* Whether logits are something else than a positive multiple of the products. */
@@ -246,11 +252,11 @@ _Static_assert(KEYS == 4 * PANEL, "a block has up to four panels");
 static void weigh_values(const struct pair_queries *queries, const struct pair_room *room, int64_t from, int64_t first,
                          int64_t count) {
     int64_t dim = queries->dim, panels = (count + PANEL - 1) / PANEL, rows = queries->count - from;
-    int64_t window = queries->logits.window;
     float shrinks[TOGETHER_IN_PAIRS];
     rows = least_of(rows, TOGETHER_IN_PAIRS);
     for (int64_t r = 0; r < rows; r++) {
         int64_t own = queries->position + (from + r) / queries->group - first, seen = least_of(own + 1, count);
+        int64_t window = window_at(queries->logits, own + first);
         int64_t unseen = window >= 0 && own > window ? own - window : 0;
         uint16_t *weights = room->weights + r * KEYS;
         if (unseen < seen) {

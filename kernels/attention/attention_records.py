@@ -70,6 +70,9 @@ class AttentionOptions(NamedTuple):
     # float32 [num_qo_heads], contiguous, a logit of each head that takes weight and has no value (Xiao et al., 2024,
     # StreamingLLM, section 3.3; here each head's own, as in gpt-oss); None: no sinks
     sinks: Float32 | None = None
+    # the window begins at the last multiple of its window_left + 1 keys that a query does not precede: attention within
+    # chunks of that many tokens (Llama 4)
+    is_chunked: bool = False
 
     def scale_of(self, head_dim: int) -> float:
         """Return what multiplies the logits of heads of so many channels."""
@@ -133,6 +136,7 @@ class AttentionForm(NamedTuple):
     KV_BITS: str  # how cached values are decoded, see `cache_bytes`
     HAS_SINKS: bool  # whether heads have sinks
     HAS_WINDOW: bool  # whether there is a window
+    IS_CHUNKED: bool  # whether that is the query's chunk
     HAS_CAP: bool  # whether there is a cap
     HAS_LSE: bool = False  # whether log-sum-exps are written
     HAS_INDPTR: bool = False  # whether the rows' pages are listed one row after another
@@ -177,6 +181,7 @@ def form_of(
         KV_BITS=cache_bytes(k_cache)[1],
         HAS_SINKS=options.sinks is not None,
         HAS_WINDOW=options.window_left >= 0,
+        IS_CHUNKED=options.is_chunked,
         HAS_CAP=options.logits_soft_cap > 0.0,
         **{"PAGE_SIZE": k_cache.shape[1]} | {name: value for name, value in tile.items() if name.isupper()} | others,
     )

@@ -206,13 +206,23 @@ def _products(q, q_high, k_at, at, inside, cache, logits, FORM: tl.constexpr, IS
 
 
 @triton.jit
-def _masked(scores, at, inside, q_at, options, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def window_begin(q_at, window_left, IS_CHUNKED: tl.constexpr):
+    """Return where the window of queries begins, which may be before the first key."""
+    if IS_CHUNKED:
+        return q_at - q_at % (window_left + 1)
+    return q_at - window_left
+
+
+@triton.jit
+def _masked(
+    scores, at, inside, q_at, options, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr
+):
     """Return -inf where a query does not see a key."""
     seen = inside[None, :]
     if CAUSAL:
         seen = seen & (at[None, :] <= q_at[:, None])
     if HAS_WINDOW:
-        seen = seen & (at[None, :] >= q_at[:, None] - options.window_left)
+        seen = seen & (at[None, :] >= window_begin(q_at, options.window_left, IS_CHUNKED)[:, None])
     return tl.where(seen, scores, -float("inf"))
 
 
@@ -276,7 +286,7 @@ def attend_span(
         if FORM.MODE == "ALIBI":
             scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
         if IS_RAGGED:
-            scores = _masked(scores, at, inside, q_at, logits.options, CAUSAL, HAS_WINDOW)
+            scores = _masked(scores, at, inside, q_at, logits.options, CAUSAL, HAS_WINDOW, FORM.IS_CHUNKED)
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])

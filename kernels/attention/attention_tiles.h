@@ -60,9 +60,9 @@ static void turned_logits(float *logits, const struct pair_queries *queries, con
 static void mask_panel(float *logits, const struct pair_queries *queries, const struct pair_room *room, int64_t from,
                        int64_t panel, int64_t first, int64_t count) {
     int32_t last[LANES], begin[LANES];
-    int64_t window = queries->logits.window;
     for (int64_t lane = 0; lane < LANES; lane++) {
         int64_t own = queries->position + (from + lane) / queries->group - first;
+        int64_t window = window_at(queries->logits, own + first);
         last[lane] = (int32_t)least_of(own, count - 1);
         begin[lane] = window >= 0 && own > window ? (int32_t)least_of(own - window, KEYS) : 0;
     }
@@ -133,7 +133,8 @@ static void weigh_half(const struct pair_queries *queries, const struct pair_roo
     int64_t dim = queries->dim, last = least_of(from + PANEL, queries->count) - 1, behind = (panel + 1) * PANEL;
     int64_t lowest = queries->position + from / queries->group - first;
     int64_t highest = queries->position + last / queries->group - first;
-    int sees_all = lowest >= behind - 1 && count >= behind && (queries->logits.window < 0 || highest <= queries->logits.window);
+    int64_t window = window_at(queries->logits, highest + first);
+    int sees_all = lowest >= behind - 1 && count >= behind && (window < 0 || highest <= window);
     float *sums = queries->sums + from * dim + half, *largest = queries->largest + from + half;
     float *total = queries->total + from + half, factor = 1.0f;
     logits += half, weights += 2 * half;

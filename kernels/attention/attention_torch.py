@@ -74,7 +74,12 @@ class Positions(NamedTuple):
 
 def first_seen(kv_len: int, queries: int, options: AttentionOptions) -> int:
     """Return the first position of a row that any of its newest queries sees."""
-    return max(kv_len - queries - options.window_left, 0) if options.window_left >= 0 else 0
+    return max(window_begin(kv_len - queries, options), 0) if options.window_left >= 0 else 0
+
+
+def window_begin(position: Any, options: AttentionOptions) -> Any:
+    """Return where the window of a query at a position begins, or those of several."""
+    return position - (position % (options.window_left + 1) if options.is_chunked else options.window_left)
 
 
 def row_entries(
@@ -200,9 +205,9 @@ def _attend_keys(
                 out, lse = flash_attention(one, k, v, scale=options.scale_of(dim))
             out, lse = out.unsqueeze(2), lse.unsqueeze(2)
         elif q.dtype == torch.float16 or k.dtype != q.dtype:
-            out, lse = _fused_causal(q.float(), widen(k), widen(v), options)
+            out, lse = _fused_causal(q.float(), widen(k), widen(v), kv_len, options)
         else:
-            out, lse = _fused_causal(q, k, v, options)
+            out, lse = _fused_causal(q, k, v, kv_len, options)
         if v_scale != 1.0:
             out = out * v_scale
         return out.to(q.dtype), lse
@@ -253,19 +258,19 @@ def _widened(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, 
     return (torch.stack(outs) * weights).sum(0), torch.logsumexp(sums, 0)
 
 
-def _visible(queries: int, keys: int, window_left: int, device: torch.device) -> Tensor:
-    """Return which of the newest keys each of the newest queries sees, bool [queries, keys]."""
-    distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(keys, device=device)
-    seen = distance >= 0
-    return seen & (distance <= window_left) if window_left >= 0 else seen
+def _visible(q_at: Tensor, k_at: Tensor, options: AttentionOptions) -> Tensor:
+    """Return which keys each query sees, bool [queries, keys], given the positions of both."""
+    seen = q_at.unsqueeze(1) >= k_at
+    return seen & (window_begin(q_at, options).unsqueeze(1) <= k_at) if options.window_left >= 0 else seen
 
 
-def _fused_causal(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def _fused_causal(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     _, heads, queries, group, dim = q.shape
     keys = k.shape[2]
     mask = None
     if keys != queries or options.window_left >= 0 or queries <= _FOLDED_QUERIES:
-        seen = _visible(queries, keys, options.window_left, q.device)
+        q_at, k_at = (torch.arange(kv_len - count, kv_len, device=q.device) for count in (queries, keys))
+        seen = _visible(q_at, k_at, options)
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
     if queries <= _FOLDED_QUERIES:
         folded = q.reshape(1, heads, queries * group, dim)
@@ -288,7 +293,7 @@ def _general(
     heads, queries, group, dim = q.shape
     keys = k.shape[1]
     q_at = torch.arange(first, first + queries, device=q.device)
-    distance = q_at.unsqueeze(1) - torch.arange(kv_len - keys, kv_len, device=q.device)  # [queries, keys]
+    k_at = torch.arange(kv_len - keys, kv_len, device=q.device)
     wide = q.float()
     if positions.position_mode == "ROPE_LLAMA":
         wide = rotate_half(wide.transpose(1, 2), q_at, positions.rope_scale, positions.rope_theta).transpose(1, 2)
@@ -297,11 +302,8 @@ def _general(
         logits = torch.tanh_(logits.div_(options.logits_soft_cap)).mul_(options.logits_soft_cap)
     if positions.position_mode == "ALIBI":
         slopes = alibi_slopes(heads * group).to(q.device).view(heads, 1, group, 1)
-        logits.sub_(slopes * distance.view(1, queries, 1, keys))
-    seen = distance >= 0
-    if options.window_left >= 0:
-        seen = seen & (distance <= options.window_left)
-    logits.masked_fill_(~seen.view(1, queries, 1, keys), -math.inf)
+        logits.sub_(slopes * (q_at.unsqueeze(1) - k_at).view(1, queries, 1, keys))
+    logits.masked_fill_(~_visible(q_at, k_at, options).view(1, queries, 1, keys), -math.inf)
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1))
     return torch.einsum("hqgk,hkd->hqgd", weights, v), lse

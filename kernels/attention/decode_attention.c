@@ -56,8 +56,8 @@ struct seen {
     int64_t position, begin, end; /* of the first query; of all of them */
 };
 
-static struct seen seen_of(int64_t length, int64_t q_len, int64_t window) {
-    int64_t position = length - q_len;
+static struct seen seen_of(int64_t length, int64_t q_len, const AttentionOptions *options) {
+    int64_t position = length - q_len, window = window_at(logits_of(options), position > 0 ? position : 0);
     return (struct seen){position, window >= 0 && position > window ? position - window : 0, length};
 }
 
@@ -244,7 +244,8 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
         for (int64_t r = 0; r < heads * queries; r++) {
             float *own = logits + r * BLOCK;
             change_logits(own, BLOCK, logits_of(&a->options));
-            if (mask_block(own, first, p->seen.position + r % queries / group, a->window_left))
+            int64_t position = p->seen.position + r % queries / group;
+            if (mask_block(own, first, position, window_at(logits_of(&a->options), position)))
                 soften(own, count, p->sums + r * dim, p->largest + r, p->total + r, dim);
             else
                 memset(own, 0, BLOCK * sizeof *own);
@@ -341,7 +342,7 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
     int64_t span = task % job->spans, block = NAME(decodes_in_tiles)(a) ? KEYS : BLOCK;
     int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
     struct NAME(part) part = {a, {a->table.data + row * a->table.size[1], a->k_cache.size[0], a->k_cache.size[1],
-                                  kv_heads * a->k_cache.size[3]}, seen_of(length, a->q_len, a->window_left), row,
+                                  kv_heads * a->k_cache.size[3]}, seen_of(length, a->q_len, &a->options), row,
                               at * kv_heads / job->parts, (at + 1) * kv_heads / job->parts,
                               a->q_len * (a->q.size[1] / kv_heads), span};
     part.first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;
@@ -416,7 +417,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
         int64_t row = task / (kv_heads * queries), entry = task % (kv_heads * queries);
         int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
-        int64_t first = seen_of(length, a->q_len, a->window_left).begin / SPAN, last = (length + SPAN - 1) / SPAN;
+        int64_t first = seen_of(length, a->q_len, &a->options).begin / SPAN, last = (length + SPAN - 1) / SPAN;
         if (last - first < 2) continue;
         struct NAME(part) part = {.a = a, .row = row};
         element *out = (element *)a->out.data + NAME(place_of)(&part, entry / queries, entry % queries);
@@ -440,7 +441,7 @@ KERNEL(decode_attention) {
     int64_t rows = least_of(a->q.size[0] / a->q_len, least_of(a->table.size[0], a->kv_lens.size[0])), keys = 0, most = 0;
     for (int64_t row = 0; row < rows; row++) {
         int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
-        struct seen seen = seen_of(length, a->q_len, a->window_left);
+        struct seen seen = seen_of(length, a->q_len, &a->options);
         if (length <= 0) continue;
         keys += length - seen.begin;
         if ((length + SPAN - 1) / SPAN > most) most = (length + SPAN - 1) / SPAN;

@@ -65,9 +65,7 @@ def _decode_attention_kernel(
         clear_row(results, item.item, item.kv_head, heads, FORM)
     if item.item >= item.items or row >= rows:  # planned for more rows than there are queries
         return
-    begin, end = span_of(
-        kv_len, item.split, item.splits, heads.q_len, logits.options.window_left, FORM.TILE, FORM.HAS_WINDOW
-    )
+    begin, end = span_of(kv_len, item.split, item.splits, heads.q_len, logits.options.window_left, FORM)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
     if FORM.HAS_INDPTR:
         pages = cache.table + tl.load(indptr + row)

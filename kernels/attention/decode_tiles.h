@@ -221,10 +221,10 @@ INLINE void add_panels(const int panels, const struct few_queries *few, float *s
 static void add_values(const struct few_queries *few, const struct block *block, const uint16_t *const *values,
                        const int64_t *strides, struct coming *next, int64_t head, int64_t from) {
     int64_t dim = few->dim, rows = 2 * few->together, panels = dim / PANEL, tiles = (block->count + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t window = few->logits.window;
     float *sums = few->sums + (head * parts_of(few->count) + from / WEIGHED) * few->together * dim;
     for (int64_t r = from; r < least_of(from + few->together, few->count); r++) {
         int64_t own = few->position + r / few->group - block->first, end = least_of(own + 1, block->count);
+        int64_t window = window_at(few->logits, own + block->first);
         int64_t begin = window >= 0 && own > window ? own - window : 0, state = head * few->count + r;
         float shrink = 1.0f, *of_query = sums + 2 * (r - from) * LANES;
         if (begin < end) {

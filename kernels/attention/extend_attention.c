@@ -28,8 +28,7 @@ struct query_lanes {
     int64_t count, padded, dim; /* padded to whole vectors */
     float *q, *sums;            /* [dim][padded] */
     float *largest, *total, *shrink;
-    int32_t *position; /* of its token */
-    int64_t window;
+    int32_t *position, *window; /* of its token, and how many keys before it are seen */
     float scale;
 };
 
@@ -54,11 +53,11 @@ static void lane_products(float *to, const float *shrink, int64_t rows, const fl
 
 /* Forbid what a query does not see of `count` keys that begin at `first`. */
 static void mask_lanes(const struct query_lanes *queries, float *logits, int64_t first, int64_t count) {
-    int32_t window = queries->window < 0 ? INT32_MAX : (int32_t)least_of(queries->window, INT32_MAX);
     for (int64_t j = 0; j < count; j++)
         for (int64_t at = 0; at < queries->padded; at += LANES) {
             ivec behind = (ivec)load_words(queries->position + at) - (int32_t)(first + j);
-            ivec seen = (behind >= 0) & (behind <= window), bits = (ivec)load_f32(logits + j * queries->padded + at);
+            ivec seen = (behind >= 0) & (behind <= (ivec)load_words(queries->window + at));
+            ivec bits = (ivec)load_f32(logits + j * queries->padded + at);
             store_f32(logits + j * queries->padded + at, (vec)((seen & bits) | (~seen & (ivec)splat(-INFINITY))));
         }
 }
@@ -126,7 +125,9 @@ static void NAME(bring_lanes)(const struct query_lanes *to, const extend_attenti
     for (int64_t r = 0; r < padded; r++) {
         const element *from = q + (r / group * heads + r % group) * dim;
         for (int64_t i = 0; i < dim; i++) to->q[i * padded + r] = r < to->count ? widen(from[i]) * to->scale : 0.0f;
+        int64_t window = window_at(logits_of(&a->options), position + r / group);
         to->position[r] = (int32_t)(position + r / group);
+        to->window[r] = window < 0 ? INT32_MAX : (int32_t)least_of(window, INT32_MAX);
         to->largest[r] = a->sinks.data ? a->sinks.data[head * group + r % group] : -INFINITY;
         to->total[r] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
@@ -147,13 +148,14 @@ static void NAME(write_lanes)(const struct query_lanes *of, const extend_attenti
 /* Some neighbouring tokens of a row, over one key head. */
 static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
     const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
-    int64_t heads = a->q.size[1], dim = a->q.size[2], group = heads / a->k_cache.size[2], window = a->window_left;
+    int64_t heads = a->q.size[1], dim = a->q.size[2], group = heads / a->k_cache.size[2];
     int64_t count = (end - begin) * group, padded = (count + LANES - 1) / LANES * LANES;
     int64_t position = (int64_t)cu_kv[row + 1] - cu_kv[row] - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
-    float *room = scratch(padded * (2 * dim + BLOCK + 4) + 2 * BLOCK * dim);
+    int64_t window = window_at(logits_of(&a->options), position);
+    float *room = scratch(padded * (2 * dim + BLOCK + 5) + 2 * BLOCK * dim);
     struct query_lanes queries = {count, padded, dim, carved(&room, dim * padded), carved(&room, dim * padded),
                                   carved(&room, padded), carved(&room, padded), carved(&room, padded),
-                                  (int32_t *)carved(&room, padded), window, (float)a->sm_scale};
+                                  (int32_t *)carved(&room, padded), (int32_t *)carved(&room, padded), (float)a->sm_scale};
     float *logits = carved(&room, BLOCK * padded), *keys = carved(&room, BLOCK * dim), *values = carved(&room, BLOCK * dim);
     struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
                             a->k_cache.size[2] * dim};
@@ -251,7 +253,7 @@ static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t be
         total[r] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
     int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
-    int64_t begins = a->window_left >= 0 && position > a->window_left ? position - a->window_left : 0;
+    int64_t window = window_at(given.logits, position), begins = window >= 0 && position > window ? position - window : 0;
     for (int64_t first = begins / KEYS * KEYS; first < last; first += KEYS) {
         int64_t count = least_of(last - first, KEYS);
         locate(places, &entries, first, count);

@@ -14,7 +14,17 @@ from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
 from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of
-from .attention_tile import LOG2_E, attend_span, head_pages, pages_of, registers, tile_sizes, to_compute, with_sinks
+from .attention_tile import (
+    LOG2_E,
+    attend_span,
+    head_pages,
+    pages_of,
+    registers,
+    tile_sizes,
+    to_compute,
+    window_begin,
+    with_sinks,
+)
 from .attention_torch import attend_row, first_seen, row_entries
 
 _LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
@@ -87,7 +97,7 @@ def _extend_attention_kernel(
     first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
     if HAS_WINDOW:
-        begin = tl.maximum(first - logits.options.window_left, 0)
+        begin = tl.maximum(window_begin(first, logits.options.window_left, FORM.IS_CHUNKED), 0)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
     page = pages_of(pages, begin, end, FORM.PAGE_SIZE, BLOCK_N)
     own = head_pages(cache, pages, kv_head, FORM)

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Int32, Written
-from .attention_tile import with_sinks
+from .attention_tile import window_begin, with_sinks
 
 ITEM_SIZE = 4
 MERGED_VALUES = 4096  # of partial results that one program holds at a time
 
 
 @triton.jit
-def span_of(kv_len, split, splits, q_len, window_left, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def span_of(kv_len, split, splits, q_len, window_left, FORM: tl.constexpr):
     """Return the keys [begin, end) of a split; which other splits there are is a matter of whole tiles of the plan."""
     lowest = 0
-    if HAS_WINDOW:
-        lowest = tl.maximum(kv_len - q_len - window_left, 0)
-    chunk = tl.cdiv(tl.cdiv(kv_len - lowest, tl.maximum(splits, 1)), TILE) * TILE
+    if FORM.HAS_WINDOW:
+        lowest = tl.maximum(window_begin(kv_len - q_len, window_left, FORM.IS_CHUNKED), 0)
+    chunk = tl.cdiv(tl.cdiv(kv_len - lowest, tl.maximum(splits, 1)), FORM.TILE) * FORM.TILE
     begin = lowest + split * chunk
     return begin, tl.minimum(begin + chunk, kv_len)
 

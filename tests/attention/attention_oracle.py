@@ -21,6 +21,7 @@ class Options:
     rope_scale: float = 1.0
     rope_theta: float = 1e4
     sinks: Tensor | None = None
+    is_chunked: bool = False
 
 
 def slope(head: int, heads: int) -> float:
@@ -66,7 +67,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[T
             if length and options.sinks is not None:  # it sees no key, but the sink
                 lse[i] = options.sinks / math.log(2.0)
             continue
-        seen = [j for j in range(at + 1) if options.window_left < 0 or j >= at - options.window_left]
+        before = at % (options.window_left + 1) if options.is_chunked else options.window_left
+        seen = [j for j in range(at + 1) if before < 0 or j >= at - before]
         logits = (keys[seen][:, owner] * q[i]).sum(-1) * options.sm_scale  # [seen, heads]
         if options.soft_cap > 0:
             logits = options.soft_cap * torch.tanh(logits / options.soft_cap)

@@ -36,3 +36,9 @@ def pairwise(choices: dict[str, tuple[Any, ...]], seed: int = 0, candidates: int
         missing -= covered(best)
         combinations.append({name: choices[name][pick] for name, pick in zip(names, best, strict=True)})
     return combinations
+
+
+def with_chunks(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the cases, and every other one with a window again, with chunks of that length in its place."""
+    windowed = [case for case in cases if case["window_left"] > 0]
+    return [*cases, *(case | {"is_chunked": True} for case in windowed[::2])]

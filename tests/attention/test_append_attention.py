@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_oracle import Options, attend
 from compiled_kernels import NATIVE, compiled
-from covering import pairwise
+from covering import pairwise, with_chunks
 from key_mixing import mixing
 from paged_rows import DTYPES, int8_codes, tolerance
 
@@ -45,8 +45,8 @@ CHOICES = {
     "lens": ((1, 17, 131), (129, 64), (5, 200, 2, 1, 4, 65, 3)),
     "padding": (0, 2),
 }
-CASES = pairwise(CHOICES)
-NATIVE_CASES = pairwise({**CHOICES, "head_dim": (16, 64, 128), "lens": (*CHOICES["lens"], (500,))})
+CASES = with_chunks(pairwise(CHOICES))
+NATIVE_CASES = with_chunks(pairwise({**CHOICES, "head_dim": (16, 64, 128), "lens": (*CHOICES["lens"], (500,))}))
 
 
 def takes_whole(version):
@@ -121,7 +121,10 @@ class Problem:
                 as_integers(cache)[places] = as_integers(codes.to(self.kv_dtype))
                 scales[places[0], :, places[1]] = own[..., 0].to(torch.bfloat16)
                 self.old[-1].append(codes.double() * own)
-        self.options = Options(dim**-0.5, window_left=case["window_left"], soft_cap=case["soft_cap"], sinks=self.sinks)
+        self.options = Options(
+            dim**-0.5, window_left=case["window_left"], soft_cap=case["soft_cap"], sinks=self.sinks,
+            is_chunked=case.get("is_chunked", False),
+        )  # fmt: skip
 
     def stored(self, x, unit):
         """Return what is kept of heads [..., d], and what it is multiplied with."""
@@ -182,7 +185,8 @@ class Problem:
         constants = [None if t is None else t.to(self.device) for t in (self.cos_sin, *self.gains)]
         scales = [own.clone().to(self.device) for own in self.scales] if self.kv_dtype == torch.int8 else [None, None]
         sinks = None if self.sinks is None else self.sinks.to(self.device)
-        options = (self.options.sm_scale, self.options.window_left, self.options.soft_cap, sinks)
+        of_layer = self.options
+        options = (of_layer.sm_scale, of_layer.window_left, of_layer.soft_cap, sinks, of_layer.is_chunked)
         options = (AttentionOptions(*options),) if takes_whole(version) else options
         of_pages = (PageScales(*scales) if scales[0] is not None else None,) if takes_whole(version) else scales
         work, rope = (kv_lens, plan, *workspace), (*constants, EPS)
@@ -273,7 +277,8 @@ def test_compiled_version_agrees_with_float64_on_every_pair_of_options(number):
 
 BASE = {
     "dtype": "fp32", "group": 4, "kv_heads": 2, "head_dim": 64, "rotated": 1.0, "norm": "of each head",
-    "page_size": 16, "window_left": -1, "soft_cap": 0.0, "sinks": False, "lens": (200, 129, 1), "padding": 1,
+    "page_size": 16, "window_left": -1, "soft_cap": 0.0, "sinks": False,
+    "lens": (200, 129, 1), "padding": 1,
 }  # fmt: skip
 
 

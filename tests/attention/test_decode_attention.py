@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_oracle import Options
 from compiled_kernels import compiled
-from covering import pairwise
+from covering import pairwise, with_chunks
 from paged_rows import DTYPES, PagedRows, tolerance
 
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
@@ -46,22 +46,29 @@ CHOICES = {
     "v_scale": (1.0, 0.5),
     "sinks": (False, True),
 }
-KERNEL_CASES = pairwise(CHOICES)
-NATIVE_CASES = pairwise(
-    {
-        "dtype": ("bf16", "fp32", "fp16", *(f"{q}-{kv}" for kv in ("int8", "e4m3") for q in ("bf16", "fp32", "fp16"))),
-        "group": (1, 3, 8),
-        "kv_heads": (1, 2),
-        "head_dim": (16, 64, 80, 128),
-        "page_size": (1, 3, 16, 24),
-        "window_left": (-1, 0, 70, 600),
-        "soft_cap": (0.0, 3.0),
-        "q_len": (1, 3, 5),
-        "lens": ((511, 0, 512, 513), (1300,), (0, 7, 0, 260, 3, 0), (130, 1030)),
-        "sinks": (False, True),
-        "v_scale": (1.0, 0.5),
-        "threads": (1, 3),
-    }
+KERNEL_CASES = with_chunks(pairwise(CHOICES))
+NATIVE_CASES = with_chunks(
+    pairwise(
+        {
+            "dtype": (
+                "bf16",
+                "fp32",
+                "fp16",
+                *(f"{q}-{kv}" for kv in ("int8", "e4m3") for q in ("bf16", "fp32", "fp16")),
+            ),
+            "group": (1, 3, 8),
+            "kv_heads": (1, 2),
+            "head_dim": (16, 64, 80, 128),
+            "page_size": (1, 3, 16, 24),
+            "window_left": (-1, 0, 70, 600),
+            "soft_cap": (0.0, 3.0),
+            "q_len": (1, 3, 5),
+            "lens": ((511, 0, 512, 513), (1300,), (0, 7, 0, 260, 3, 0), (130, 1030)),
+            "sinks": (False, True),
+            "v_scale": (1.0, 0.5),
+            "threads": (1, 3),
+        }
+    )
 )
 
 
@@ -86,7 +93,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     out = torch.full((*q.shape[:2], value_dim), math.nan, dtype=q.dtype, device=device)
     sums = torch.full(q.shape[:2], math.nan, device=device) if lse else None
     sinks = None if options.sinks is None else options.sinks.to(device)
-    given = (options.sm_scale, options.window_left, options.soft_cap, sinks)
+    given = (options.sm_scale, options.window_left, options.soft_cap, sinks, options.is_chunked)
     partial = torch.full((items, q_len, heads, value_dim), math.nan, device=device)
     partial_lse = torch.full((items, q_len, heads), math.nan, device=device)
     work, positions = (
@@ -132,8 +139,9 @@ def check(version, case: dict, device: str, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed + 1)
     sinks = 2 * torch.randn(case["kv_heads"] * case["group"], generator=draw) if case["sinks"] else None
     options = Options(
-        head_dim**-0.5, case["v_scale"], case["window_left"], case["soft_cap"], case["mode"], 2.0, 1e4, sinks
-    )
+        head_dim**-0.5, case["v_scale"], case["window_left"], case["soft_cap"], case["mode"], 2.0, 1e4, sinks,
+        case.get("is_chunked", False),
+    )  # fmt: skip
     q = torch.randn(len(lens) * q_len, case["kv_heads"] * case["group"], head_dim, generator=draw).to(q_dtype)
     out, lse = run(
         version,

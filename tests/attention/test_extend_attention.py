@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_oracle import Options, attend
 from compiled_kernels import compiled
-from covering import pairwise
+from covering import pairwise, with_chunks
 from paged_rows import DTYPES, PagedRows, tolerance
 
 from graphdecode import InferenceParams
@@ -35,18 +35,20 @@ CHOICES = {
     "before": (0, 1, 33),
     "sinks": (False, True),
 }
-CASES = pairwise(CHOICES)
-NATIVE_CASES = pairwise(
-    {
-        **CHOICES,
-        "dtype": tuple(DTYPES),
-        "page_size": (1, 3, 16),
-        "layout": ("NHD",),
-        "packed": (True,),
-        "window_left": (-1, 0, 9, 40),
-        "q_lens": ((5, 0, 9, 1), (20,), (1, 1, 17), (70, 33)),
-        "before": (0, 1, 33, 200),
-    }
+CASES = with_chunks(pairwise(CHOICES))
+NATIVE_CASES = with_chunks(
+    pairwise(
+        {
+            **CHOICES,
+            "dtype": tuple(DTYPES),
+            "page_size": (1, 3, 16),
+            "layout": ("NHD",),
+            "packed": (True,),
+            "window_left": (-1, 0, 9, 40),
+            "q_lens": ((5, 0, 9, 1), (20,), (1, 1, 17), (70, 33)),
+            "before": (0, 1, 33, 200),
+        }
+    )
 )
 
 
@@ -87,8 +89,12 @@ def check(version, case, device, seed, with_lse=True):
     lse = torch.full(q.shape[:-1], 7.0, device=device) if with_lse else None
     cu_q, cu_kv = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (q_lens, lens))
     sinks = 2 * torch.randn(heads, generator=draw) if case["sinks"] else None
-    options = Options(0.2, 0.5 if seed % 2 else 1.0, case["window_left"], soft_cap=case["soft_cap"], sinks=sinks)
-    given = (options.sm_scale, options.window_left, options.soft_cap, None if sinks is None else sinks.to(device))
+    window, is_chunked = case["window_left"], case.get("is_chunked", False)
+    options = Options(
+        0.2, 0.5 if seed % 2 else 1.0, window, soft_cap=case["soft_cap"], sinks=sinks, is_chunked=is_chunked
+    )
+    sinks = None if sinks is None else sinks.to(device)
+    given = (options.sm_scale, options.window_left, options.soft_cap, sinks, is_chunked)
     given = as_taken(version, given, options.v_scale, scales)
     version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, *given)
     close = tolerance(q_dtype, kv_dtype)
@@ -135,7 +141,7 @@ def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, 
     rows = PagedRows.random([5, 40], page_size=16, kv_heads=2, head_dim=64, dtype=dtype, device=device)
     q = torch.randn(45, 4, 64, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)
     cu_q = torch.tensor([0, 5, 45], dtype=torch.int32, device=device)
-    given = as_taken(version, (0.125, -1, 0.0, None), 1.0, None)
+    given = as_taken(version, (0.125, -1, 0.0, None, False), 1.0, None)
     found = []
     lost = torch.zeros(q.shape, dtype=torch.bool)
     for spoilt in (None, (3, 1), (25, 2)):
@@ -164,7 +170,22 @@ def test_a_prompts_logits_may_grow_from_key_to_key(window_left):
     q = (q / 4 + torch.tensor([1.0, -1.0, 0.2] * 2)[:, None] * toward.repeat_interleave(group, 0)).bfloat16()
     cu_q, out = torch.tensor([0, tokens], dtype=torch.int32), torch.empty_like(q)
     native_extend_attention(
-        out, None, q, rows.k_cache, rows.v_cache, cu_q, cu_q, rows.table, 1.0, window_left, 0.0, None, 1.0, None, None
+        out,
+        None,
+        q,
+        rows.k_cache,
+        rows.v_cache,
+        cu_q,
+        cu_q,
+        rows.table,
+        1.0,
+        window_left,
+        0.0,
+        None,
+        False,
+        1.0,
+        None,
+        None,
     )()
     expected, _ = attend(q, rows.keys[0], rows.values[0], Options(1.0, 1.0, window_left))
     close = tolerance(torch.bfloat16, torch.bfloat16)
@@ -187,7 +208,7 @@ def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, devic
         cu_q,
         rows.indptr * 2,
         rows.table,
-        *as_taken(version, (0.25, -1, 0.0, None), 1.0, None),
+        *as_taken(version, (0.25, -1, 0.0, None, False), 1.0, None),
     )
     expected, expected_lse = attend(q, rows.keys[0], rows.values[0], Options(0.25))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)

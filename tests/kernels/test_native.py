@@ -165,7 +165,7 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap,
     for version in (decode_attention_torch, lambda *given: native_decode_attention(*given)()):
         out = torch.full_like(q, torch.nan)
         given = (out, None, q, k_cache, v_cache, table, None, lengths, no_plan, nothing, nothing, no_plan, 1, 1)
-        version(*given, dim**-0.5, window, soft_cap, sinks, 1.0, "NONE", 1.0, 1e4, None, None)
+        version(*given, dim**-0.5, window, soft_cap, sinks, False, 1.0, "NONE", 1.0, 1e4, None, None)
         results.append(out)
     torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
     assert not results[1][0].any()
@@ -185,7 +185,7 @@ def test_a_rows_attention_has_the_same_bits_alone_and_in_any_company(group, kv_h
     def attention(version, rows, threads=1):
         out = torch.full_like(q[rows], torch.nan)
         given = (out, None, q[rows], k_cache, v_cache, table[rows], None, lengths[rows], no_plan, nothing, nothing)
-        call = version(*given, no_plan, 1, 1, dim**-0.5, -1, 0.0, None, 1.0, "NONE", 1.0, 1e4, None, None)
+        call = version(*given, no_plan, 1, 1, dim**-0.5, -1, 0.0, None, False, 1.0, "NONE", 1.0, 1e4, None, None)
         if call is not None:
             call.function(call.packed, threads)
         return out
@@ -284,7 +284,7 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     out, nothing = torch.zeros_like(q_out), torch.zeros(1)
     no_plan = torch.zeros(1, dtype=torch.int32)
     given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, no_plan, 1, 1)
-    native_decode_attention(*given, 0.25, -1, 0.0, None, 1.0, "NONE", 1.0, 1e4, None, None)()
+    native_decode_attention(*given, 0.25, -1, 0.0, None, False, 1.0, "NONE", 1.0, 1e4, None, None)()
     assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
 
 
@@ -341,12 +341,12 @@ def test_no_model_is_too_large_for_the_stack(dim, generator):
     table, one = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     out = torch.empty(1, 1, dim)
     given = (out, None, q[0], k_cache, v_cache, table, None, one, plan, nothing, nothing, plan, 1, 1)
-    native_decode_attention(*given, 0.01, -1, 0.0, None, 1.0, "NONE", 1.0, 1e4, None, None)()
+    native_decode_attention(*given, 0.01, -1, 0.0, None, False, 1.0, "NONE", 1.0, 1e4, None, None)()
     torch.testing.assert_close(out, v_cache[0])
     ends = torch.tensor([0, 1], dtype=torch.int32)
     extended = torch.empty(1, 1, dim)
     native_extend_attention(
-        extended, None, q[0], k_cache, v_cache, ends, ends, table, 0.01, -1, 0.0, None, 1.0, None, None
+        extended, None, q[0], k_cache, v_cache, ends, ends, table, 0.01, -1, 0.0, None, False, 1.0, None, None
     )()
     torch.testing.assert_close(extended, v_cache[0])
     appended = torch.zeros(1, 1, dim)

@@ -423,7 +423,8 @@ def test_two_threads_with_different_numbers_of_threads_compute_the_same():
 
     def attend(out, threads):
         given = (out, None, q, k_cache, v_cache, table, None, lengths, plan, nothing, nothing, plan, 1, 1)
-        call = versions("decode_attention").native(*given, 0.125, -1, 0.0, None, 1.0, "NONE", 1.0, 1e4, None, None)
+        options = (0.125, -1, 0.0, None, False)
+        call = versions("decode_attention").native(*given, *options, 1.0, "NONE", 1.0, 1e4, None, None)
         call.function(call.packed, threads)
 
     expected = torch.empty_like(q)

@@ -10,7 +10,7 @@ from torch import Tensor
 from graphdecode import Slot, StepBuffers
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch
-from graphdecode.cache import KeysAndState, LayerCache, LayerState, RecurrentState, layer_state
+from graphdecode.cache import KeysAndState, LayerCache, LayerState, Recurrent, RecurrentState, layer_state
 from graphdecode.models import Chunks, Decoder
 
 PAGE_SIZE = 8
@@ -24,9 +24,10 @@ class DrivenDecoder:
         config, device = model.config, model.device
         pages_per_row = -(-max_length // PAGE_SIZE)
         self.trash_page = rows * pages_per_row
-        shape = (self.trash_page + 1, PAGE_SIZE, config.num_key_value_heads, config.head_dim)
         self.caches: list[LayerState] = []
-        for kept in config.recurrent or [None] * model.num_layers:
+        for kept, keys in zip(config.recurrent or [None] * model.num_layers, config.kept_keys, strict=True):
+            shape = (0,) if keys is None else (self.trash_page + 1, PAGE_SIZE, keys.heads, keys.head_dim)
+            kept = Recurrent(()) if keys is None and kept is None else kept
             pages = [torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2)]
             self.caches.append(layer_state(kept, lambda pages=pages: LayerCache(*pages), rows, device))
             for tensor in self.caches[-1]:

@@ -39,6 +39,47 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 20, "hidden_size_per_layer_input": 0}
+GEMMA4_INPUTS = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 259,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 20.0,
+}
+GEMMA4_EXPERTS = {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "attention_bias": True,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
+    "rope_parameters": TWO_ROPES,
+    "tie_word_embeddings": False,
+}
+LLAMA4 = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "intermediate_size_mlp": 80,
+    "attention_chunk_size": 24,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 16,
+    "rope_parameters": LLAMA3,
+}
+LLAMA4_DENSE = {
+    "num_hidden_layers": 4,
+    "interleave_moe_layer_step": 2,
+    "num_experts_per_tok": 2,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "chunked_attention"],
+}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 GRANITE_4 = GRANITE | {
     "layer_types": ["full_attention"] * 3,
@@ -127,6 +168,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 256, "sliding_window": 20, "rope_parameters": TWO_ROPES, "layer_types": GEMMA3_LAYERS},
     ),
     "gemma3-cap": ("Gemma3", {"head_dim": 16, "final_logit_softcapping": 8.0}),
+    "gemma4": ("Gemma4", GEMMA4),
+    "gemma4-inputs": ("Gemma4", GEMMA4 | GEMMA4_INPUTS),
+    "gemma4-experts": ("Gemma4", GEMMA4 | GEMMA4_EXPERTS),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-dense": ("Llama4", LLAMA4 | LLAMA4_DENSE),
     "phi3": ("Phi3", {"sliding_window": 20}),
     "phi3-longrope-short": ("Phi3", longrope(256, 8)),
     "phi4-longrope-long": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, **longrope(8, 6)}),
@@ -177,7 +223,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", DELTA_NET),
     "qwen3-next": ("Qwen3Next", DELTA_NET | EXPERTS | {"num_experts": 15, "shared_expert_intermediate_size": 16}),
 }
-OFFSET_NORMS = ("gemma", "qwen3.5", "qwen3-next")  # whose gains are kept as their distance from 1
+SCALES = ("scale", "layer_scalar")  # around 1
+OFFSET_NORMS = ("gemma2", "gemma3", "qwen3.5", "qwen3-next")  # whose gains are kept as their distance from 1
 RECURRENT = (
     *("granite-4-mamba", "granite-4-experts", "bamba", "mamba2", "lfm2", "lfm2-biases", "qwen3.5", "qwen3-next"),
     *("falcon-h1", "falcon-h1-multipliers", "falcon-h1-biases", "nemotron-h", "nemotron-h-biases"),
@@ -191,10 +238,10 @@ def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
     torch.manual_seed(sum(map(ord, name)))
     model_class = getattr(transformers, f"{model_name}ForCausalLM")
     model = model_class(model_class.config_class(**(SMALL | changes)))
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight", "sinks", "A_log")):
-            is_gain = "norm" in parameter_name and not name.startswith(OFFSET_NORMS)
-            torch.nn.init.normal_(parameter, float(is_gain), 0.2)
+    for tensor_name, tensor in model.state_dict().items():
+        if tensor_name.endswith(("bias", "norm.weight", "norm_1.weight", "norm_2.weight", "sinks", "A_log", *SCALES)):
+            is_gain = ("norm" in tensor_name and not name.startswith(OFFSET_NORMS)) or tensor_name.endswith(SCALES)
+            torch.nn.init.normal_(tensor, float(is_gain), 0.2)
     model.save_pretrained(folder, **options)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model_path("demo") / file, folder / file)

@@ -58,6 +58,20 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
     ),
 }
+# the same of architectures with recurrent states
+_FAMILIES = {name: changes for name, (_, changes) in family_checkpoints.FAMILIES.items()}
+RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "granitehybrid": ("granitehybrid", "GraniteMoeHybrid", _FAMILIES["granite-4-mamba"]),
+    "falcon-h1": ("falcon-h1", "FalconH1", _FAMILIES["falcon-h1-multipliers"] | {"mamba_norm_before_gate": False}),
+    "mamba2": ("mamba2", "Mamba2", _FAMILIES["mamba2"]),
+    "nemotron-h": ("nemotron_h", "NemotronH", _FAMILIES["nemotron-h"]),
+    "lfm2": ("lfm2", "Lfm2", _FAMILIES["lfm2"] | {"tie_word_embeddings": True}),
+    "qwen35": (
+        "qwen35",
+        "Qwen3_5",
+        family_checkpoints.DELTA_NET | {"num_hidden_layers": 4, "layer_types": None},
+    ),
+}
 _NEIGHBOURS = ("Llama", "Mixtral", "SmolLM3", "Granite")
 _NUMBERS = {  # transformers' name -> how the writer calls it
     "max_position_embeddings": "context_length",
@@ -93,13 +107,13 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def random_model(name: str) -> Any:
     """Return an architecture's random model of transformers, in float32."""
-    _, kind, changes = ARCHITECTURES[name]
+    _, kind, changes = (ARCHITECTURES | RECURRENT)[name]
     model_class = getattr(transformers, f"{kind}ForCausalLM")
-    config = model_class.config_class(**(SMALL | changes))
+    config = model_class.config_class(**(SMALL | {"num_hidden_layers": 3 if name in RECURRENT else 2} | changes))
     torch.manual_seed(sum(map(ord, name)))
     model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight", "sinks", "_bias")):
+        if parameter_name.endswith(("bias", "norm.weight", "sinks", "_bias", "A_log")):
             torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
     return model
 
@@ -211,3 +225,166 @@ def _split(name: str, tensor: Tensor, *, outputs_last: bool) -> Iterator[tuple[s
         yield f"{place}.up_proj.{kind}", up
     else:
         yield f"{place}.down_proj.{kind}", tensor
+
+
+def write_recurrent(model: Any, name: str, path: Path) -> Path:
+    """Write a model with recurrent states, by the rules of llama.cpp's conversion of each architecture."""
+    architecture, kind, _ = RECURRENT[name]
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    layers = len(config.layers_block_type) if kind == "NemotronH" else config.num_hidden_layers
+    writer.add_block_count(layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_context_length(getattr(config, "max_position_embeddings", None) or 2**20)
+    writer.add_layer_norm_rms_eps(
+        next(getattr(config, eps) for eps in ("layer_norm_epsilon", "norm_eps", "rms_norm_eps") if hasattr(config, eps))
+    )
+    _write_attention(writer, config, kind)
+    _write_states(writer, config, kind)
+    names = gguf.get_tensor_name_map(
+        next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), layers
+    )
+    for own_name, tensor in _recurrent_tensors(model, kind):
+        theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, own_name
+        writer.add_tensor(theirs, np.ascontiguousarray(tensor.numpy()))
+    finish(writer)
+    return path
+
+
+def _write_attention(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
+    if kind == "Mamba2":
+        writer.add_head_count(0)
+        writer.add_feed_forward_length(0)
+        return
+    kinds = config.layers_block_type if kind == "NemotronH" else getattr(config, "layer_types", None)
+    attends = [each in ("full_attention", "attention") for each in kinds or ()]
+    kv_heads = config.num_key_value_heads
+    is_counted = kind in ("GraniteMoeHybrid", "NemotronH", "Lfm2")
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([kv_heads * each for each in attends] if is_counted else kv_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if kind != "GraniteMoeHybrid":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    width = config.shared_intermediate_size if kind == "GraniteMoeHybrid" else config.intermediate_size
+    if kind == "Lfm2":
+        width = model_width(config)
+    writer.add_feed_forward_length([width * (each == "mlp") for each in kinds] if kind == "NemotronH" else width)
+    rope = getattr(config, "rope_parameters", None)
+    if rope and kind != "NemotronH":
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if kind == "GraniteMoeHybrid":
+        writer.add_rope_scaling_finetuned(False)
+        for field in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            getattr(writer, f"add_{_NUMBERS[field]}")(getattr(config, field))
+
+
+def model_width(config: Any) -> int:
+    """Return the channels of LFM2's MLPs, as llama.cpp computes them."""
+    if not config.block_auto_adjust_ff_dim:
+        return config.intermediate_size
+    width = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+    return -(-width // config.block_multiple_of) * config.block_multiple_of
+
+
+def _write_states(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
+    if kind == "Lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        return
+    if kind == "Qwen3_5":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        return
+
+    def size(*names: str) -> int:
+        return next(getattr(config, name) for name in names if hasattr(config, name))
+
+    heads, head_dim = (
+        size("mamba_n_heads", "mamba_num_heads", "num_heads"),
+        size("mamba_d_head", "mamba_head_dim", "head_dim"),
+    )
+    writer.add_ssm_conv_kernel(size("mamba_d_conv", "conv_kernel"))
+    writer.add_ssm_state_size(size("mamba_d_state", "ssm_state_size", "state_size"))
+    writer.add_ssm_group_count(size("mamba_n_groups", "n_groups"))
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * head_dim)
+
+
+def _recurrent_tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors by the names of transformers, converted."""
+    config = model.config
+    for name, held in model.state_dict().items():
+        tensor = _tiled(config, name, held) if kind == "Qwen3_5" else held
+        place, _, last = name.rpartition(".")
+        if name == "lm_head.weight" and config.tie_word_embeddings and kind != "NemotronH":
+            continue
+        if kind == "NemotronH":
+            place, name = place.replace("model.", "backbone.", 1), name.replace("model.", "backbone.", 1)
+        if last == "dt_bias":
+            yield f"{place}.dt_proj.bias" if kind != "NemotronH" else f"{place}.dt.bias", tensor
+        elif last == "A_log":
+            yield name, -torch.exp(tensor) if kind == "Qwen3_5" else -torch.exp(tensor)[:, None]
+        elif last == "D":
+            yield name, tensor[:, None]
+        elif "conv1d.weight" in name or "conv.conv.weight" in name:
+            yield name, tensor.squeeze(1)
+        elif name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            groups = config.mamba_n_groups if hasattr(config, "mamba_n_groups") else config.n_groups
+            yield name, tensor.view(groups, -1)
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            layer = place.rpartition(".shared_mlp")[0]
+            for half, part in zip(tensor.chunk(2), ("gate", "up"), strict=True):
+                yield f"{layer}.mlp.{part}_proj.weight", half
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            yield f"{place.rpartition('.shared_mlp')[0]}.mlp.down_proj.weight", tensor
+        elif kind == "GraniteMoeHybrid" and place.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if "q_proj" in place else config.num_key_value_heads
+            yield name, tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        elif kind == "Qwen3_5" and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            yield name, tensor + 1
+        elif kind == "FalconH1":
+            yield name, _multiplied(config, name, tensor)
+        else:
+            yield name, tensor
+
+
+def _tiled(config: Any, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of Qwen3.5 with the first head of values of each head of keys, then the second of each."""
+    parts = ("in_proj_qkv", "conv1d", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "A_log", "dt_bias")
+    if "linear_attn." not in name or not any(part in name for part in parts):
+        return tensor
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    before = keys if "in_proj_qkv" in name or "conv1d" in name else 0
+    axis = 1 if "out_proj" in name else 0
+    known, values = tensor.split((before, tensor.shape[axis] - before), axis)
+    shape = (config.linear_num_key_heads, -1, values.shape[axis] // config.linear_num_value_heads)
+    tiled = values.unflatten(axis, shape).transpose(axis, axis + 1).flatten(axis, axis + 2)
+    return torch.cat((known, tiled), axis)
+
+
+def _multiplied(config: Any, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of Falcon-H1 with its multipliers."""
+    module = name.split(".")[-2]
+    if module == "in_proj":
+        channels, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        widths = (channels, channels, states, states, config.mamba_n_heads)
+        parts = zip(tensor.split(widths), config.ssm_multipliers, strict=True)
+        return config.ssm_in_multiplier * torch.cat([part * multiplier for part, multiplier in parts])
+    factors = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return tensor * factors.get(module, 1.0)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf_checkpoints import ARCHITECTURES, finish, random_model, write
+from gguf_checkpoints import ARCHITECTURES, RECURRENT, finish, random_model, write, write_recurrent
 from huggingface_hub.utils import filter_repo_objects
 
 from graphdecode import LLM, BucketConfig, GraphdecodeError, SamplingParams
@@ -379,11 +379,11 @@ def bytes_alone() -> object:
     return load_tokenizer(resolve_model_path("demo"))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *RECURRENT])
 def test_tokens_are_those_of_the_same_checkpoint_in_safetensors(tmp_path: Path, name: str) -> None:
-    model = random_model(name)
+    model, writes = random_model(name), write_recurrent if name in RECURRENT else write
     model.save_pretrained(tmp_path)
-    assert tokens(write(model, name, tmp_path / "model.gguf")) == tokens(tmp_path)
+    assert tokens(writes(model, name, tmp_path / "model.gguf")) == tokens(tmp_path)
 
 
 def test_a_file_of_blocks_is_the_model_of_their_values(tmp_path: Path) -> None:

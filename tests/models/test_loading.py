@@ -81,15 +81,34 @@ REFUSED = [
         {"layer_types": ["full_attention"]},
         "layer_types must name 3 layers, each one of linear_attention",
     ),
+    ("gemma4-inputs", {"num_kv_shared_layers": 6}, "num_kv_shared_layers: no earlier layer of its kind has keys for"),
+    ("gemma4", {"per_layer_config": {"2": {"head_dim": 15}}}, "layer 2 has num_key_value_heads 2 and head_dim 15"),
+    ("gemma4", {"per_layer_config": [16]}, "per_layer_config must be an object of objects by layer, got [16]"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
+    ("llama4", {"moe_layers": 3}, "moe_layers must be a list of layers, got 3"),
+    ("llama4", {"no_rope_layers": [2]}, "no_rope_layers must be 3 zeros and ones, got [2]"),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
-def test_what_a_recurrent_model_cannot_have_is_refused_by_name(tmp_path, name, changes, message):
+def test_what_a_model_cannot_have_is_refused_by_name(tmp_path, name, changes, message):
     save_checkpoint(name, tmp_path)
     edit_config(tmp_path, lambda settings: settings.update(changes))
     with pytest.raises(UnsupportedModelError, match=re.escape(message)):
         describe_model(tmp_path)
+
+
+def test_sizes_of_gemma_4_as_its_first_files_have_them_mean_the_same(checkpoint, tmp_path) -> None:
+    save_checkpoint("gemma4-inputs", tmp_path)
+
+    def age(settings: dict) -> None:
+        settings["global_head_dim"] = settings.pop("per_layer_config")["1"]["head_dim"]
+
+    edit_config(tmp_path, age)
+    tensors = load_file(tmp_path / "model.safetensors")
+    unread = {f"model.layers.5.self_attn.{name}_proj.weight": torch.ones(64, 64) for name in "kv"}
+    save_file(tensors | unread, tmp_path / "model.safetensors", {"format": "pt"})
+    assert answer(tmp_path) == answer(checkpoint("gemma4-inputs"))
 
 
 def test_older_names_of_nemotron_h_mean_the_same(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

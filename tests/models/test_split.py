@@ -61,6 +61,9 @@ def elements(source: SplitSource) -> int:
     return sum(math.prod(stored.shape) for stored in source.tensors.values())
 
 
+NEWEST = ("gemma4-inputs", "gemma4-experts", "llama4")
+
+
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied", "phi3", "mixtral", "qwen2-moe", "gpt-oss", "olmo2"])
 def test_a_rank_reads_its_part_alone_and_the_parts_are_the_whole(checkpoint: Callable[[str], Path], name: str) -> None:
     sources = [Watched(checkpoint(name)) for _ in range(2)]
@@ -390,7 +393,9 @@ def same_on_one_and_on_two(
     return shared
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied", "phi3", "qwen2-moe", "gpt-oss", "gemma3-cap", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "qwen3-tied", "phi3", "qwen2-moe", "gpt-oss", "gemma3-cap", "olmo2", *NEWEST]
+)
 def test_two_ranks_give_the_tokens_of_one(checkpoint: Callable[[str], Path], ranks: Leader, name: str) -> None:
     requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
     same_on_one_and_on_two(checkpoint(name), ranks, requests)

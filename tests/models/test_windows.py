@@ -23,7 +23,8 @@ from graphdecode.models.family import config_of
 
 LENGTH = 256
 SMALL = {"max_sequence_length": LENGTH, "page_size": 4, "max_batch_size": 4, "max_prefill_tokens": 7, "device": "cpu"}
-WINDOWED = ["gemma3", "gpt-oss", "mistral-window", "qwen2-window"]  # two kinds of layers, sinks, one kind, 12 keys
+# two kinds of layers, shared keys of two sizes, sinks, chunks, one kind, 12 keys
+WINDOWED = ["gemma3", "gemma4-inputs", "gpt-oss", "llama4", "mistral-window", "qwen2-window"]
 Answer = tuple[list[int], list[Any]]
 
 
@@ -202,7 +203,7 @@ def test_keys_and_values_of_32k_tokens_take_a_part_of_what_full_pages_take(name:
     assert rolling.cache_bytes <= share * full.cache_bytes, rolling.cache_bytes / full.cache_bytes
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-inputs", "gpt-oss"])
 def test_what_is_planned_is_what_is_allocated(checkpoint: Callable[[str], Path], name: str) -> None:
     settings = {"max_batch_size": 8, "max_sequence_length": LENGTH, "page_size": 4, "max_prefill_tokens": 16}
     with LLM(checkpoint(name), dtype="float32", **settings) as llm:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphdecode.buckets import MOST_DRAFTS, StepShape, query_widths
 from graphdecode.buffers import Batch, Slot
-from graphdecode.cache import LayerCache
+from graphdecode.cache import LayerCache, LayerState, RecurrentState
 from graphdecode.engine.steps.decode import DecodeStep, decode_attention_of, slots_of
 from graphdecode.engine.steps.step import Drafting, RowInputs, StepDrafts, StepSetting, StepTokens
 from graphdecode.errors import ArgumentError
@@ -99,10 +99,14 @@ class ModelDrafts(DraftSource):
                 f"{config.vocab_size}"
             )
         pages = setting.trash_page + 1
-        shape = (pages, setting.page_size, config.num_key_value_heads, config.head_dim)
         self._model, self._num_drafts = model, num_drafts
         dtype = setting.kv_dtype if setting.kv_dtype.itemsize == 1 else model.dtype
-        self._caches = [LayerCache.zeros(shape, dtype, device) for _ in range(model.num_layers)]
+        self._caches: list[LayerState] = [
+            RecurrentState({})
+            if keys is None
+            else LayerCache.zeros((pages, setting.page_size, keys.heads, keys.head_dim), dtype, device)
+            for keys in config.kept_keys
+        ]
         own = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)
         self._attention = decode_attention_of(own, 2 * setting.config.max_batch_size, batch_invariant=False)
         self._rows = torch.arange(2 * setting.config.max_batch_size, dtype=torch.int32, device=device)

@@ -14,7 +14,7 @@ class GptOss(Sparse):
     """gpt-oss, whose experts' gates and inputs are interleaved."""
 
     architecture = "GptOssForCausalLM"
-    experts_interleaved = True
+    experts_interleaved = experts_transposed = True
     router = "router"
     has_biases = True
     defaults: ClassVar[dict[str, Any]] = {

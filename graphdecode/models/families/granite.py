@@ -3,10 +3,12 @@
 Granite 4 (2025) has Mamba2 in place of most attention, and perhaps experts beside the MLP.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
+from graphdecode.linear.weight_form import Stored
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, number
 from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Hybrid, mamba2_sizes, recurrent_layers
 from graphdecode.models.families.llama import Llama
@@ -66,6 +68,16 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
         sizes = mamba2_sizes(settings)
         recurrent = recurrent_layers(kinds, layers, sizes.state, _MAMBA, _ATTENTION)
         return super().options(settings, fields) | ropes | {"recurrent": recurrent, "mixer": sizes}
+
+    def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
+        """Return the weight map for a source; a GGUF file has gate and input of the shared MLP apart."""
+        places = super().weights_in(config, tensors)
+        if "model.layers.0.mlp.gate_proj.weight" in tensors:
+            for index in range(config.num_hidden_layers):
+                at = f"layers.{index}."
+                own = Llama.layer_weights(self, config, at, f"model.{at}")
+                places |= {f"{at}{place}": own[f"{at}{place}"] for place in ("gate_up", "down")}
+        return places
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         shared = _shared_weights(config, config.intermediate_size, at, name)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from graphdecode.errors import shown
 from graphdecode.models.config import UnsupportedModelError, all_but_every, count, switched_windows
 from graphdecode.models.families.llama import Llama
+from graphdecode.models.rope import RopeConfig
 
 
 class SmolLM3(Llama):
@@ -20,18 +21,21 @@ class SmolLM3(Llama):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: those without a rotary embedding have one."""
-        return switched_windows(settings, [not rotated for rotated in _has_rope(settings, layers)])
+        return switched_windows(settings, [not rotated for rotated in has_rope(settings, layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        has_rope = _has_rope(settings, fields["num_hidden_layers"])
-        ropes = tuple(fields["rope"] if rotated else None for rotated in has_rope)
-        return super().options(settings, fields) | {"layer_ropes": ropes}
+        return super().options(settings, fields) | {"layer_ropes": ropes_or_none(settings, fields)}
 
 
-def _has_rope(settings: dict[str, Any], layers: int) -> list[bool]:
+def ropes_or_none(settings: dict[str, Any], fields: dict[str, Any]) -> tuple[RopeConfig | None, ...]:
+    """Return the rotary embedding of each layer; None: it has none."""
+    return tuple(fields["rope"] if rotated else None for rotated in has_rope(settings, fields["num_hidden_layers"]))
+
+
+def has_rope(settings: dict[str, Any], layers: int) -> list[bool]:
     """Return for each layer whether it has a rotary embedding; the field's name says the opposite of what it holds."""
     given = settings.get("no_rope_layers")
-    if given is None:
+    if not given and given != 0:
         return all_but_every(count(settings, "no_rope_layer_interval", 4), layers)
     if not isinstance(given, list) or len(given) < layers or any(rotated not in (0, 1) for rotated in given):
         raise UnsupportedModelError(f"no_rope_layers must be {layers} zeros and ones, got {shown(given)}")

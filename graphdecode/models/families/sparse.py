@@ -25,6 +25,7 @@ class Sparse(Llama):
     down: ClassVar[str] = "down_proj"  # its second product
     router: ClassVar[str] = "gate"  # what the router is called there
     has_biases: ClassVar[bool] = False  # whether the router and the experts have some
+    block: ClassVar[type[SparseMlp]] = SparseMlp
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         experts = self.experts(settings, fields)
@@ -69,18 +70,19 @@ class Sparse(Llama):
         if experts.shared_intermediate_size:
             gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down", is_partial=True)
             shared = GatedMlp(gate_up, down, config.activation)
-        sparse = SparseMlp(
+        sparse = self.block(
             weights.linear(f"{at}router"), self.expert_block(config, weights, at), shared, experts.renormalize
         )
         return sparse if weights.shared is None else SummedMlp(sparse, weights.shared, f"{at}experts")
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer whose places begin with `at`."""
-        experts, interleaved = experts_of(config), self.experts_interleaved
+        experts = experts_of(config)
+        stack = {"interleaved": self.experts_interleaved, "transposed": self.experts_transposed}
         clamped = Gate("swiglu_clamped", experts.alpha, experts.limit)
         return Experts(
-            gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, interleaved=interleaved),
-            down=weights.experts(f"{at}experts.down", experts, is_gated=False, interleaved=interleaved),
+            gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, **stack),
+            down=weights.experts(f"{at}experts.down", experts, is_gated=False, **stack),
             count=experts.count,
             top_k=experts.top_k,
             width=experts.intermediate_size,

@@ -269,6 +269,14 @@ class Metadata:
         value = self._all.get(f"{self.architecture}.{name}")
         return value.tolist() if isinstance(value, np.ndarray) else []
 
+    def most(self, name: str, default: int | None = None) -> int:
+        """Return the greatest count of a layer, of which some may have none; a number >= 0."""
+        layers = self.layers(name)
+        value = max(layers) if layers else self.number(name, default)
+        if not isinstance(value, int) or value < 0:
+            raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 0, got {value!r:.80}")
+        return value
+
     def whole(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """Return a field by its full name."""
         value = self._all.get(key, default)
@@ -294,6 +302,9 @@ class TensorView:
     first_row: int = 0  # in the stored tensor
     head_dim: int = 0  # > 0: rotary pairs (i, i + head_dim / 2) of each head are stored as neighbours
     shift: float = 0.0  # is added to each value
+    is_log: bool = False  # a value x is stored as -exp(x)
+    rows: np.ndarray | None = None  # the stored row of each row; None: in order
+    columns: np.ndarray | None = None  # the stored column of each column; None: in order
 
     @property
     def block_type(self) -> str:
@@ -310,8 +321,10 @@ class TensorView:
         columns = slices[len(leading)] if len(slices) > len(leading) else slice(None)
         target, step = out.view(len(rows), -1), max(1, _VALUES_AT_ONCE // row_length)
         for begin in range(0, len(rows), step):
-            values = self._read_rows(self._stored_rows(rows[begin : begin + step]), row_length)[:, columns]
-            target[begin : begin + step].copy_(values.add(self.shift) if self.shift else values)
+            values = self._read_rows(self._stored_rows(rows[begin : begin + step]), row_length)
+            values = (values if self.columns is None else values[:, self.columns])[:, columns]
+            values = values.add(self.shift) if self.shift else values
+            target[begin : begin + step].copy_(values.neg().log() if self.is_log else values)
 
     @property
     def blocks(self) -> Tensor:
@@ -319,13 +332,16 @@ class TensorView:
         rows, row_length = self.shape
         order = self._stored_rows(np.arange(rows))
         stored = self.stored.read(self.first_row * row_length, rows * row_length).reshape(rows, -1)
-        return torch.from_numpy(stored[order - self.first_row] if self.head_dim else stored)
+        is_in_order = not self.head_dim and self.rows is None
+        return torch.from_numpy(stored if is_in_order else stored[order - self.first_row])
 
     def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
         if self.head_dim:
             head, row = np.divmod(rows, self.head_dim)
             half, pair = np.divmod(row, self.head_dim // 2)
             rows = head * self.head_dim + 2 * pair + half
+        if self.rows is not None:
+            rows = self.rows[rows]
         return self.first_row + rows
 
     def _read_rows(self, rows: np.ndarray, row_length: int) -> Tensor:

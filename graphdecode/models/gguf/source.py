@@ -68,7 +68,7 @@ class Gguf:
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a matrix as it is stored; None if it is not in blocks."""
         view = self._views[name]
-        if len(view.shape) != 2 or view.shift or view.block_type not in GGUF_BLOCKS:
+        if len(view.shape) != 2 or view.shift or view.columns is not None or view.block_type not in GGUF_BLOCKS:
             return None
         return GgufBlocks(view.blocks, view.block_type)
 

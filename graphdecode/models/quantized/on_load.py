@@ -38,12 +38,15 @@ class _Piece(NamedTuple):
 class ExpertsApart:
     """A source whose stacks of experts are read as tensors of each expert.
 
-    The source has the tensors of the map `stacked`, and is read as those of `apart`; `interleaved`: see `ExpertNames`.
+    The source has the tensors of the map `stacked`, and is read as those of `apart`; the others are those of
+    `ExpertNames`.
     """
 
-    def __init__(self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, interleaved: bool) -> None:
+    def __init__(
+        self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, interleaved: bool, transposed: bool
+    ) -> None:
         self._source = source
-        self._interleaved = interleaved
+        self._interleaved, self._transposed = interleaved, transposed
         self._pieces: dict[str, _Piece] = {}
         self._named: dict[str, str] = {}  # names of `apart` -> of `stacked`, where only these differ
         for place, ours in apart.items():
@@ -72,11 +75,11 @@ class ExpertsApart:
         if piece is None:
             self._source.read(self._named.get(name, name), out, shard)
             return
-        if self._interleaved:
+        if self._transposed:
             own = out.new_empty((1, *self._source.tensors[piece.stack].shape[1:]))
             self._source.read(piece.stack, own, piece.expert)
             own = own.mT if own.ndim > 2 else own
-            own = own[:, piece.place :: piece.places]
+            own = own[:, piece.place :: piece.places] if self._interleaved else own.chunk(piece.places, 1)[piece.place]
         else:
             own = out.new_empty((1, *piece.shape))
             self._source.read(piece.stack, own, Shard(piece.place, piece.places, 1, within=piece.expert))
@@ -240,7 +243,8 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
     if kinds & (GROUP_TYPES | BLOCK_OF.keys()):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
-        source = ExpertsApart(source, stored, weight_map, interleaved=family.experts_interleaved)
+        stack = {"interleaved": family.experts_interleaved, "transposed": family.experts_transposed}
+        source = ExpertsApart(source, stored, weight_map, **stack)
     products = [
         part
         for place, found in weight_map.items()

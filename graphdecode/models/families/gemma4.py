@@ -1,0 +1,393 @@
+"""Gemma 4 (2026), text: heads of two sizes, keys shared between layers, embeddings for each layer, MLPs beside experts.
+
+Names of tensors and formulas are those of transformers' `modeling_gemma4.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention import QKNormRope
+from graphdecode.cache import Keys, LayerState
+from graphdecode.distributed import Collectives
+from graphdecode.errors import shown
+from graphdecode.kernels.model.act_mul import act_mul
+from graphdecode.kernels.model.embedding import embedding
+from graphdecode.kernels.moe.moe_route import moe_combine
+from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from graphdecode.linear.weight_form import Stored, WeightForm
+from graphdecode.models.blocks import (
+    Attention,
+    Block,
+    DecoderLayer,
+    FeedForward,
+    GatedMlp,
+    Layer,
+    Norm,
+    ResidualStream,
+    SharedKeysAttention,
+    SparseMlp,
+)
+from graphdecode.models.config import (
+    ExpertsConfig,
+    ModelConfig,
+    UnsupportedModelError,
+    all_but_every,
+    count,
+    flag,
+    is_windowed,
+    layer_ropes,
+    layer_windows,
+)
+from graphdecode.models.families.gemma import Gemma2
+from graphdecode.models.families.llama import Llama, norms_at
+from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.rope import ropes_by_layer_type
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
+from graphdecode.models.weights import Weights
+
+_OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # modules that a layer with shared keys does not need
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(ModelConfig):
+    """The configuration of Gemma 4."""
+
+    input_size: int  # channels of a layer's own embedding; 0: there are none
+    input_vocab_size: int  # tokens that have one
+    values_are_keys: bool  # in layers without a window, values are the product of keys
+    has_wide_mlp: bool  # the MLPs of layers with shared keys are twice as wide
+
+    def of_layer(self, layer: int) -> "Gemma4Config":
+        """Return the configuration with a layer's own sizes."""
+        keys = self.layer_keys[layer]
+        width = self.intermediate_size * (2 if self.has_wide_mlp and keys.shared_with is not None else 1)
+        return replace(self, num_key_value_heads=keys.heads, head_dim=keys.head_dim, intermediate_size=width)
+
+
+@dataclass(frozen=True)
+class NormedValues(Attention):
+    """Attention whose values are normed, too, without a weight."""
+
+    def rotation(self, qkv: Tensor) -> QKNormRope:
+        """Norm the values in place."""
+        begin = (qkv.shape[1] + self.o.in_features) // 2
+        values = qkv[:, begin:].unflatten(1, (-1, self.head_dim))
+        wide, rope = values.float(), super().rotation(qkv)
+        values.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + rope.eps))
+        return rope
+
+
+@dataclass(frozen=True)
+class MlpBesideExperts(FeedForward):
+    """`after_mlp(mlp(x)) + after_experts(experts(before_experts(residual)))`."""
+
+    mlp: GatedMlp
+    sparse: SparseMlp
+    before_router: Norm
+    before_experts: Norm
+    after_mlp: Norm
+    after_experts: Norm
+    expert_scales: Tensor  # float32 [experts], of the routed weights
+    collectives: Collectives | None  # of ranks that have parts of the experts
+    place: str
+
+    def run(self, stream: ResidualStream) -> None:
+        """Read `hidden` and the residual, and set the output."""
+        self.mlp.run(stream)
+        total, hidden = torch.empty_like(stream.output), stream.buffer(stream.output.shape[1], use="of experts")
+        rms_norm(total, stream.output, self.after_mlp.weight, self.after_mlp.eps)
+        rms_norm(hidden, stream.residual, self.before_router.weight, self.before_router.eps)
+        logits = stream.buffer_for(self.sparse.router, "router")
+        self.sparse.router.apply(logits, hidden)
+        ids, weights, order, offsets = self.sparse.route(logits, stream.live)
+        weights.mul_(self.expert_scales.index_select(0, ids.flatten().clamp(min=0)).view_as(weights))
+        rms_norm(hidden, stream.residual, self.before_experts.weight, self.before_experts.eps)
+        parts = self.sparse.experts.run(hidden, order, offsets)
+        sums = torch.empty_like(parts[: len(hidden)])
+        moe_combine(sums, parts, ids, weights)
+        if self.collectives is not None:
+            self.collectives.all_reduce(sums, self.place)
+        after, out = self.after_experts, stream.output_buffer(in_floats=total.dtype == torch.float32)
+        add_rms_norm(out, total, sums, None, 0.0, after.weight, after.eps)
+
+
+@dataclass(frozen=True)
+class LayerInputs(Block):
+    """Computes what each layer takes of a token: an embedding of its own, and a product of the model's embedding."""
+
+    table: Tensor  # [vocab, layers * channels]
+    scale: float
+    per_layer_in: WeightForm  # [layers * channels, hidden]
+    norm: Norm  # of each layer's channels
+
+    def run(self, stream: ResidualStream) -> None:
+        """Write the inputs into the stream's buffer `layer inputs`, [t, layers * channels]."""
+        width, channels = self.table.shape[1], len(self.norm.weight)
+        tokens, projected = stream.buffer(width, torch.float32, "embedded"), stream.buffer_for(self.per_layer_in)
+        for span, part in stream.parts():
+            embedding(tokens[span], part.ids, self.table, part.live, self.scale)
+        self.per_layer_in.apply(projected, stream.residual.to(self.table.dtype))
+        shape, out = (-1, channels), stream.buffer(width, use="layer inputs")
+        of_norm = (None, 0.0, self.norm.weight, self.norm.eps)
+        add_rms_norm(out.view(shape), tokens.view(shape), projected.view(shape), *of_norm)
+
+
+@dataclass(frozen=True)
+class TakenInput(Block):
+    """`project(activation(gate(x)) * input)` of a layer's own input."""
+
+    input_gate: WeightForm  # [channels, hidden]
+    input_out: WeightForm  # [hidden, channels]
+    begin: int  # first channel of the layer's
+    width: int  # channels of all layers
+    activation: str
+
+    def run(self, stream: ResidualStream) -> None:
+        """Read `hidden`, and set the output."""
+        channels = self.input_gate.out_features
+        gate, own = stream.buffer_for(self.input_gate, "input gate"), stream.buffer(self.width, use="layer inputs")
+        stream.project(self.input_gate, gate)
+        activated = stream.buffer(channels, use="gated input")
+        joined = torch.cat((gate, own[:, self.begin : self.begin + channels]), dim=1)
+        act_mul(activated, joined, self.activation)
+        stream.set_output(self.input_out, activated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Layer(DecoderLayer):
+    """A layer whose result is scaled, residual included; the last of its norms holds the scale."""
+
+    inputs: LayerInputs | None  # of all layers, in the first one
+    taken: TakenInput | None
+    after_input: Norm | None
+    scale: Tensor  # float32 [1]
+
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+        """Run the layer."""
+        if self.inputs is not None:
+            self.inputs.run(stream)
+        super().run(stream, cache)
+        if self.taken is not None:
+            stream.norm(None)
+            self.taken.run(stream)
+            stream.transform_output(self.after_input)
+        stream.residual.mul_(self.scale)
+
+
+class Gemma4(Sparse, Gemma2):
+    """Gemma 4's decoder."""
+
+    architecture = "Gemma4ForCausalLM"
+    norm_offset = 0.0
+    mlp = ""
+    router = "router.proj"
+    defaults: ClassVar[dict[str, Any]] = Gemma2.defaults | {
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+    }
+
+    def config(self, settings: dict[str, Any]) -> Gemma4Config:
+        settings = self.defaults | settings
+        if settings.get("use_bidirectional_attention") == "vision":  # text sees what is before it
+            settings["use_bidirectional_attention"] = None
+        if isinstance(settings.get("layer_types"), list):  # the last one never has a window
+            settings["layer_types"] = [*settings["layer_types"][:-1], "full_attention"]
+        keys = _layer_keys(settings)
+        largest = max(keys, key=lambda each: each.head_dim)
+        sizes = {"head_dim": largest.head_dim, "num_key_value_heads": largest.heads}
+        ropes = ropes_by_layer_type(settings, 1e6, 1e4)
+        if not settings.get("rope_parameters"):
+            ropes["rope_parameters"] |= {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        config = super().config(settings | sizes | ropes)
+        return Gemma4Config(
+            **vars(replace(config, layer_keys=keys)),
+            input_size=count(settings, "hidden_size_per_layer_input", least=0),
+            input_vocab_size=count(settings, "vocab_size_per_layer_input"),
+            values_are_keys=flag(settings, "attention_k_eq_v", False),
+            has_wide_mlp=flag(settings, "use_double_wide_mlp", False),
+        )
+
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        return layer_windows(settings, _pattern(layers))
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        ropes = layer_ropes(settings, fields, _pattern(fields["num_hidden_layers"]))
+        return super().options(settings, fields) | ropes | {"sm_scale": 1.0}
+
+    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
+        if not flag(settings, "enable_moe_block", False):
+            return None
+        return ExpertsConfig(
+            count=count(settings, "num_experts"),
+            top_k=count(settings, "top_k_experts"),
+            intermediate_size=count(settings, "moe_intermediate_size"),
+            renormalize=True,
+            layers=(True,) * fields["num_hidden_layers"],
+        )
+
+    def weights(self, config: ModelConfig) -> WeightMap:
+        return self._weights(config, is_stacked=False)
+
+    def _weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+        assert isinstance(config, Gemma4Config)
+        places, width = Llama.weights(self, config), config.num_hidden_layers * config.input_size
+        if width:
+            places["input_table"] = (Part("model.embed_tokens_per_layer.weight", (config.input_vocab_size, width)),)
+            places["input_norm"] = (Part("model.per_layer_projection_norm.weight", (config.input_size,)),)
+            module = {"model.per_layer_model_projection": width}
+            places |= product("per_layer_in", module, config.hidden_size, split=None)
+        for index in range(config.num_hidden_layers if config.experts is not None else 0):
+            at, name = f"layers.{index}.", f"model.layers.{index}."
+            places |= self.expert_weights(config, at, name, is_stacked=is_stacked)
+        return places
+
+    def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
+        """Return the weight map for a source, in which layers with shared keys may have weights that nobody reads."""
+        places = self._weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
+        for index, keys in enumerate(config.layer_keys):
+            names = [f"model.layers.{index}.self_attn.{module}.weight" for module in _OF_KEYS]
+            unread = [Part(name, tensors[name].shape) for name in names if name in tensors]
+            if keys.shared_with is not None and unread:
+                places[f"unread.{index}"] = tuple(unread)
+        return places
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        assert isinstance(config, Gemma4Config)
+        index, attention, hidden = int(at.split(".")[1]), f"{name}self_attn.", config.hidden_size
+        config = config.of_layer(index)
+        places = Llama.layer_weights(self, config, at, name)
+        q, k, _ = places[f"{at}qkv"]
+        biases = places.get(f"{at}qkv.bias", ())
+        if config.layer_keys[index].shared_with is not None:
+            places[f"{at}qkv"], biases = (q,), biases[:1]
+        elif config.values_are_keys and config.windows[index] < 0:
+            places[f"{at}qkv"], biases = (q, k, k), (*biases[:2], *biases[1:2])
+        if biases:
+            places[f"{at}qkv.bias"] = biases
+        places[f"{at}scale"] = (Part(f"{name}layer_scalar", (1,)),)
+        places[f"{at}q_norm"] = (Part(f"{attention}q_norm.weight", (config.head_dim,)),)
+        if config.layer_keys[index].shared_with is None:
+            places[f"{at}k_norm"] = (Part(f"{attention}k_norm.weight", (config.head_dim,)),)
+        if config.input_size:
+            places |= norms_at({"after_input": "post_per_layer_input_norm"}, config, at, name)
+            gate, out = {f"{name}per_layer_input_gate": config.input_size}, {f"{name}per_layer_projection": hidden}
+            places |= product(f"{at}input_gate", gate, hidden, split=None)
+            places |= product(f"{at}input_out", out, config.input_size, split=None)
+        return places
+
+    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
+        """Return the places of one layer's router, experts and norms; the MLP beside them is that of other models."""
+        experts, hidden = experts_of(config), config.hidden_size
+        width, stack = experts.intermediate_size, (experts.count, 2 * experts.intermediate_size, hidden)
+        modules = {
+            "after_dense": "post_feedforward_layernorm_1",
+            "after_experts": "post_feedforward_layernorm_2",
+            "before_experts": "pre_feedforward_layernorm_2",
+        }
+        places = {
+            **super().expert_weights(config, at, name, is_stacked=False),
+            **norms_at(modules, config, at, name),
+            f"{at}router_norm": (Part(f"{name}router.scale", (hidden,)),),
+            f"{at}expert_scales": (Part(f"{name}router.per_expert_scale", (experts.count,)),),
+        }
+        if is_stacked:
+            places[f"{at}experts.gate_up"] = (Part(f"{name}experts.gate_up_proj", stack, 1, (Run(width), Run(width))),)
+            places[f"{at}experts.down"] = (Part(f"{name}experts.down_proj", (experts.count, hidden, width), 2),)
+        return places
+
+    def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
+        assert isinstance(config, Gemma4Config)
+        found = super().attention(config.of_layer(index), weights, index)
+        if config.layer_keys[index].shared_with is None:
+            return NormedValues(**vars(found))
+        return SharedKeysAttention(**vars(replace(found, k_norm=found.q_norm)))  # of no keys
+
+    def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
+        mlp, at = Llama.feed_forward(self, config, weights, index), f"layers.{index}."
+        if config.experts is None:
+            return mlp
+        assert isinstance(mlp, GatedMlp)
+        router = weights.norm(f"{at}router_norm", config.rms_norm_eps)
+        return MlpBesideExperts(
+            mlp=mlp,
+            sparse=SparseMlp(weights.linear(f"{at}router"), self.expert_block(config, weights, at), None, True),
+            before_router=replace(router, weight=router.weight * config.hidden_size**-0.5),
+            before_experts=weights.norm(f"{at}before_experts", config.rms_norm_eps),
+            after_mlp=weights.norm(f"{at}after_dense", config.rms_norm_eps),
+            after_experts=weights.norm(f"{at}after_experts", config.rms_norm_eps),
+            expert_scales=weights.tensor(f"{at}expert_scales", torch.float32),
+            collectives=weights.shared,
+            place=f"{at}experts",
+        )
+
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        assert isinstance(config, Gemma4Config)
+        at, size = f"layers.{index}.", config.input_size
+        found, scale = super().layer(config, weights, index), weights.tensor(f"{at}scale", torch.float32)
+        assert isinstance(found, DecoderLayer)
+        taken, after_input, after_mlp = None, None, found.after_mlp
+        if size:
+            gate, out = weights.linear(f"{at}input_gate"), weights.linear(f"{at}input_out")
+            taken = TakenInput(gate, out, index * size, config.num_hidden_layers * size, config.activation)
+            after_input = _scaled(weights.norm(f"{at}after_input", config.rms_norm_eps), scale)
+        elif after_mlp is not None:
+            after_mlp = _scaled(after_mlp, scale)
+        inputs = _layer_inputs(config, weights) if size and index == 0 else None
+        own = vars(found) | {"after_mlp": after_mlp}
+        return Gemma4Layer(**own, inputs=inputs, taken=taken, after_input=after_input, scale=scale)
+
+
+def _layer_inputs(config: Gemma4Config, weights: Weights) -> LayerInputs:
+    """Return the inputs of all layers; both parts are scaled by the root of a half, and so their sum is."""
+    half = 0.5**0.5
+    table = weights.tensor("input_table")
+    scale = float(torch.tensor(config.input_size**0.5, dtype=table.dtype))  # rounded to the dtype, as in training
+    norm = weights.norm("input_norm", config.rms_norm_eps * config.hidden_size)  # of a product over root(hidden_size)
+    return LayerInputs(table, scale * half, weights.linear("per_layer_in"), _scaled(norm, half))
+
+
+def _scaled(norm: Norm, scale: Tensor | float) -> Norm:
+    return replace(norm, weight=norm.weight * scale)
+
+
+def _pattern(layers: int) -> list[bool]:
+    """Return for each layer whether it has a window: five of six, but not the last one."""
+    return [*all_but_every(6, layers)[:-1], False]
+
+
+def _layer_keys(settings: dict[str, Any]) -> tuple[Keys, ...]:
+    """Return `ModelShape.layer_keys`: layers without a window, or single ones, have other sizes."""
+    layers = count(settings, "num_hidden_layers")
+    windowed, heads = is_windowed(settings, _pattern(layers)), count(settings, "num_attention_heads")
+    given = settings.get("per_layer_config")
+    if given is None:
+        full = {"head_dim": settings.get("global_head_dim", 512)}
+        if flag(settings, "attention_k_eq_v", False) and settings.get("num_global_key_value_heads") is not None:
+            full["num_key_value_heads"] = settings["num_global_key_value_heads"]
+        given = {str(layer): full for layer in range(layers) if not windowed[layer]}
+    if not isinstance(given, dict) or not all(isinstance(own, dict) for own in given.values()):
+        raise UnsupportedModelError(f"per_layer_config must be an object of objects by layer, got {shown(given)}")
+    first_shared = layers - count(settings, "num_kv_shared_layers", least=0)
+    keys = []
+    for layer in range(layers):
+        own = settings | given.get(str(layer), {})
+        kv_heads, head_dim = count(own, "num_key_value_heads"), count(own, "head_dim")
+        if heads % kv_heads or head_dim % 2:
+            sizes = f"num_key_value_heads {kv_heads} and head_dim {head_dim}"
+            raise UnsupportedModelError(f"layer {layer} has {sizes}, for {heads} query heads")
+        alike = [earlier for earlier in range(first_shared) if windowed[earlier] == windowed[layer]]
+        if layer >= first_shared and not alike:
+            raise UnsupportedModelError(
+                f"num_kv_shared_layers: no earlier layer of its kind has keys for layer {layer}"
+            )
+        keys.append(Keys(kv_heads, head_dim, alike[-1] if layer >= first_shared else None))
+    return tuple(keys)

@@ -1,0 +1,162 @@
+"""Llama 4 (Meta, 2025), text: attention in chunks, layers without positions, experts whose inputs are scaled.
+
+Names of tensors and formulas are those of transformers' `modeling_llama4.py`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from graphdecode.errors import shown
+from graphdecode.models.blocks import Attention, Norm, ResidualStream, SparseMlp
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag, layer_windows, number
+from graphdecode.models.families.hybrid import renamed
+from graphdecode.models.families.llama import ATTENTION_BIASES
+from graphdecode.models.families.smollm3 import has_rope, ropes_or_none
+from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.recurrent_blocks import reordered
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
+from graphdecode.models.weights import Weights
+
+_KINDS = {"chunked_attention": "sliding_attention", "full_attention": "full_attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4Config(ModelConfig):
+    """The configuration of Llama 4."""
+
+    norms_heads: bool  # queries and keys are normed in layers with a rotary embedding
+    temperature: tuple[float, float] | None  # of layers without one: scale, and tokens from step to step; see `_scales`
+
+
+@dataclass(frozen=True)
+class Llama4Attention(Attention):
+    """Attention whose rotated channels are neighbours in the product, or whose queries are scaled by position."""
+
+    order: Tensor | None  # int64 [(heads + 2 kv_heads) * head_dim], columns of the product; None: without rotation
+    query_scales: Tensor | None  # float32 [positions]
+
+    def project(self, stream: ResidualStream) -> Tensor:
+        """Return queries, keys and values of the tokens."""
+        qkv = reordered(stream, super().project(stream), self.order, "qkv")
+        if self.query_scales is not None:
+            last = len(self.query_scales) - 1
+            for span, part in stream.parts():
+                scales = self.query_scales.index_select(0, part.positions.clamp(0, last))
+                qkv[span, : self.o.in_features].mul_(scales[:, None])
+        return qkv
+
+
+@dataclass(frozen=True)
+class InputScaledMlp(SparseMlp):
+    """Experts whose inputs are multiplied by the sigmoid of their logit, in place of the outputs."""
+
+    def outputs(
+        self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """Return the experts' outputs for the pairs; their weights become 1."""
+        scales = torch.sigmoid(logits.gather(1, ids.clamp(min=0).long()).float())
+        weights.fill_(1.0)
+        scaled = (hidden[:, None] * scales.to(hidden.dtype)[:, :, None]).flatten(0, 1)
+        return replace(self.experts, top_k=1).run(scaled, order, offsets)
+
+
+class Llama4(Sparse):
+    """Llama 4's decoder."""
+
+    architecture = "Llama4ForCausalLM"
+    biases = ATTENTION_BIASES
+    mlp = "feed_forward."
+    router = "router"
+    experts_transposed = True
+    block = InputScaledMlp
+    defaults: ClassVar[dict[str, Any]] = {
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "head_dim": 128,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
+
+    def config(self, settings: dict[str, Any]) -> Llama4Config:
+        settings = self.defaults | settings
+        width, layers = settings["intermediate_size"], count(settings, "num_hidden_layers")
+        kinds, sparse, step = (
+            settings.get(name) for name in ("layer_types", "moe_layers", "interleave_moe_layer_step")
+        )
+        if not isinstance(sparse, (list, type(None))):
+            raise UnsupportedModelError(f"moe_layers must be a list of layers, got {shown(sparse)}")
+        given = {
+            "intermediate_size": settings["intermediate_size_mlp"],
+            "moe_intermediate_size": width,
+            "shared_expert_intermediate_size": width,
+            "decoder_sparse_step": step if sparse is None else 1,
+            "mlp_only_layers": [] if sparse is None else [layer for layer in range(layers) if layer not in sparse],
+            "sliding_window": settings["attention_chunk_size"],
+            "layer_types": [_KINDS.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds,
+        }
+        scale = number(settings, "attn_scale"), number(settings, "floor_scale")
+        return Llama4Config(
+            **vars(super().config(settings | given)),
+            norms_heads=flag(settings, "use_qk_norm", True),
+            temperature=scale if settings["attn_temperature_tuning"] else None,
+        )
+
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        return layer_windows(settings, has_rope(settings, layers))
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        own = {"layer_ropes": ropes_or_none(settings, fields), "is_chunked": True}
+        return super().options(settings, fields) | own
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        return renamed(super().layer_weights(config, at, name), name, {"mlp": "feed_forward"})
+
+    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
+        """Return the places of one layer's router and experts; stacks are [experts, in_features, out_features]."""
+        experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}{self.mlp}"
+        width, shared = experts.intermediate_size, f"{mlp}shared_expert."
+        alone = replace(config, experts=replace(experts, shared_intermediate_size=0))
+        places = {
+            **super().expert_weights(alone, at, name, is_stacked=False),
+            **product(f"{at}gate_up", {f"{shared}{part}": width for part in self.gate_up}, hidden, split=0),
+            **product(f"{at}down", {f"{shared}{self.down}": hidden}, width, split=1),
+        }
+        if is_stacked:
+            gate_up, down = (experts.count, hidden, 2 * width), (experts.count, width, hidden)
+            places[f"{at}experts.gate_up"] = (Part(f"{mlp}experts.gate_up_proj", gate_up, 2, (Run(width), Run(width))),)
+            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", down, 1),)
+        return places
+
+    def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
+        assert isinstance(config, Llama4Config)
+        found = super().attention(config, weights, index)
+        if config.layer_ropes[index] is None:
+            scales = None if config.temperature is None else _scales(len(found.cos_sin), *config.temperature)
+            on_device = None if scales is None else scales.to(weights.device)
+            return Llama4Attention(**vars(found), order=None, query_scales=on_device)
+        if config.norms_heads:
+            norm = Norm(torch.ones(config.head_dim, device=weights.device), config.rms_norm_eps)
+            found = replace(found, q_norm=norm, k_norm=norm)
+        heads = torch.arange(found.qkv.out_features).view(-1, config.head_dim)
+        rotated = config.num_attention_heads + config.num_key_value_heads
+        apart = torch.cat((heads[:rotated, ::2], heads[:rotated, 1::2]), dim=1)
+        order = torch.cat((apart, heads[rotated:])).flatten().to(weights.device)
+        return Llama4Attention(**vars(found), order=order, query_scales=None)
+
+
+def _scales(positions: int, scale: float, tokens: float) -> Tensor:
+    """Return what multiplies queries by position, `1 + scale * log(1 + floor((position + 1) / tokens))`."""
+    steps = torch.floor((torch.arange(positions, dtype=torch.float32) + 1.0) / tokens)
+    return torch.log1p(steps) * scale + 1.0
