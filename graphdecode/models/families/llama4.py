@@ -57,7 +57,8 @@ class InputScaledMlp(SparseMlp):
         self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
     ) -> Tensor:
         """Return the experts' outputs for the pairs; their weights become 1."""
-        scales = torch.sigmoid(logits.gather(1, ids.clamp(min=0).long()).float())
+        # torch's vectors and their remainders differ in the last bit, which float64 rounds away
+        scales = torch.sigmoid(logits.gather(1, ids.clamp(min=0).long()).double())
         weights.fill_(1.0)
         scaled = (hidden[:, None] * scales.to(hidden.dtype)[:, :, None]).flatten(0, 1)
         return replace(self.experts, top_k=1).run(scaled, order, offsets)
