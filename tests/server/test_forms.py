@@ -362,7 +362,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [tool("warm")], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "response_format",
-        "ask for one",
+        "cannot be combined",
     ),
 ]
 

@@ -351,7 +351,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_ends_with_an_error(tm
         assert b'"code":"shutting_down"' in received
         assert b"[DONE]" in received[-100:]
         assert server.process.wait(HANG_SECONDS) == 0
-        assert any("was left unfinished" in line for line in server.lines)
+        assert any("was cut off" in line for line in server.lines)
 
 
 def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Compile the kernels of decode steps for a GPU that is not here; figures of their code, and a model of the step time.
+"""Compile the kernels of decode steps for a GPU that this machine lacks, and model the step time.
 
     tools/bench kernels                  # the tables
     tools/bench kernels --write          # docs/kernels.md, and budgets of what is new or has become better

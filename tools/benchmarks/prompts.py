@@ -1,4 +1,4 @@
-"""Prompts and decode steps on a CPU, alternating with peers, beside the machine's limits.
+"""Prompts and decode steps on a CPU, alternating with peers, compared with the machine's limits.
 
     tools/bench prompts FOLDER --vllm-python PYTHON --out FILE        bf16 weights beside transformers and vLLM
     tools/bench prompts FILE.gguf --llama-python PYTHON --out FILE    GGUF blocks beside bf16 weights and llama.cpp

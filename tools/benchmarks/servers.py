@@ -1,4 +1,4 @@
-"""Our server over HTTP beside its own engine, and beside other servers.
+"""Our server over HTTP, compared with its own engine and with other servers.
 
     tools/bench servers --model smollm2 --clients 32 --peer llama-cpp=/opt/llama/bin/python --out server
 
