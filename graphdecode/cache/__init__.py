@@ -24,7 +24,7 @@ from .layer_cache import (
     paged,
     untouched_zeros,
 )
-from .ledger import PageLedger
+from .ledger import Checkpoints, PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
 from .rolling import RollingPages
@@ -32,6 +32,7 @@ from .rolling import RollingPages
 __all__ = [
     "CacheFullError",
     "CacheScales",
+    "Checkpoints",
     "Keys",
     "KeysAndState",
     "LayerCache",

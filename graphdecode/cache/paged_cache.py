@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
-from .layer_cache import Keys, LayerCache, LayerState, Recurrent, layer_state, paged
-from .ledger import PageLedger
+from .layer_cache import Keys, LayerCache, LayerState, Recurrent, layer_state, paged, stateful
+from .ledger import Checkpoints, PageLedger
 from .rolling import RollingPages, StateRows
 
 
@@ -36,6 +36,7 @@ class PagedKVCache:
         rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has rings. With
             rings, a sequence can only be truncated to tokens that it has computed, and a cached prefix is used only as
             far as a ring has its window.
+        checkpoints: of recurrent states, if prefixes are cached beside them: a prefix is used up to a checkpoint alone.
 
     Attributes:
         layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
@@ -43,6 +44,7 @@ class PagedKVCache:
         ledger: the pages of each sequence.
         pool: counts pages: `free`, `used`, `shared` and `evictable`.
         trash_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
+        checkpoint_tokens: tokens from one checkpoint of a sequence to the next; None: there are none.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -65,6 +67,7 @@ class PagedKVCache:
         state_rows: int = 0,
         layer_keys: Sequence[Keys] = (),
         rolling: RollingPages | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         require_positive(
             num_layers=num_layers,
@@ -79,7 +82,8 @@ class PagedKVCache:
         self.trash_page = total_num_pages
         self.max_pages_per_row = max_pages_per_row
         self.prefix_caching = prefix_caching
-        self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
+        self.checkpoint_tokens = None if checkpoints is None else checkpoints.interval * page_size
+        self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching, checkpoints=checkpoints)
         self.pool = self.ledger.pool
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
@@ -96,7 +100,7 @@ class PagedKVCache:
                     value_scale=value_scale,
                     is_rolling=is_rolling,
                 ),
-                state_rows,
+                state_rows + (0 if checkpoints is None else checkpoints.capacity),
                 self._device,
             )
             for (key_scale, value_scale), state, keys, is_rolling in zip(
@@ -121,8 +125,9 @@ class PagedKVCache:
     def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None, root: bytes = b"") -> int:
         """Add a sequence, and return how many of its tokens are cached already: at most all but one.
 
-        With prefix caching these are the full pages of its longest cached prefix; `token_ids` None: no prefix.
-        Sequences of different roots share none: a root stands for whatever else keys and values depend on.
+        With prefix caching these are the full pages of its longest cached prefix, and `restore_state` has to follow;
+        `token_ids` None: no prefix. Sequences of different roots share none: a root stands for whatever else keys and
+        values depend on.
 
         Raises:
             CacheFullError: all rows of recurrent states, or of rings, are in use.
@@ -135,10 +140,33 @@ class PagedKVCache:
         cached = self.ledger.open(sequence_id, token_ids, root)
         if self.has_states:
             known = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
-            if known < cached:
+            if self.rolling is not None and known < cached:
                 self.ledger.truncate(sequence_id, known)
                 return known
         return cached
+
+    def restore_state(self, sequence_id: Hashable) -> None:
+        """Copy the checkpoint of the prefix that `add` has found, if any, into the sequence's row of states."""
+        digests, prefixes = self.ledger.digests_of(sequence_id), self.ledger.prefixes
+        if self.checkpoint_tokens is not None and digests and prefixes is not None:
+            self._copy_state(prefixes.checkpoint_of(digests[-1]), sequence_id, is_restored=True)
+
+    def save_state(self, sequence_id: Hashable, length: int, token_ids: Sequence[int]) -> None:
+        """Publish a sequence's first `length` tokens, and keep a copy of its state if they end at a checkpoint.
+
+        No further token may have changed the state. See `publish`.
+        """
+        self.publish(sequence_id, length, token_ids)
+        prefixes = self.ledger.prefixes
+        if self.checkpoint_tokens is None or prefixes is None or length % self.checkpoint_tokens or not length:
+            return
+        checkpoint = prefixes.new_checkpoint(self.ledger.digests_of(sequence_id)[length // self.page_size - 1])
+        if checkpoint is not None:
+            self._copy_state(checkpoint, sequence_id, is_restored=False)
+
+    def _copy_state(self, checkpoint: int, sequence_id: Hashable, *, is_restored: bool) -> None:
+        kept, row = self.trash_state_row + 1 + checkpoint, self.state_row_of(sequence_id)
+        copy_page(stateful(self.layers), (kept, row) if is_restored else (row, kept))
 
     @property
     def has_states(self) -> bool:
@@ -247,7 +275,7 @@ class PagedKVCache:
 
 
 def copy_page(layers: Iterable[Iterable[Tensor]], move: tuple[int, int] | None) -> None:
-    """Copy a page of each layer's tensors, (source, destination), if there is one to copy."""
+    """Copy a page, or a state, of each layer's tensors, (source, destination), if there is one to copy."""
     if move is not None:
         source, destination = move
         for tensor in (tensor for layer in layers for tensor in layer):

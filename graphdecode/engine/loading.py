@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphdecode.buckets import MOST_DRAFTS
-from graphdecode.cache import PagedKVCache
+from graphdecode.cache import Checkpoints, PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
@@ -296,8 +296,13 @@ def make_runner(
         capacity, mixes = plan(settings), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
     _check_states(settings, decoder.config, None if draft is None else draft.config)
-    if recurrent and settings.prefix_cache:
-        log.info("prefixes are not shared: the model has recurrent states, which exist at a sequence's end only")
+    shares, checkpoints = settings.prefix_cache, None
+    if recurrent and shares and not settings.state_checkpoints:
+        log.info("prefixes are not shared: the model has recurrent states, and state_checkpoints is 0")
+        shares = False
+    elif recurrent and shares:
+        interval = -(-settings.state_checkpoint_tokens // buckets.page_size)
+        checkpoints = Checkpoints(settings.state_checkpoints, interval)
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
@@ -307,12 +312,13 @@ def make_runner(
         head_dim=decoder.config.head_dim,
         dtype=format_named(settings.kv_cache_dtype, decoder.dtype).dtype,
         device=device,
-        prefix_caching=settings.prefix_cache and not recurrent,
+        prefix_caching=shares,
         scales=decoder.cache_scales,
         recurrent=recurrent,
         layer_keys=decoder.config.layer_keys,
         state_rows=buckets.max_batch_size if recurrent or capacity.rolling is not None else 0,
         rolling=capacity.rolling,
+        checkpoints=checkpoints,
     )
     runner_class: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     setting = StepSetting(
