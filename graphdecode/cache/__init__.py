@@ -22,6 +22,7 @@ from .layer_cache import (
     RecurrentState,
     layer_state,
     paged,
+    stateful,
     untouched_zeros,
 )
 from .ledger import Checkpoints, PageLedger
@@ -56,5 +57,6 @@ __all__ = [
     "require_positive",
     "require_range",
     "require_tensors",
+    "stateful",
     "untouched_zeros",
 ]

@@ -124,10 +124,10 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class RecurrentState(_State):
-    """The recurrent states of one layer: a row for each sequence, one for padding, then checkpoints; rows never move.
+    """The recurrent states of one layer, which never move: rows of sequences, one for padding, checkpoints, and drafts.
 
     Attributes:
-        tensors: float32 [rows + 1 + checkpoints, ...] each, by name.
+        tensors: float32 [rows + 1 + checkpoints + drafts, ...] each, by name.
     """
 
     tensors: dict[str, Tensor]

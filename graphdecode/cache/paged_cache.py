@@ -37,6 +37,7 @@ class PagedKVCache:
             rings, a sequence can only be truncated to tokens that it has computed, and a cached prefix is used only as
             far as a ring has its window.
         checkpoints: of recurrent states, if prefixes are cached beside them: a prefix is used up to a checkpoint alone.
+        draft_states: recurrent states that a step keeps while it verifies drafts.
 
     Attributes:
         layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
@@ -45,6 +46,7 @@ class PagedKVCache:
         pool: counts pages: `free`, `used`, `shared` and `evictable`.
         trash_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
         checkpoint_tokens: tokens from one checkpoint of a sequence to the next; None: there are none.
+        draft_state_row: the first of the rows of `draft_states`.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -68,6 +70,7 @@ class PagedKVCache:
         layer_keys: Sequence[Keys] = (),
         rolling: RollingPages | None = None,
         checkpoints: Checkpoints | None = None,
+        draft_states: int = 0,
     ) -> None:
         require_positive(
             num_layers=num_layers,
@@ -83,6 +86,8 @@ class PagedKVCache:
         self.max_pages_per_row = max_pages_per_row
         self.prefix_caching = prefix_caching
         self.checkpoint_tokens = None if checkpoints is None else checkpoints.interval * page_size
+        num_checkpoints = 0 if checkpoints is None else checkpoints.capacity
+        self.draft_state_row = state_rows + 1 + num_checkpoints
         self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching, checkpoints=checkpoints)
         self.pool = self.ledger.pool
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
@@ -100,7 +105,7 @@ class PagedKVCache:
                     value_scale=value_scale,
                     is_rolling=is_rolling,
                 ),
-                state_rows + (0 if checkpoints is None else checkpoints.capacity),
+                state_rows + num_checkpoints + draft_states,
                 self._device,
             )
             for (key_scale, value_scale), state, keys, is_rolling in zip(

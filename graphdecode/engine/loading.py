@@ -19,7 +19,7 @@ from graphdecode.cache import Checkpoints, PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
-from graphdecode.engine.capacity import plan_checked_capacity
+from graphdecode.engine.capacity import draft_states_of, plan_checked_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
@@ -249,14 +249,13 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
 
 
 def _check_states(settings: EngineConfig, shape: ModelShape, draft: ModelShape | None) -> None:
-    """Raise ArgumentError if a setting would need recurrent states of earlier tokens, or split ones."""
-    recurrent = shape.recurrent
-    if (recurrent and settings.speculation != "off") or (draft is not None and draft.recurrent):
+    """Raise ArgumentError if a setting would need a draft model's states of earlier tokens, or split states."""
+    if draft is not None and draft.recurrent:
         raise ArgumentError(
-            f"speculation={settings.speculation!r} needs the states before each draft; models with recurrent states "
-            "run without speculation alone"
+            f"speculation={settings.speculation!r} needs the states before each draft; a draft model has no recurrent "
+            "states"
         )
-    if recurrent and settings.tensor_parallel_size > 1:
+    if shape.recurrent and settings.tensor_parallel_size > 1:
         raise ArgumentError(
             f"tensor_parallel_size={settings.tensor_parallel_size}: models with recurrent states run on one rank alone"
         )
@@ -319,6 +318,7 @@ def make_runner(
         state_rows=buckets.max_batch_size if recurrent or capacity.rolling is not None else 0,
         rolling=capacity.rolling,
         checkpoints=checkpoints,
+        draft_states=draft_states_of(settings) if recurrent else 0,
     )
     runner_class: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     setting = StepSetting(
@@ -334,6 +334,7 @@ def make_runner(
         mixes,
         cache.trash_state_row,
         cache.rolling,
+        cache.draft_state_row,
     )
     around = (lambda _: nullcontext()) if ranks is None else ranks.collectives.captured
     return runner_class(setting, cache, capacity, step=step or step_of(settings, draft), around=around)

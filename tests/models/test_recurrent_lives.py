@@ -16,6 +16,7 @@ from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.scheduler import Scheduler
+from graphdecode.engine.steps import SpeculativeStep
 from graphdecode.engine.steps import step as step_module
 from graphdecode.errors import ArgumentError
 
@@ -26,6 +27,14 @@ ENGINES: tuple[dict[str, Any], ...] = (  # chunks of 7, few pages, several steps
     {"max_batch_size": 8, "page_size": 4, "total_num_pages": 24, "max_prefill_tokens": 33, "checkpoints": (2, 9)},
     {"max_batch_size": 4, "steps_per_launch": 3, "max_prefill_tokens": 512},
 )
+DRAFTING: dict[str, Any] = {  # beside prefixes, few pages and small chunks
+    "max_batch_size": 4,
+    "page_size": 4,
+    "total_num_pages": 40,
+    "max_prefill_tokens": 33,
+    "checkpoints": (4, 9),
+    "speculation": {"num_tokens": 3, "ngram_min": 1},
+}
 Request = tuple[list[int], SamplingParams]
 Answer = list[tuple[list[int], list[dict[int, float]]]]  # of each of `n` outputs
 
@@ -44,6 +53,7 @@ def requests() -> list[Request]:
             logprobs=2,
             ignore_eos=True,
             n=2 if index % 4 == 3 else 1,
+            allowed_token_ids=None if index % 3 == 1 else [97, 98],  # of which drafts are right
         )
         found.append((common + own if index % 3 == 1 else own, params))
     return found
@@ -65,15 +75,18 @@ class Engines:
         with self.make(max_batch_size=1, max_prefill_tokens=512) as llm:
             self.alone = [answer_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests()]
 
-    def make(self, max_prefill_tokens: int, checkpoints: tuple[int, int] = (0, 256), **config: Any) -> LLM:
+    def make(
+        self, max_prefill_tokens: int, checkpoints: tuple[int, int] = (0, 256), speculation: Any = None, **config: Any
+    ) -> LLM:
         buckets = BucketConfig(**{"max_sequence_length": 128, "page_size": 8, **config})
         options = {"dtype": "float32", "batch_invariant": True, "max_prefill_tokens": max_prefill_tokens}
+        options["speculation"] = speculation
         count, tokens = checkpoints
         return LLM(self.folder, config=buckets, state_checkpoints=count, state_checkpoint_tokens=tokens, **options)
 
     def __getitem__(self, index: int) -> LLM:
         if index not in self._made:
-            self._made[index] = self.make(**ENGINES[index])
+            self._made[index] = self.make(**(*ENGINES, DRAFTING)[index])
         return self._made[index]
 
     def close(self) -> None:
@@ -133,12 +146,53 @@ def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Calla
 
 
 @compiled_or_gpu
+@pytest.mark.parametrize(
+    ("name", "steps_per_launch"), [("falcon-h1-multipliers", 1), ("qwen3.5", 3), ("lfm2", 1), ("mamba2", 3)]
+)
+def test_drafts_change_no_bit(engines_of: Callable[[str], Engines], name: str, steps_per_launch: int) -> None:
+    engines = engines_of(name)
+    with engines.make(**DRAFTING, steps_per_launch=steps_per_launch) as llm:
+        assert live(llm, engines.alone, random.Random(5)) > 0
+        drafted, accepted, _ = llm.stats.speculation
+    assert drafted > accepted > 0
+
+
+@compiled_or_gpu
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(SpeculativeStep, "_commit_states", "+ accepted", ""),
+        Fault(SpeculativeStep, "_batch_of_queries", 'rows["rows"] // queries', 'rows["rows"]'),
+        Fault(SpeculativeStep, "_verify", "before - 1", "before"),
+    ],
+    ids=str,
+)
+def test_a_fault_of_states_behind_drafts_is_seen(engines_of, monkeypatch, fault):
+    engines = engines_of("mamba2")
+    fault.plant(monkeypatch)
+    with engines.make(**DRAFTING) as llm, pytest.raises(AssertionError):
+        live(llm, engines.alone, random.Random(5))
+
+
+def test_a_draft_model_drafts_for_a_model_with_states(checkpoint):
+    prompts, params = [prompt for prompt, _ in requests()], SamplingParams(temperature=0.0, max_tokens=20)
+    config = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
+    speculation = {"method": "model", "model": str(checkpoint("llama-2")), "num_tokens": 2}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3.5"), dtype=torch.float32).eval()
+    with LLM(checkpoint("qwen3.5"), config=config, dtype="float32", speculation=speculation) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats.speculation.drafted > 0
+    for output in outputs:
+        assert_greedy(model, output.prompt_token_ids, output.outputs[0].token_ids)
+
+
+@compiled_or_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
 def test_a_request_has_the_bits_of_a_run_alone_in_two_hundred_lives(engines_of, seed):
     rng = random.Random(1000 + seed)
     engines = engines_of(MODELS[seed % len(MODELS)])
-    live(engines[rng.randrange(len(ENGINES))], engines.alone, rng)
+    live(engines[rng.randrange(len(ENGINES) + 1)], engines.alone, rng)
 
 
 def share(folder: Path) -> tuple[list[tuple[list[int], Answer]], list[int], int]:
@@ -198,23 +252,17 @@ def test_a_fault_of_checkpoints_is_seen_in_tokens(checkpoint, monkeypatch, fault
 
 
 @pytest.mark.parametrize("name", ["falcon-h1", "mamba2"])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speculation": "ngram"}, "speculation='ngram' needs the states before each draft"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: models with recurrent states run on one rank alone"),
-    ],
-)
-def test_what_needs_earlier_states_is_refused_before_anything_is_loaded(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, options: dict, message: str
+def test_split_states_are_refused_before_anything_is_loaded(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def nothing(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded, or ranks are started")
 
     monkeypatch.setattr("graphdecode.engine.loading.load_model", nothing)
     monkeypatch.setattr("graphdecode.engine.loading.start_ranks", nothing)
+    message = "tensor_parallel_size=2: models with recurrent states run on one rank alone"
     with pytest.raises(ArgumentError, match=message):
-        LLM(checkpoint(name), **options)
+        LLM(checkpoint(name), tensor_parallel_size=2)
 
 
 def test_a_draft_model_with_states_is_refused_before_anything_is_loaded(checkpoint, monkeypatch):
