@@ -1,6 +1,6 @@
 """The paged cache: the states of all layers, and the pages of each sequence."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -47,6 +47,7 @@ class PagedKVCache:
         trash_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
         checkpoint_tokens: tokens from one checkpoint of a sequence to the next; None: there are none.
         draft_state_row: the first of the rows of `draft_states`.
+        relay: is told of each copy of a state, for other ranks; None: there are none.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -118,6 +119,7 @@ class PagedKVCache:
             for pages in [rolling.trash_page if rolling is not None and is_rolling else total_num_pages]
         ]
         self.rolling = rolling
+        self.relay: Callable[[int, int], None] | None = None
         self.trash_state_row = state_rows
         self._state_rows = StateRows(state_rows, rolling)
         self._hidden: set[Hashable] = set()  # sequences whose rings are not to be cached
@@ -171,7 +173,13 @@ class PagedKVCache:
 
     def _copy_state(self, checkpoint: int, sequence_id: Hashable, *, is_restored: bool) -> None:
         kept, row = self.trash_state_row + 1 + checkpoint, self.state_row_of(sequence_id)
-        copy_page(stateful(self.layers), (kept, row) if is_restored else (row, kept))
+        self.copy_state(*((kept, row) if is_restored else (row, kept)))
+
+    def copy_state(self, source: int, destination: int) -> None:
+        """Copy a row of recurrent states, on all ranks."""
+        if self.relay is not None:
+            self.relay(source, destination)
+        copy_page(stateful(self.layers), (source, destination))
 
     @property
     def has_states(self) -> bool:

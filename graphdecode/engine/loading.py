@@ -160,7 +160,7 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
     """Return the shape of one rank's part of a model; an ArgumentError if it cannot be loaded or split."""
     shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     draft = settings.draft_model if settings.speculation == "model" else None
-    _check_states(settings, shape, None if draft is None else describe_model(draft))
+    _check_draft(settings, None if draft is None else describe_model(draft))
     count = settings.tensor_parallel_size
     if count == 1:
         return shape
@@ -248,16 +248,12 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
     return partial(SpeculativeStep, source=source, num_drafts=most, adapts=isinstance(settings.num_tokens, str))
 
 
-def _check_states(settings: EngineConfig, shape: ModelShape, draft: ModelShape | None) -> None:
-    """Raise ArgumentError if a setting would need a draft model's states of earlier tokens, or split states."""
+def _check_draft(settings: EngineConfig, draft: ModelShape | None) -> None:
+    """Raise ArgumentError if a draft model has recurrent states."""
     if draft is not None and draft.recurrent:
         raise ArgumentError(
             f"speculation={settings.speculation!r} needs the states before each draft; a draft model has no recurrent "
             "states"
-        )
-    if shape.recurrent and settings.tensor_parallel_size > 1:
-        raise ArgumentError(
-            f"tensor_parallel_size={settings.tensor_parallel_size}: models with recurrent states run on one rank alone"
         )
 
 
@@ -294,12 +290,13 @@ def make_runner(
         settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
         capacity, mixes = plan(settings), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
-    _check_states(settings, decoder.config, None if draft is None else draft.config)
+    _check_draft(settings, None if draft is None else draft.config)
+    has_states = any(kept is not None and kept.shapes for kept in recurrent)
     shares, checkpoints = settings.prefix_cache, None
-    if recurrent and shares and not settings.state_checkpoints:
+    if has_states and shares and not settings.state_checkpoints:
         log.info("prefixes are not shared: the model has recurrent states, and state_checkpoints is 0")
         shares = False
-    elif recurrent and shares:
+    elif has_states and shares:
         interval = -(-settings.state_checkpoint_tokens // buckets.page_size)
         checkpoints = Checkpoints(settings.state_checkpoints, interval)
     cache = PagedKVCache(

@@ -251,18 +251,17 @@ def test_a_fault_of_checkpoints_is_seen_in_tokens(checkpoint, monkeypatch, fault
         check_shared(checkpoint("mamba2"))
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "mamba2"])
-def test_split_states_are_refused_before_anything_is_loaded(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(("name", "count"), [("olmo-hybrid", 2), ("mamba2", 3)])
+def test_states_that_cannot_be_split_are_refused_before_anything_is_loaded(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
     def nothing(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded, or ranks are started")
 
     monkeypatch.setattr("graphdecode.engine.loading.load_model", nothing)
     monkeypatch.setattr("graphdecode.engine.loading.start_ranks", nothing)
-    message = "tensor_parallel_size=2: models with recurrent states run on one rank alone"
-    with pytest.raises(ArgumentError, match=message):
-        LLM(checkpoint(name), tensor_parallel_size=2)
+    with pytest.raises(ArgumentError, match=f"tensor_parallel_size={count} does not divide .*the heads of recurrent"):
+        LLM(checkpoint(name), tensor_parallel_size=count)
 
 
 def test_a_draft_model_with_states_is_refused_before_anything_is_loaded(checkpoint, monkeypatch):
