@@ -22,9 +22,10 @@ from .layer_cache import (
     RecurrentState,
     layer_state,
     paged,
+    stateful,
     untouched_zeros,
 )
-from .ledger import PageLedger
+from .ledger import Checkpoints, PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
 from .rolling import RollingPages
@@ -32,6 +33,7 @@ from .rolling import RollingPages
 __all__ = [
     "CacheFullError",
     "CacheScales",
+    "Checkpoints",
     "Keys",
     "KeysAndState",
     "LayerCache",
@@ -55,5 +57,6 @@ __all__ = [
     "require_positive",
     "require_range",
     "require_tensors",
+    "stateful",
     "untouched_zeros",
 ]

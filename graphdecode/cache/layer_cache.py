@@ -124,17 +124,17 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class RecurrentState(_State):
-    """The recurrent states of one layer, a row for each sequence and a last one for padding; rows never move.
+    """The recurrent states of one layer, which never move: rows of sequences, one for padding, checkpoints, and drafts.
 
     Attributes:
-        tensors: float32 [rows + 1, ...] each, by name.
+        tensors: float32 [rows + 1 + checkpoints + drafts, ...] each, by name.
     """
 
     tensors: dict[str, Tensor]
 
     @classmethod
     def zeros(cls, layer: Recurrent, rows: int, device: torch.device | str) -> "RecurrentState":
-        """Return states of zeros for `rows` sequences."""
+        """Return states of zeros: `rows`, and one for padding."""
         made = {name: untouched_zeros((rows + 1, *shape), torch.float32, device) for name, shape in layer.shapes}
         return cls(made)
 
@@ -163,7 +163,7 @@ def layer_state(
     Args:
         recurrent: the layer's declaration; None: only keys and values.
         pages: makes keys and values.
-        rows: sequences that can have a recurrent state at a time.
+        rows: recurrent states, without that of padding.
         device: where recurrent states are.
     """
     if recurrent is None:
@@ -178,3 +178,11 @@ def paged(layers: Iterable[LayerState]) -> Iterator[LayerCache]:
         pages = layer.pages if isinstance(layer, KeysAndState) else layer
         if isinstance(pages, LayerCache):
             yield pages
+
+
+def stateful(layers: Iterable[LayerState]) -> Iterator[RecurrentState]:
+    """Yield the recurrent states of layers that have them."""
+    for layer in layers:
+        states = layer.states if isinstance(layer, KeysAndState) else layer
+        if isinstance(states, RecurrentState):
+            yield states

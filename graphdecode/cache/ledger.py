@@ -3,9 +3,10 @@
 Methods that raise have changed nothing.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,13 @@ _ROOT = b""
 _DIGEST_BYTES = 16
 
 
+class Checkpoints(NamedTuple):
+    """Room for copies of recurrent states at the ends of pages."""
+
+    capacity: int  # states that are kept at the same time, >= 1
+    interval: int  # pages from one border to the next; states are kept at borders only
+
+
 class PrefixIndex:
     """Pages by the digest of their tokens, chained with the digest of the page before.
 
@@ -23,12 +31,15 @@ class PrefixIndex:
 
     Args:
         page_size: tokens in a page.
+        checkpoints: of recurrent states; a prefix is found up to one of them. None: there are no such states.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, checkpoints: Checkpoints | None = None) -> None:
+        self.page_size, self._checkpoints = page_size, checkpoints
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._checkpoint_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._free_checkpoints = [] if checkpoints is None else list(range(checkpoints.capacity))
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -54,7 +65,30 @@ class PrefixIndex:
                 break
             pages.append(page)
             found.append(digest)
+        if self._checkpoints is not None:
+            borders = range(len(found) - len(found) % self._checkpoints.interval, 0, -self._checkpoints.interval)
+            end = next((border for border in borders if found[border - 1] in self._checkpoint_of), 0)
+            pages, found = pages[:end], found[:end]
         return pages, found
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpoints in use."""
+        return len(self._checkpoint_of)
+
+    def checkpoint_of(self, digest: bytes) -> int:
+        """Return the checkpoint of a prefix that `find` has returned, and note its use."""
+        self._checkpoint_of.move_to_end(digest)
+        return self._checkpoint_of[digest]
+
+    def new_checkpoint(self, digest: bytes) -> int | None:
+        """Return a checkpoint for the state behind an indexed page, free or used least recently; None if it has one."""
+        if digest in self._checkpoint_of or digest not in self._page_of:
+            return None
+        free = self._free_checkpoints
+        checkpoint = free.pop() if free else self._checkpoint_of.popitem(last=False)[1]
+        self._checkpoint_of[digest] = checkpoint
+        return checkpoint
 
     def put(self, digest: bytes, page: int) -> None:
         """Index a page, unless its contents or the page itself are indexed already."""
@@ -63,10 +97,12 @@ class PrefixIndex:
             self._digest_of[page] = digest
 
     def forget(self, page: int) -> None:
-        """Remove a page whose contents are about to change, if it is indexed."""
+        """Remove a page whose contents are about to change, if it is indexed, and the checkpoint behind it."""
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
+            if digest in self._checkpoint_of:
+                self._free_checkpoints.append(self._checkpoint_of.pop(digest))
 
 
 class PageLedger:
@@ -79,14 +115,17 @@ class PageLedger:
         total_num_pages: pages in the pool.
         page_size: tokens in a page.
         prefix_caching: whether full pages are indexed by their tokens.
+        checkpoints: of recurrent states, if there are any; see `PrefixIndex`.
     """
 
-    def __init__(self, total_num_pages: int, page_size: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, total_num_pages: int, page_size: int, *, prefix_caching: bool, checkpoints: Checkpoints | None = None
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be >= 1, got {page_size!r}")
         self.pool = PagePool(total_num_pages)
-        self.page_size = page_size
-        self.prefixes = PrefixIndex(page_size) if prefix_caching else None
+        self.page_size, self._checkpoints = page_size, checkpoints
+        self.prefixes = PrefixIndex(page_size, checkpoints) if prefix_caching else None
         self.pages: dict[Hashable, list[int]] = {}
         self._digests: dict[Hashable, list[bytes]] = {}  # digests of the leading full pages whose tokens are known
         self._roots: dict[Hashable, bytes] = {}  # parent of the first digest
@@ -104,7 +143,7 @@ class PageLedger:
         """Forget all sequences and prefixes."""
         self.pool.reset()
         if self.prefixes is not None:
-            self.prefixes = PrefixIndex(self.page_size)
+            self.prefixes = PrefixIndex(self.page_size, self._checkpoints)
         self.pages.clear()
         self._digests.clear()
         self._roots.clear()

@@ -1,6 +1,6 @@
 """The paged cache: the states of all layers, and the pages of each sequence."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
-from .layer_cache import Keys, LayerCache, LayerState, Recurrent, layer_state, paged
-from .ledger import PageLedger
+from .layer_cache import Keys, LayerCache, LayerState, Recurrent, layer_state, paged, stateful
+from .ledger import Checkpoints, PageLedger
 from .rolling import RollingPages, StateRows
 
 
@@ -36,6 +36,8 @@ class PagedKVCache:
         rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has rings. With
             rings, a sequence can only be truncated to tokens that it has computed, and a cached prefix is used only as
             far as a ring has its window.
+        checkpoints: of recurrent states, if prefixes are cached beside them: a prefix is used up to a checkpoint alone.
+        draft_states: recurrent states that a step keeps while it verifies drafts.
 
     Attributes:
         layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
@@ -43,6 +45,9 @@ class PagedKVCache:
         ledger: the pages of each sequence.
         pool: counts pages: `free`, `used`, `shared` and `evictable`.
         trash_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
+        checkpoint_tokens: tokens from one checkpoint of a sequence to the next; None: there are none.
+        draft_state_row: the first of the rows of `draft_states`.
+        relay: is told of each copy of a state, for other ranks; None: there are none.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -65,6 +70,8 @@ class PagedKVCache:
         state_rows: int = 0,
         layer_keys: Sequence[Keys] = (),
         rolling: RollingPages | None = None,
+        checkpoints: Checkpoints | None = None,
+        draft_states: int = 0,
     ) -> None:
         require_positive(
             num_layers=num_layers,
@@ -79,7 +86,10 @@ class PagedKVCache:
         self.trash_page = total_num_pages
         self.max_pages_per_row = max_pages_per_row
         self.prefix_caching = prefix_caching
-        self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
+        self.checkpoint_tokens = None if checkpoints is None else checkpoints.interval * page_size
+        num_checkpoints = 0 if checkpoints is None else checkpoints.capacity
+        self.draft_state_row = state_rows + 1 + num_checkpoints
+        self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching, checkpoints=checkpoints)
         self.pool = self.ledger.pool
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.dtype, self._page_shape, self._device = dtype, shape, torch.device(device)
@@ -96,7 +106,7 @@ class PagedKVCache:
                     value_scale=value_scale,
                     is_rolling=is_rolling,
                 ),
-                state_rows,
+                state_rows + num_checkpoints + draft_states,
                 self._device,
             )
             for (key_scale, value_scale), state, keys, is_rolling in zip(
@@ -109,6 +119,7 @@ class PagedKVCache:
             for pages in [rolling.trash_page if rolling is not None and is_rolling else total_num_pages]
         ]
         self.rolling = rolling
+        self.relay: Callable[[int, int], None] | None = None
         self.trash_state_row = state_rows
         self._state_rows = StateRows(state_rows, rolling)
         self._hidden: set[Hashable] = set()  # sequences whose rings are not to be cached
@@ -121,8 +132,9 @@ class PagedKVCache:
     def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None, root: bytes = b"") -> int:
         """Add a sequence, and return how many of its tokens are cached already: at most all but one.
 
-        With prefix caching these are the full pages of its longest cached prefix; `token_ids` None: no prefix.
-        Sequences of different roots share none: a root stands for whatever else keys and values depend on.
+        With prefix caching these are the full pages of its longest cached prefix, and `restore_state` has to follow;
+        `token_ids` None: no prefix. Sequences of different roots share none: a root stands for whatever else keys and
+        values depend on.
 
         Raises:
             CacheFullError: all rows of recurrent states, or of rings, are in use.
@@ -135,10 +147,39 @@ class PagedKVCache:
         cached = self.ledger.open(sequence_id, token_ids, root)
         if self.has_states:
             known = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
-            if known < cached:
+            if self.rolling is not None and known < cached:
                 self.ledger.truncate(sequence_id, known)
                 return known
         return cached
+
+    def restore_state(self, sequence_id: Hashable) -> None:
+        """Copy the checkpoint of the prefix that `add` has found, if any, into the sequence's row of states."""
+        digests, prefixes = self.ledger.digests_of(sequence_id), self.ledger.prefixes
+        if self.checkpoint_tokens is not None and digests and prefixes is not None:
+            self._copy_state(prefixes.checkpoint_of(digests[-1]), sequence_id, is_restored=True)
+
+    def save_state(self, sequence_id: Hashable, length: int, token_ids: Sequence[int]) -> None:
+        """Publish a sequence's first `length` tokens, and keep a copy of its state if they end at a checkpoint.
+
+        No further token may have changed the state. See `publish`.
+        """
+        self.publish(sequence_id, length, token_ids)
+        prefixes = self.ledger.prefixes
+        if self.checkpoint_tokens is None or prefixes is None or length % self.checkpoint_tokens or not length:
+            return
+        checkpoint = prefixes.new_checkpoint(self.ledger.digests_of(sequence_id)[length // self.page_size - 1])
+        if checkpoint is not None:
+            self._copy_state(checkpoint, sequence_id, is_restored=False)
+
+    def _copy_state(self, checkpoint: int, sequence_id: Hashable, *, is_restored: bool) -> None:
+        kept, row = self.trash_state_row + 1 + checkpoint, self.state_row_of(sequence_id)
+        self.copy_state(*((kept, row) if is_restored else (row, kept)))
+
+    def copy_state(self, source: int, destination: int) -> None:
+        """Copy a row of recurrent states, on all ranks."""
+        if self.relay is not None:
+            self.relay(source, destination)
+        copy_page(stateful(self.layers), (source, destination))
 
     @property
     def has_states(self) -> bool:
@@ -247,7 +288,7 @@ class PagedKVCache:
 
 
 def copy_page(layers: Iterable[Iterable[Tensor]], move: tuple[int, int] | None) -> None:
-    """Copy a page of each layer's tensors, (source, destination), if there is one to copy."""
+    """Copy a page, or a state, of each layer's tensors, (source, destination), if there is one to copy."""
     if move is not None:
         source, destination = move
         for tensor in (tensor for layer in layers for tensor in layer):

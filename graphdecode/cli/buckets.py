@@ -231,7 +231,13 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import plan_capacity, state_bytes_of
+    from graphdecode.engine.capacity import (
+        checkpoint_bytes_of,
+        draft_state_bytes_of,
+        draft_states_of,
+        plan_capacity,
+        state_bytes_of,
+    )
     from graphdecode.memory import free_bytes
     from graphdecode.models import adapter_bytes, num_parameters, weight_bytes
 
@@ -243,10 +249,12 @@ def _memory_table(
     capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights - adapters, 0))
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)
-    states = state_bytes_of(config, settings)
-    left = free - weights - adapters - capacity.cache_bytes - states
+    states, kept = state_bytes_of(config, settings), checkpoint_bytes_of(engine, settings)
+    drafted = draft_state_bytes_of(engine, settings)
+    left = free - weights - adapters - capacity.cache_bytes - states - kept - drafted
     name = str(dtype).removeprefix("torch.")
-    of_states = f"of {config.max_batch_size} rows, and one for padding; prefixes are not shared"
+    of_states = f"of {config.max_batch_size} rows, and one for padding" + "; prefixes are not shared" * (not kept)
+    of_kept = f"of {engine.state_checkpoints} prefixes, at most one for {engine.state_checkpoint_tokens} tokens"
     limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
     windows: tuple[tuple[str, int, str], ...] = ()
     if rolling is not None:
@@ -269,6 +277,8 @@ def _memory_table(
         ),
         *windows,
         *([("recurrent states", states, of_states)] if states else []),
+        *([("checkpoints", kept, of_kept)] if kept else []),
+        *([("states of drafts", drafted, f"{draft_states_of(engine)} queries of all rows")] if drafted else []),
         ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
     )
     columns: dict[str, Callable[[tuple[str, int, str]], str]] = {

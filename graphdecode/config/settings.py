@@ -251,6 +251,20 @@ class EngineConfig:
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Load no tokenizer: prompts are token ids, and outputs have no text."
     )
+    state_checkpoints: int = key(
+        "cache",
+        0,
+        integer(0, 2**20),
+        "Recurrent states of prefixes that are kept at the same time, each as large as that of a row; 0: models with "
+        "recurrent states share no prefixes.",
+    )
+    state_checkpoint_tokens: int = key(
+        "cache",
+        256,
+        integer(1),
+        "Tokens of a prompt from one such state to the next, in whole pages. Prompts are computed in chunks that end "
+        "there, and a prefix is reused up to there.",
+    )
     max_adapters: int = key(
         "adapters",
         0,

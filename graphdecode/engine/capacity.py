@@ -81,7 +81,7 @@ def plan_capacity(
         device: of keys and values.
         available_bytes: free memory; None: as the device reports.
         may_roll: whether model and step support rolling pages, which layers with a window get if that saves memory.
-            Draft models and registered steps need full pages.
+            Draft models, registered steps and checkpoints of recurrent states need full pages.
     """
     config = settings.buckets
     widths = (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
@@ -94,7 +94,9 @@ def plan_capacity(
     token_bytes = sum(layer_bytes)
     page_bytes = token_bytes * config.page_size
     rolling, most = None, config.max_batch_size * pages_per_row
-    if may_roll and settings.speculation != "model" and settings.step_kind is None:
+    checkpoint_bytes = checkpoint_bytes_of(settings, model)
+    states_bytes = state_bytes_of(config, model) + checkpoint_bytes + draft_state_bytes_of(settings, model)
+    if may_roll and settings.speculation != "model" and settings.step_kind is None and not checkpoint_bytes:
         rolling = _rolling_pages(config, model, pages_per_row, settings.prefill_tokens(device.type), widths)
     rolls = [False] * len(layer_bytes) if rolling is None else rolling.layers
     rolling_page_bytes = sum(compress(layer_bytes, rolls)) * config.page_size
@@ -103,7 +105,7 @@ def plan_capacity(
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
             free = max(free - graph_bytes(config, model, widths), 0)
-        free = max(free - state_bytes_of(config, model), 0)
+        free = max(free - states_bytes, 0)
         budget = int(free * config.memory_fraction)
         total = min(budget // max(page_bytes, 1) - 1, most)
         if rolling is not None:
@@ -142,7 +144,30 @@ def _rolling_pages(
 
 def state_bytes_of(config: BucketConfig, model: ModelShape) -> int:
     """Return the bytes of the recurrent states of all rows, including the trash row."""
-    return (config.max_batch_size + 1) * sum(state.nbytes for state in model.recurrent if state is not None)
+    return (config.max_batch_size + 1) * _state_bytes(model)
+
+
+def checkpoint_bytes_of(settings: EngineConfig, model: ModelShape) -> int:
+    """Return the bytes of the recurrent states of prefixes; 0 if the model has no states, or shares no prefixes."""
+    count = settings.state_checkpoints if settings.prefix_cache else 0
+    return count * _state_bytes(model)
+
+
+def draft_states_of(settings: EngineConfig) -> int:
+    """Return how many recurrent states a step keeps while it verifies drafts: one for each query of each row."""
+    if settings.speculation == "off":
+        return 0
+    return settings.buckets.max_batch_size * query_widths(settings.num_tokens)[-1]
+
+
+def draft_state_bytes_of(settings: EngineConfig, model: ModelShape) -> int:
+    """Return the bytes of the recurrent states behind drafts."""
+    return draft_states_of(settings) * _state_bytes(model)
+
+
+def _state_bytes(model: ModelShape) -> int:
+    """Return the bytes of one sequence's recurrent states."""
+    return sum(state.nbytes for state in model.recurrent if state is not None)
 
 
 def graph_bytes(config: BucketConfig, model: ModelShape, widths: Collection[int] = (1,)) -> int:
@@ -167,6 +192,10 @@ def plan_checked_capacity(
     memory = total_bytes(device)
     capacity = plan_capacity(settings, model, dtype, device, may_roll=may_roll)
     needs = _needs(settings.buckets, model, capacity, settings.prefill_tokens(device.type))
+    states, kept = settings.state_checkpoints, checkpoint_bytes_of(settings, model)
+    needs.append(("state_checkpoints", states, "recurrent states of prefixes", kept))
+    rows, of_drafts = settings.buckets.max_batch_size, draft_state_bytes_of(settings, model)
+    needs.append(("max_batch_size", rows, "recurrent states of drafts", of_drafts))
     slots = settings.max_adapters
     of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype)
     needs.append(("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", of_slots))

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from graphdecode.buckets import MOST_DRAFTS
-from graphdecode.cache import PagedKVCache
+from graphdecode.cache import Checkpoints, PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
-from graphdecode.engine.capacity import plan_checked_capacity
+from graphdecode.engine.capacity import draft_states_of, plan_checked_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
@@ -160,7 +160,7 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
     """Return the shape of one rank's part of a model; an ArgumentError if it cannot be loaded or split."""
     shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     draft = settings.draft_model if settings.speculation == "model" else None
-    _check_states(settings, shape, None if draft is None else describe_model(draft))
+    _check_draft(settings, None if draft is None else describe_model(draft))
     count = settings.tensor_parallel_size
     if count == 1:
         return shape
@@ -248,17 +248,12 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
     return partial(SpeculativeStep, source=source, num_drafts=most, adapts=isinstance(settings.num_tokens, str))
 
 
-def _check_states(settings: EngineConfig, shape: ModelShape, draft: ModelShape | None) -> None:
-    """Raise ArgumentError if a setting would need recurrent states of earlier tokens, or split ones."""
-    recurrent = shape.recurrent
-    if (recurrent and settings.speculation != "off") or (draft is not None and draft.recurrent):
+def _check_draft(settings: EngineConfig, draft: ModelShape | None) -> None:
+    """Raise ArgumentError if a draft model has recurrent states."""
+    if draft is not None and draft.recurrent:
         raise ArgumentError(
-            f"speculation={settings.speculation!r} needs the states before each draft; models with recurrent states "
-            "run without speculation alone"
-        )
-    if recurrent and settings.tensor_parallel_size > 1:
-        raise ArgumentError(
-            f"tensor_parallel_size={settings.tensor_parallel_size}: models with recurrent states run on one rank alone"
+            f"speculation={settings.speculation!r} needs the states before each draft; a draft model has no recurrent "
+            "states"
         )
 
 
@@ -295,9 +290,15 @@ def make_runner(
         settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
         capacity, mixes = plan(settings), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
-    _check_states(settings, decoder.config, None if draft is None else draft.config)
-    if recurrent and settings.prefix_cache:
-        log.info("prefixes are not shared: the model has recurrent states, which exist at a sequence's end only")
+    _check_draft(settings, None if draft is None else draft.config)
+    has_states = any(kept is not None and kept.shapes for kept in recurrent)
+    shares, checkpoints = settings.prefix_cache, None
+    if has_states and shares and not settings.state_checkpoints:
+        log.info("prefixes are not shared: the model has recurrent states, and state_checkpoints is 0")
+        shares = False
+    elif has_states and shares:
+        interval = -(-settings.state_checkpoint_tokens // buckets.page_size)
+        checkpoints = Checkpoints(settings.state_checkpoints, interval)
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
@@ -307,12 +308,14 @@ def make_runner(
         head_dim=decoder.config.head_dim,
         dtype=format_named(settings.kv_cache_dtype, decoder.dtype).dtype,
         device=device,
-        prefix_caching=settings.prefix_cache and not recurrent,
+        prefix_caching=shares,
         scales=decoder.cache_scales,
         recurrent=recurrent,
         layer_keys=decoder.config.layer_keys,
         state_rows=buckets.max_batch_size if recurrent or capacity.rolling is not None else 0,
         rolling=capacity.rolling,
+        checkpoints=checkpoints,
+        draft_states=draft_states_of(settings) if recurrent else 0,
     )
     runner_class: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     setting = StepSetting(
@@ -328,6 +331,7 @@ def make_runner(
         mixes,
         cache.trash_state_row,
         cache.rolling,
+        cache.draft_state_row,
     )
     around = (lambda _: nullcontext()) if ranks is None else ranks.collectives.captured
     return runner_class(setting, cache, capacity, step=step or step_of(settings, draft), around=around)

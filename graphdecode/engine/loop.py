@@ -65,7 +65,8 @@ class EngineLoop:
         self._steps_with_pages = 0  # steps for which the staged rows have pages, beyond those launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.setting.prefill_tokens, target_itl_ms / 1000)
-        self._to_prefill: list[PromptChunk] = []  # in this round
+        self._to_prefill: list[tuple[Sequence, PromptChunk]] = []  # in this round
+        self._mixed: list[tuple[Sequence, PromptChunk]] = []  # those that the next launch takes
         self._prefilled = 0  # prompt tokens since the last launch
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
@@ -102,6 +103,8 @@ class EngineLoop:
         if plan is not None:
             launch = self.runner.launch(plan, None if plan.wanted.part == "whole" else self._fill_masks)
             self.stats.launch_seconds.append(time.perf_counter() - launch.started)
+            self.scheduler.save_states(self._mixed)
+            self._mixed = []
             self._in_flight.append(
                 _InFlight(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
             )
@@ -116,7 +119,7 @@ class EngineLoop:
     def reset(self) -> list[Event]:
         """Drop all sequences, in whatever state a failed step left them; return the pending events."""
         self._in_flight.clear()
-        self._staged, self._to_prefill, self._repeated = [], [], None
+        self._staged, self._to_prefill, self._mixed, self._repeated = [], [], [], None
         self.scheduler.reset()
         events, self._events = self._events, []
         return events
@@ -124,11 +127,12 @@ class EngineLoop:
     def _schedule_prompts(self) -> None:
         """Choose the prompt chunks of this round; if no mixed step can take them, compute them at once."""
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
-        self._to_prefill = [chunk for _, chunk in chunks]
-        self._prefilled = sum(len(chunk.token_ids) for chunk in self._to_prefill)
+        self._to_prefill = chunks
+        self._prefilled = sum(len(chunk.token_ids) for _, chunk in chunks)
         self.stats.prefilled_tokens += self._prefilled
-        is_read = any(chunk.scored or sequence.is_full for sequence, chunk in chunks)
-        if is_read or not self.runner.graphs.can_mix(1, self._prefilled):
+        saves_last = self.scheduler.saves_last
+        is_alone = any(chunk.scored or each.is_full or saves_last(each, chunk) for each, chunk in chunks)
+        if is_alone or not self.runner.graphs.can_mix(1, self._prefilled):
             for (sequence, chunk), found in zip(chunks, self._prefill(), strict=True):
                 if found is not None:
                     indices = range(len(chunk.token_ids))
@@ -140,12 +144,13 @@ class EngineLoop:
             self._emit(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
 
     def _prefill(self) -> SequenceOf[StepLogprobs | None]:
-        chunks, self._to_prefill = self._to_prefill, []
-        if not chunks:
+        to_prefill, self._to_prefill = self._to_prefill, []
+        if not to_prefill:
             return []
-        began = time.perf_counter()
+        began, chunks = time.perf_counter(), [chunk for _, chunk in to_prefill]
         self.runner.stage(chunks=chunks)
         found = self.runner.launch(LaunchPlan.of_chunks(chunks)).scores
+        self.scheduler.save_states(to_prefill)
         self.stats.prefill_seconds += time.perf_counter() - began
         return found
 
@@ -184,7 +189,8 @@ class EngineLoop:
         in_halves = bool(self._masked_rows) and not is_new and self._overlaps_masks(queries)
         if self._to_prefill:
             if queries == 1 and not in_halves and self.runner.graphs.can_mix(len(self._staged), self._prefilled):
-                chunks, self._to_prefill = self._to_prefill, []
+                self._mixed, self._to_prefill = self._to_prefill, []
+                chunks = [chunk for _, chunk in self._mixed]
                 self.stats.mixed_steps += 1
                 self.runner.stage(chunks=chunks)
                 return LaunchPlan.of_chunks(chunks, len(self._staged), has_adapters=self._has_adapters)

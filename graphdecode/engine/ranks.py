@@ -45,6 +45,7 @@ class Command(IntEnum):
     ADAPTER = 7  # slot, rank; the matrices, cut for the receiver
     WEIGHTS = 8  # whether they are named tensors in a file, or a model; its path or name
     SLEEP = 9  # whether the weights sleep, too
+    STATE = 10  # rows of recurrent states: from which, to which
 
 
 class LeadingRunner(Runner):
@@ -63,6 +64,7 @@ class LeadingRunner(Runner):
         self.ends_ranks = ends_ranks
         for number, buffers in enumerate((self.buffers, self.prompts.buffers)):
             buffers.relay = lambda change, number=number: self._relay(number, change)
+        self.cache.relay = lambda source, destination: self.ranks.send(Command.STATE, (source, destination, 0))
 
     def _relay(self, number: int, change: Change) -> None:
         name = change.name.encode()
@@ -188,6 +190,8 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
             runner.take_weights(*ranks.attempt(lambda: runner.load_weights(load_file(name) if is_named else name)))
     elif kind == Command.SLEEP:
         ranks.total(runner.give_memory_back(weights=bool(numbers[0])))
+    elif kind == Command.STATE:
+        runner.cache.copy_state(*numbers[:2])
     elif kind == Command.LAUNCH:
         plan = LaunchPlan.of_bytes(payload)
         runner.launch(plan, (lambda: _stage_half(runner, ranks)) if plan.wanted.part != "whole" else None)

@@ -162,10 +162,12 @@ class Scheduler:
         return chunks
 
     def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[tuple[Sequence, PromptChunk]]) -> int:
-        start, tokens = sequence.cached_length, sequence.token_ids
+        start, tokens, border = sequence.cached_length, sequence.token_ids, self.cache.checkpoint_tokens
         end = min(len(tokens) - 1, start + budget)
         if end <= start:
             return 0
+        if border is not None:  # the state behind the next border has to exist
+            end = min(end, (start // border + 1) * border)
         scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
         likely = sequence.params.prompt_logprobs or 0
         chunks.append((sequence, PromptChunk(tokens[start:end], start, self.memory_of(sequence), scored, likely)))
@@ -180,9 +182,9 @@ class Scheduler:
         """Whether a chunk of this step writes a page that the candidate can share in the next step."""
         if not self.cache.shares_with_running or candidate.unscored:
             return False
-        page = self.cache.page_size
+        unit = self.cache.checkpoint_tokens or self.cache.page_size
         for sequence, chunk in chunks:
-            end = (chunk.start // page + 1) * page  # end of the first page that the chunk completes
+            end = (chunk.start // unit + 1) * unit  # end of the first page, or checkpoint, that the chunk completes
             if end <= chunk.end and end < len(candidate.token_ids):  # noqa: SIM102 - numbers first, lists where they fit
                 if candidate.adapter is sequence.adapter and candidate.token_ids[:end] == sequence.token_ids[:end]:
                     return True
@@ -206,6 +208,7 @@ class Scheduler:
         # changes; `make_room` gives them back
         if self.cache.pool.free - sequence.max_length // self.cache.page_size > self.cache.pool.total // 2:
             self.cache.reserve(sequence.request_id, sequence.max_length)
+        self.cache.restore_state(sequence.request_id)
         sequence.cached_length = sequence.drafted_length = cached
         metrics = sequence.metrics
         if metrics.first_scheduled_time is None:
@@ -225,6 +228,16 @@ class Scheduler:
         self.decoding.extend(sequence for sequence in ready if not sequence.is_full)
         self.prefilling = [sequence for sequence in self.prefilling if not sequence.prefilled] + complete
         return complete
+
+    def save_states(self, chunks: list[tuple[Sequence, PromptChunk]]) -> None:
+        """Keep the recurrent states behind chunks that end at a checkpoint, right after these were launched."""
+        for sequence, chunk in chunks:
+            self.cache.save_state(sequence.request_id, chunk.end, sequence.token_ids)
+
+    def saves_last(self, sequence: Sequence, chunk: PromptChunk) -> bool:
+        """Whether a prompt's last chunk ends at a checkpoint: a decode step in the same pass would change the state."""
+        border = self.cache.checkpoint_tokens
+        return border is not None and chunk.end % border == 0 and chunk.end == len(sequence.token_ids) - 1
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full pages of a sequence's cached tokens available as prefixes."""

@@ -45,6 +45,9 @@ class Tokens(NamedTuple):
     state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
     rolling_table: Tensor | None = None  # int32 [b, pages of a row], of layers with rolling pages
     adapters: Tensor | None = None  # int32 [b], the slots of the rows' adapters; None: no row has one
+    # where drafts are verified, each in a row of its own; see `StateTokens`
+    scan_rows: Tensor | None = None  # int32 [t], the row of `state_rows` of each token; None: as in `rows`
+    kept_states: Tensor | None = None  # int32 [t], where the state behind each token goes
 
 
 def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
@@ -162,7 +165,8 @@ class ResidualStream:
         """Yield the span of each part's tokens, and the rows of their recurrent states."""
         for span, part in self.parts():
             assert part.state_rows is not None  # the engine gives them to a model that has states
-            yield span, StateTokens(part.rows, part.positions, part.live, part.state_rows)
+            rows = part.rows if part.scan_rows is None else part.scan_rows
+            yield span, StateTokens(rows, part.positions, part.live, part.state_rows, part.kept_states)
 
     def parts(self) -> Iterator[tuple[slice, Tokens]]:
         """Yield each part's tokens, and where they stand among all."""

@@ -41,8 +41,7 @@ def tokens_of(batch: Batch | Chunks) -> Tokens:
     if isinstance(batch, Chunks):
         return Tokens(*batch[:4], *batch[6:])
     where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-    optional = (getattr(batch, name, None) for name in ("state_rows", "rolling_table", "adapters"))
-    return Tokens(batch.tokens, *where, *optional)
+    return Tokens(batch.tokens, *where, *(getattr(batch, name, None) for name in Tokens._fields[5:]))
 
 
 def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:

@@ -142,6 +142,10 @@ class Mamba2(RecurrentMixer):
             causal_conv(convolved[part], xbc[part], conv_state, self.conv, self.conv_bias, True, tokens)
             selective_scan(read[part], convolved[part], state, steps[part], self.heads, tokens, *self.step_limits)
         normed = stream.buffer(channels, use="normed")
+        self.finish(normed, read, gate)
+        return normed
+
+    def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
+        """Write what was read from the states, normed and gated, [t, channels]."""
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
         gated_rms_norm(normed, read, gate, weight, eps, self.group, self.norm_first)
-        return normed

@@ -29,15 +29,23 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
         raise ArgumentError(
             f"tensor_parallel_size={count} needs a family of graphdecode; {config.architecture} is run by transformers"
         )
+    attends = not config.recurrent or any(kept is None or kept.beside_keys for kept in config.recurrent)
     sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    if not attends:
+        del sizes["num_attention_heads"]
+    if config.intermediate_size == 1:  # no layer has an MLP
+        del sizes["intermediate_size"]
     if config.experts is not None:
         sizes["moe_intermediate_size"] = config.experts.intermediate_size
         sizes["shared_expert_intermediate_size"] = config.experts.shared_intermediate_size
         if all(config.experts.layers):
-            del sizes["intermediate_size"]  # no layer has an MLP of that size
+            sizes.pop("intermediate_size", None)  # no layer has an MLP of that size
     odd = [f"{name} {size}" for name, size in sizes.items() if size % count]
     kv_heads = dict.fromkeys([config.num_key_value_heads, *(keys.heads for keys in config.layer_keys)])
     odd += [f"num_key_value_heads {heads}" for heads in kv_heads if heads % count and count % heads]
+    mixer = config.mixer and config.mixer.split(count)
+    if config.mixer is not None and mixer is None:
+        odd.append(f"the heads of recurrent layers, {config.mixer},")
     if odd:
         raise ArgumentError(f"tensor_parallel_size={count} does not divide {', '.join(odd)} of this model")
     experts = config.experts
@@ -46,11 +54,16 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
         experts = replace(experts, intermediate_size=own, shared_intermediate_size=shared)
     return replace(
         config,
-        num_attention_heads=config.num_attention_heads // count,
+        num_attention_heads=max(config.num_attention_heads // count, 1),
         num_key_value_heads=max(config.num_key_value_heads // count, 1),
         layer_keys=tuple(replace(keys, heads=max(keys.heads // count, 1)) for keys in config.layer_keys),
-        intermediate_size=config.intermediate_size // count,
+        intermediate_size=max(config.intermediate_size // count, 1),
         experts=experts,
+        mixer=mixer,
+        recurrent=tuple(
+            kept if kept is None or not kept.shapes else replace(kept, shapes=mixer.state.shapes)
+            for kept in config.recurrent
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from graphdecode.attention import QKNormRope
 from graphdecode.distributed import Collectives
 from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStream, Stem, Tokens
+from graphdecode.models.recurrent_blocks import Mamba2
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,25 @@ class JointlyNormedAttention(Attention):
                 end = begin + norm.weight.shape[0]
                 yield qkv[:, begin:end], norm
                 begin = end
+
+
+@dataclass(frozen=True)
+class JointlyNormedMamba2(Mamba2):
+    """Mamba2 of which each rank has some heads of one group, whose channels are normed together."""
+
+    collectives: Collectives = field(kw_only=True)  # of the ranks
+    place: str = field(kw_only=True)  # in the model
+    ranks_of_group: int = field(kw_only=True)  # neighbours that share a group
+
+    def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
+        """Write what was read from the states, normed and gated, [t, channels]."""
+        assert self.norm is not None
+        active = torch.nn.functional.silu(gate.float())
+        x = read.float() if self.norm_first else read.float() * active
+        squares = x.new_zeros(x.shape[0], self.collectives.count // self.ranks_of_group)
+        own = squares[:, self.collectives.rank // self.ranks_of_group]
+        own.copy_(x.square().sum(1))
+        self.collectives.all_reduce(squares, self.place)
+        scale = torch.rsqrt(own / (x.shape[1] * self.ranks_of_group) + self.norm.eps)
+        x = x * scale[:, None] * self.norm.weight
+        normed.copy_(x * active if self.norm_first else x)

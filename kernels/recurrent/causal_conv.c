@@ -41,8 +41,10 @@ INLINE void NAME(convolve_lanes)(const int is_wide, const causal_conv_args *a, i
         if (a->silu) total = total / (1.0f + exp_lanes(-total));
         if (is_gated) total *= NAME(some_at)(is_wide, x, channels + first, lanes);
         BY_WIDTH(out_wide, NAME(some_to), (char *)a->out.data + token * channels * width_of(out_wide), first, lanes, total);
-        if (token + 1 == live || a->rows.data[token + 1] != row)
-            for (int64_t j = 1; j < width; j++) NAME(some_to)(1, state, (j - 1) * channels, lanes, inputs[j]);
+        float *to = token + 1 == live || a->rows.data[token + 1] != row ? state : 0;
+        if (a->kept_states.data) to = a->state.data + a->kept_states.data[token] * (width - 1) * channels + first;
+        if (to)
+            for (int64_t j = 1; j < width; j++) NAME(some_to)(1, to, (j - 1) * channels, lanes, inputs[j]);
     }
 }
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Wide, Written, operator
-from .state_tokens import StateTokens, is_contiguous, run_length
+from .state_tokens import StateTokens, is_contiguous, run_length, without_none
 
 MAX_CONV_WIDTH = 8
 _MAX_BLOCK = 256
-_ROWS_AT_ONCE = 128
 
 
 @triton.jit
@@ -59,8 +58,8 @@ def _convolve(
 @triton.jit
 def _causal_conv_kernel(
     out, x, state, weight, bias, tokens, channel_count, x_stride,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS_AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr, KEEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     live = tl.load(tokens.live)
@@ -82,16 +81,20 @@ def _causal_conv_kernel(
     elif depth == 0:
         own = state + tl.load(tokens.state_rows + row).to(tl.int64) * (WIDTH - 1) * channel_count
         past = tl.load(tokens.positions + token)
-        length = run_length(tokens.rows, token, live, ROWS_AT_ONCE)
+        length = run_length(tokens.rows, token, live)
         for i in range(tl.minimum(length, WIDTH - 1)):
             _convolve(
                 out, x, weight, bias, token + i, token, channels, channel_count, inside, x_stride, own, past,
                 WIDTH, HAS_BIAS, SILU, GATED,
             )  # fmt: skip
-        for j in tl.static_range(WIDTH - 1):  # place j takes what stands behind it: read before it is written
-            at = token + length - WIDTH + 1 + j
-            value = _input_at(x, at, token, channels, channel_count, inside, x_stride, own, past, WIDTH, GATED)
-            tl.store(own + j * channel_count + channels, value, mask=inside)
+        for i in range(0 if KEEPS else length - 1, length):
+            to = own
+            if KEEPS:
+                to = state + tl.load(tokens.kept_states + token + i).to(tl.int64) * (WIDTH - 1) * channel_count
+            for j in tl.static_range(WIDTH - 1):  # place j takes what stands behind it: read before it is written
+                at = token + i - WIDTH + 2 + j
+                value = _input_at(x, at, token, channels, channel_count, inside, x_stride, own, past, WIDTH, GATED)
+                tl.store(to + j * channel_count + channels, value, mask=inside)
 
 
 def causal_conv_triton(
@@ -107,9 +110,10 @@ def causal_conv_triton(
     count, channels = out.shape
     block = min(triton.next_power_of_2(channels), _MAX_BLOCK)
     _causal_conv_kernel[(count, triton.cdiv(channels, block))](
-        out, x, state, weight, bias, tokens, channels, x.stride(0),
+        out, x, state, weight, bias, without_none(tokens), channels, x.stride(0),
         WIDTH=weight.shape[0], HAS_BIAS=bias is not None, SILU=silu, GATED=x.shape[1] != channels,
-        BLOCK=block, ROWS_AT_ONCE=_ROWS_AT_ONCE, num_warps=4,
+        KEEPS=tokens.kept_states is not None,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -151,4 +155,7 @@ def causal_conv(
             total += padded[j : j + end - begin] * weight[j]
         total = torch.nn.functional.silu(total) if silu else total
         out[begin:end] = total if x.shape[1] == channels else total * c
-        state[row] = padded[end - begin :]
+        if tokens.kept_states is None:
+            state[row] = padded[end - begin :]
+        else:
+            state[tokens.kept_states[begin:end].long()] = padded.unfold(0, width - 1, 1)[1:].movedim(2, 1)

@@ -42,13 +42,18 @@ INLINE void NAME(delta_step)(const int vectors, float *s, int64_t stride, const 
         }
 }
 
-/* Some value channels of one head, over all tokens; what is no whole vector is worked on in a copy. */
+static inline float *NAME(delta_state)(const gated_delta_args *a, int64_t place, int64_t head) {
+    return a->state.data + (place * a->state.size[1] + head) * a->state.size[2] * a->state.size[3];
+}
+
+/* Some value channels of one head, over all tokens; in a copy if they are no whole vectors, or states are kept. */
 INLINE void NAME(delta_block)(const int is_wide, const gated_delta_args *a, int64_t head, int64_t first) {
     const int64_t heads = a->state.size[1], key_dim = a->state.size[2], value_dim = a->state.size[3];
     const int64_t key_size = (a->qkv.size[1] - heads * value_dim) / 2, key_heads = key_size / key_dim;
     const int64_t key_at = head / (heads / key_heads) * key_dim, live = live_of(a->live.data, a->out.size[0]);
     const int64_t count = least_of(DELTA_VECTORS * LANES, value_dim - first), padded = (count + LANES - 1) / LANES * LANES;
-    const int is_whole = count == padded, out_wide = IS_WIDE(a->out), ab_wide = IS_WIDE(a->ab);
+    const int32_t *kept = a->kept_states.data;
+    const int is_whole = count == padded && !kept, out_wide = IS_WIDE(a->out), ab_wide = IS_WIDE(a->ab);
     const float rate = -expf(a->a_log.data[head]), dt_bias = a->dt_bias.data[head];
     float *at = scratch(2 * (key_dim + LANES) + 2 * padded + (is_whole ? 0 : key_dim * padded));
     float *q = carved(&at, key_dim), *k = carved(&at, key_dim), *v = carved(&at, padded), *out = carved(&at, padded);
@@ -58,7 +63,7 @@ INLINE void NAME(delta_block)(const int is_wide, const gated_delta_args *a, int6
         const int32_t row = a->rows.data[token];
         if (token == 0 || row != a->rows.data[token - 1]) {
             const int is_new = a->positions.data[token] == 0;
-            held = a->state.data + (a->state_rows.data[row] * heads + head) * key_dim * value_dim + first;
+            held = NAME(delta_state)(a, a->state_rows.data[row], head) + first;
             s = is_whole ? held : at;
             for (int64_t key = 0; key < key_dim; key++) {
                 if (is_new) memset(s + key * stride, 0, (size_t)padded * sizeof *s);
@@ -82,7 +87,8 @@ INLINE void NAME(delta_block)(const int is_wide, const gated_delta_args *a, int6
                 NAME(delta_step)(1, s + i, stride, q, k, key_dim, decay, beta, qk, v + i, out + i);
         char *to = (char *)a->out.data + (token * heads + head) * value_dim * width_of(out_wide);
         for (int64_t i = 0; i < count; i++) narrow_at(out_wide, to, first + i, out[i]);
-        if (!is_whole && (token + 1 == live || a->rows.data[token + 1] != row))
+        if (kept) held = NAME(delta_state)(a, kept[token], head) + first;
+        if (kept || (!is_whole && (token + 1 == live || a->rows.data[token + 1] != row)))
             for (int64_t key = 0; key < key_dim; key++)
                 memcpy(held + key * value_dim, s + key * stride, (size_t)count * sizeof *s);
     }

@@ -13,11 +13,18 @@ from torch.nn.functional import softplus
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Wide, Written, operator
-from .state_tokens import StateTokens, head_state, is_contiguous, own_token, run_length
+from .state_tokens import (
+    StateTokens,
+    head_state,
+    is_contiguous,
+    own_token,
+    run_length,
+    state_at,
+    without_none,
+)
 
 _EPS = 1e-6  # added to the squared length of a query or key
 _VALUE_BLOCK = 16  # with 32 a float32 state of 128 key channels spills on sm_100
-_ROWS_AT_ONCE = 128
 
 
 class DeltaGates(NamedTuple):
@@ -34,7 +41,7 @@ class DeltaGates(NamedTuple):
 def _gated_delta_kernel(
     out, qkv, state, gates, tokens, key_heads, value_heads, qkv_stride, ab_stride, strength, eps,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
     first, live, row, is_first = own_token(tokens)
     if not is_first:
@@ -46,7 +53,7 @@ def _gated_delta_kernel(
     own, inside, s = head_state(state, tokens, first, row, head, value_heads, keys, values, KEY_DIM, VALUE_DIM)
     rate = -tl.exp(tl.load(gates.a_log + head))
     dt_bias = tl.load(gates.dt_bias + head)
-    length = run_length(tokens.rows, first, live, ROWS_AT_ONCE)
+    length = run_length(tokens.rows, first, live)
     for i in range(length):
         token = (first + i).to(tl.int64)
         at = qkv + token * qkv_stride
@@ -65,7 +72,11 @@ def _gated_delta_kernel(
         result = tl.sum(s * q[:, None], axis=0)
         out_at = out + (token * value_heads + head) * VALUE_DIM
         tl.store(out_at + values, result.to(out.dtype.element_ty), mask=has_value)
-    tl.store(own, s, mask=inside)
+        if KEEPS:
+            kept = tl.load(tokens.kept_states + token)
+            tl.store(state_at(state, kept, head, value_heads, keys, values, KEY_DIM, VALUE_DIM), s, mask=inside)
+    if not KEEPS:
+        tl.store(own, s, mask=inside)
 
 
 def gated_delta_triton(
@@ -76,9 +87,9 @@ def gated_delta_triton(
     block = min(triton.next_power_of_2(value_dim), _VALUE_BLOCK)
     key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
     _gated_delta_kernel[(out.shape[0], heads, triton.cdiv(value_dim, block))](
-        out, qkv, state, gates, tokens, key_heads, heads, qkv.stride(0), gates.ab.stride(0), strength, _EPS,
-        KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block,
-        ROWS_AT_ONCE=_ROWS_AT_ONCE, num_warps=4,
+        out, qkv, state, gates, without_none(tokens), key_heads, heads, qkv.stride(0), gates.ab.stride(0),
+        strength, _EPS, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block,
+        KEEPS=tokens.kept_states is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -121,7 +132,10 @@ def gated_delta(
             seen = torch.einsum("hkv,hk->hv", s, k[i])
             s += torch.einsum("hk,hv->hkv", k[i], (v[i] - seen) * beta[i, :, None])
             out[begin + i] = torch.einsum("hkv,hk->hv", s, q[i] * key_dim**-0.5).flatten()
-        state[row] = s
+            if tokens.kept_states is not None:
+                state[tokens.kept_states[begin + i]] = s
+        if tokens.kept_states is None:
+            state[row] = s
 
 
 def _unit(x: Tensor) -> Tensor:

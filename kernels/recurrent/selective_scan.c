@@ -44,6 +44,10 @@ INLINE void NAME(scan_head)(const int is_wide, const selective_scan_args *a, int
             s = a->state.data + (a->state_rows.data[row] * heads + head) * states * dim;
             if (a->positions.data[token] == 0) memset(s, 0, (size_t)(states * dim) * sizeof *s);
         }
+        if (a->kept_states.data) {
+            float *kept = a->state.data + (a->kept_states.data[token] * heads + head) * states * dim;
+            s = memcpy(kept, s, (size_t)(states * dim) * sizeof *s);
+        }
         const char *given = (const char *)a->xbc.data + token * a->xbc.stride[0] * width_of(is_wide);
         const char *dt = (const char *)a->dt.data + token * a->dt.stride[0] * width_of(dt_wide);
         const float step = step_of(a, widen_at(dt_wide, dt, head) + bias);

@@ -12,10 +12,17 @@ from torch.nn.functional import softplus
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Wide, Written, operator
-from .state_tokens import StateTokens, head_state, is_contiguous, own_token, run_length
+from .state_tokens import (
+    StateTokens,
+    head_state,
+    is_contiguous,
+    own_token,
+    run_length,
+    state_at,
+    without_none,
+)
 
 _CHANNEL_BLOCK = 32
-_ROWS_AT_ONCE = 128
 
 
 class ScanWeights(NamedTuple):
@@ -32,7 +39,7 @@ class ScanWeights(NamedTuple):
 def _selective_scan_kernel(
     out, xbc, state, dt, weights, tokens, groups, xbc_stride, dt_stride, least, most,
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
     first, live, row, is_first = own_token(tokens)
     if not is_first:
@@ -44,7 +51,7 @@ def _selective_scan_kernel(
     own, inside, s = head_state(state, tokens, first, row, head, heads, states, channels, STATE_DIM, HEAD_DIM)
     rate = -tl.exp(tl.load(weights.a_log + head))
     dt_bias, skip = tl.load(weights.dt_bias + head), tl.load(weights.skip + head)
-    length = run_length(tokens.rows, first, live, ROWS_AT_ONCE)
+    length = run_length(tokens.rows, first, live)
     for i in range(length):
         token = (first + i).to(tl.int64)
         at = xbc + token * xbc_stride
@@ -59,7 +66,11 @@ def _selective_scan_kernel(
         result = tl.sum(s * c[:, None], axis=0) + skip * x
         out_at = out + (token * heads + head) * HEAD_DIM
         tl.store(out_at + channels, result.to(out.dtype.element_ty), mask=has_channel)
-    tl.store(own, s, mask=inside)
+        if KEEPS:
+            kept = tl.load(tokens.kept_states + token)
+            tl.store(state_at(state, kept, head, heads, states, channels, STATE_DIM, HEAD_DIM), s, mask=inside)
+    if not KEEPS:
+        tl.store(own, s, mask=inside)
 
 
 def selective_scan_triton(
@@ -77,9 +88,9 @@ def selective_scan_triton(
     block = min(triton.next_power_of_2(head_dim), _CHANNEL_BLOCK)
     groups = (xbc.shape[1] - heads * head_dim) // (2 * state_dim)
     _selective_scan_kernel[(out.shape[0], heads, triton.cdiv(head_dim, block))](
-        out, xbc, state, dt, weights, tokens, groups, xbc.stride(0), dt.stride(0), least, most,
+        out, xbc, state, dt, weights, without_none(tokens), groups, xbc.stride(0), dt.stride(0), least, most,
         STATE_DIM=state_dim, HEAD_DIM=head_dim, BLOCK_N=triton.next_power_of_2(state_dim), BLOCK_P=block,
-        ROWS_AT_ONCE=_ROWS_AT_ONCE, num_warps=4,
+        KEEPS=tokens.kept_states is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -125,4 +136,7 @@ def selective_scan(
             s *= decay[i, :, None, None]
             s += torch.einsum("hn,hp->hnp", b[i], x[i] * step[i, :, None])
             out[begin + i] = (torch.einsum("hnp,hn->hp", s, c[i]) + weights.skip[:, None] * x[i]).flatten()
-        state[row] = s
+            if tokens.kept_states is not None:
+                state[tokens.kept_states[begin + i]] = s
+        if tokens.kept_states is None:
+            state[row] = s

@@ -6,9 +6,19 @@ import timeit
 import numpy as np
 import pytest
 import torch
+from planted import Fault
 
-from graphdecode.cache import CacheFullError, PagedKVCache, PagePool, RollingPages, UnknownSequenceError, fill_page_row
-from graphdecode.cache.ledger import PageLedger
+from graphdecode.cache import (
+    CacheFullError,
+    Checkpoints,
+    PagedKVCache,
+    PagePool,
+    Recurrent,
+    RollingPages,
+    UnknownSequenceError,
+    fill_page_row,
+)
+from graphdecode.cache.ledger import PageLedger, PrefixIndex
 from graphdecode.cache.rolling import StateRows
 
 
@@ -413,3 +423,111 @@ def test_rows_without_rings_remember_nothing() -> None:
     assert rows.take("a", [b"x"]) == 0
     rows.give_back("a", [b"x"])
     assert rows.take("b", [b"x"]) == 0
+
+
+def cache_with_checkpoints(count: int, interval: int, total_num_pages: int = 60) -> PagedKVCache:
+    return PagedKVCache(
+        num_layers=3, total_num_pages=total_num_pages, page_size=PAGE, max_pages_per_row=40, num_kv_heads=1, head_dim=2,
+        dtype=torch.float32, device="cpu", prefix_caching=True, state_rows=3, checkpoints=Checkpoints(count, interval),
+        recurrent=[None, Recurrent((("state", (2,)),)), Recurrent((("state", (1,)),), beside_keys=True)],
+    )  # fmt: skip
+
+
+def advance(cache: PagedKVCache, name: object, tokens: list[int], start: int) -> int:
+    """Compute a sequence as chunks that end at checkpoints; its state counts its tokens. Return its length."""
+    cache.restore_state(name)
+    cache.reserve(name, len(tokens))
+    while start < len(tokens):
+        end = min((start // cache.checkpoint_tokens + 1) * cache.checkpoint_tokens, len(tokens))
+        for layer, tensor in enumerate(cache.layers[at].tensors["state"] for at in (1, 2)):
+            tensor[cache.state_row_of(name)] = 1000 * layer + end
+        cache.save_state(name, end, tokens[:end])
+        start = end
+    return start
+
+
+def test_a_prefix_is_found_up_to_a_checkpoint_whose_state_its_row_gets() -> None:
+    cache, tokens = cache_with_checkpoints(2, interval=2), list(range(7 * PAGE))
+    assert [layer.tensors["state"].shape[0] for layer in cache.layers[1:]] == [3 + 1 + 2] * 2
+    assert cache.add("first", tokens) == 0
+    advance(cache, "first", tokens, 0)  # leaves those behind pages 4 and 6; that behind 2 made room
+    assert cache.add("second", [*tokens[: 5 * PAGE], 99]) == 4 * PAGE
+    cache.restore_state("second")
+    row = cache.state_row_of("second")
+    assert [layer.tensors["state"][row].unique().tolist() for layer in cache.layers[1:]] == [[16], [1016]]
+    assert cache.add("third", tokens[: 3 * PAGE]) == 0
+    cache.free("second")
+    other = [50 + token for token in tokens[: 2 * PAGE]]
+    assert cache.add("fourth", other) == 0
+    advance(cache, "fourth", other, 0)  # takes the place of the one that was used least recently, behind page 6
+    for name in ("third", "first"):
+        cache.free(name)
+    assert cache.add("fifth", [*tokens, 99]) == 4 * PAGE
+
+
+def test_a_checkpoint_goes_with_its_page() -> None:
+    cache, tokens = cache_with_checkpoints(4, interval=1, total_num_pages=4), list(range(4 * PAGE))
+    cache.add("first", tokens)
+    advance(cache, "first", tokens, 0)
+    cache.free("first")
+    cache.add("second", None)
+    cache.reserve("second", 2 * PAGE)  # the last pages are evicted first
+    assert cache.add("third", tokens) == 2 * PAGE
+    cache.hide("third")
+    cache.free("third")
+    assert cache.add("fourth", tokens) == 0
+    assert cache.ledger.prefixes is not None
+    assert cache.ledger.prefixes.num_checkpoints == 0
+
+
+def live_with_checkpoints(seed: int) -> int:
+    """Check that each row starts from the state of its own tokens; return how many tokens were found."""
+    rng = random.Random(seed)
+    cache = cache_with_checkpoints(rng.randrange(1, 6), rng.randrange(1, 4), rng.choice([45, 60, 120]))
+    code: dict[tuple[int, ...], int] = {}
+    states = cache.layers[1].tensors["state"]
+    known: list[list[int]] = [[]]
+    reused = 0
+    for name in range(120):
+        beginning, own = rng.choice(known), [rng.randrange(2) for _ in range(rng.randrange(1, 50))]
+        tokens = [*beginning[: rng.randrange(len(beginning) + 1)], *own][:100]
+        cached = cache.add(name, tokens)
+        reused += cached
+        cache.restore_state(name)
+        row = cache.state_row_of(name)
+        assert not cached or states[row, 0] == code[tuple(tokens[:cached])], (seed, name, cached)
+        cache.reserve(name, len(tokens))
+        while cached < len(tokens):
+            border = (cached // cache.checkpoint_tokens + 1) * cache.checkpoint_tokens
+            cached = min(border, len(tokens), cached + rng.randrange(1, 20))
+            states[row] = code.setdefault(tuple(tokens[:cached]), len(code))
+            cache.save_state(name, cached, tokens)
+        known = [*known[-6:], tokens]
+        if rng.random() < 0.1:
+            cache.hide(name)
+        for live in list(cache.ledger.pages):
+            if len(cache.ledger.pages) == 3 or rng.random() < 0.3 or cache.available_pages < 30:
+                cache.free(live)
+    return reused
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_row_starts_from_the_state_of_its_own_tokens(seed: int) -> None:
+    assert live_with_checkpoints(seed) > 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(PagedKVCache, "save_state", "length // self.page_size - 1", "length // self.page_size - 2"),
+        Fault(PagedKVCache, "save_state", "length % self.checkpoint_tokens", "False"),
+        Fault(PagedKVCache, "restore_state", "digests[-1]", "digests[0]"),
+        Fault(PrefixIndex, "find", "found[border - 1]", "found[border - 2]"),
+        Fault(PrefixIndex, "new_checkpoint", "free.pop() if free else", "0 if free else"),
+    ],
+    ids=str,
+)
+def test_a_fault_of_checkpoints_is_seen(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        list(map(live_with_checkpoints, range(10)))

@@ -141,8 +141,8 @@ FAULTS = [
     Fault(
         EngineLoop,
         "_plan_launch",
-        "chunks, self._to_prefill = self._to_prefill, []",
-        "chunks, self._to_prefill = [], []",
+        "self._mixed, self._to_prefill = self._to_prefill, []",
+        "self._mixed, self._to_prefill = [], []",
     ),
     # the passes
     Fault(StepShape, "holds", "and self.prompt_tokens >= wanted.prompt_tokens", ""),

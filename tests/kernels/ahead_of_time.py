@@ -397,10 +397,14 @@ def expert_cases() -> dict[str, Callable[[], None]]:
 def recurrent_cases() -> dict[str, Callable[[], None]]:
     """Layers with recurrent states: Mamba2's, gated delta nets' and LFM2's, and gated attention's gate."""
     heads, ints = 32, partial(torch.empty, dtype=torch.int32)
-    tokens = StateTokens(ints(ROWS), ints(ROWS), ints(1), ints(ROWS))
+    plain = StateTokens(ints(ROWS), ints(ROWS), ints(1), ints(ROWS))
     of_heads = torch.empty(heads)
     cases: dict[str, Callable[[], None]] = {}
-    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
+    for dtype, name, tokens in (
+        (torch.bfloat16, "bfloat16", plain),
+        (torch.float32, "float32", plain),
+        (torch.bfloat16, "drafts", plain._replace(kept_states=ints(ROWS))),
+    ):
         x = torch.empty(ROWS, 3 * HIDDEN, dtype=dtype)
         out, gates = torch.empty(ROWS, HIDDEN, dtype=dtype), torch.empty(ROWS, 2 * heads, dtype=dtype)
         for kind, width, given, bias, silu in (
@@ -427,6 +431,8 @@ def recurrent_cases() -> dict[str, Callable[[], None]]:
             cases[f"scan-{name}-{states}x{head_dim}"] = partial(
                 selective_scan.selective_scan_triton, read, xbc, state, gates, weights, tokens, 0.0, float("inf")
             )
+        if tokens is not plain:
+            continue
         for kind, group, gain, first, sigmoid in (
             ("mamba", HIDDEN, torch.empty(HIDDEN), False, False),
             ("delta", 128, torch.empty(128), True, False),

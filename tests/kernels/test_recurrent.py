@@ -232,9 +232,9 @@ def test_a_chunk_has_the_bits_of_its_tokens_one_by_one(version, name: str) -> No
     run, where = version(name)
     whole = Rows(((1, 0, 6),))
 
-    def given(begin: int, end: int, state: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    def given(begin: int, end: int, state: Tensor, kept: Any = None) -> tuple[Tensor, tuple[Any, ...]]:
         rows = replace(whole, runs=((1, begin, end - begin),))
-        tokens, part = rows.tokens(where), slice(begin, end)
+        tokens, part = rows.tokens(where)._replace(kept_states=kept), slice(begin, end)
         if name == "causal_conv":
             out = torch.zeros(end - begin, 32, device=where)
             return out, (out, drawn(6, 32)[part].to(where), state, drawn(4, 32, seed=1).to(where), None, True, tokens)
@@ -256,7 +256,7 @@ def test_a_chunk_has_the_bits_of_its_tokens_one_by_one(version, name: str) -> No
             9.0,
         )
 
-    shape = (6, 3, 32) if name == "causal_conv" else (6, 2, 16, 32)
+    shape = (10, 3, 32) if name == "causal_conv" else (10, 2, 16, 32)
     one, many = torch.full(shape, 9.0, device=where), torch.full(shape, 9.0, device=where)
     at_once, arguments = given(0, 6, one)
     run(*arguments)
@@ -267,4 +267,18 @@ def test_a_chunk_has_the_bits_of_its_tokens_one_by_one(version, name: str) -> No
         parts.append(part)
     assert torch.equal(at_once, torch.cat(parts))
     assert torch.equal(one, many)
-    assert (one[[1, 2, 3, 4, 5]] == 9.0).all()  # the states of others
+    assert (one[1:] == 9.0).all()  # the states of others
+    verified = torch.full(shape, 9.0, device=where)
+    _, arguments = given(0, 2, verified)
+    run(*arguments)
+    before = verified[0].clone()
+    part, arguments = given(2, 6, verified, torch.tensor([5, 9, 6, 7], dtype=torch.int32, device=where))
+    run(*arguments)
+    assert torch.equal(part, at_once[2:])
+    assert torch.equal(verified[0], before)  # drafts may be rejected
+    for count, place in zip((3, 4, 5, 6), (5, 9, 6, 7), strict=True):
+        some = torch.full(shape, 9.0, device=where)
+        _, arguments = given(0, count, some)
+        run(*arguments)
+        assert torch.equal(verified[place], some[0])
+    assert (verified[[1, 2, 3, 4, 8]] == 9.0).all()

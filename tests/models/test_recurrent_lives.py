@@ -8,17 +8,33 @@ from typing import Any
 import pytest
 import torch
 from compiled_kernels import compiled_or_gpu
+from planted import Fault
+from test_against_transformers import NEAR_TIE, assert_greedy
+from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
+from graphdecode.cache import PagedKVCache
+from graphdecode.engine.loop import EngineLoop
+from graphdecode.engine.scheduler import Scheduler
+from graphdecode.engine.steps import SpeculativeStep
+from graphdecode.engine.steps import step as step_module
 from graphdecode.errors import ArgumentError
 
 # one of each kind of layer: Mamba2 beside attention and in its place, gated delta net, short convolution, nothing
 MODELS = ("falcon-h1-multipliers", "qwen3.5", "olmo-hybrid", "granite-4-experts", "nemotron-h", "lfm2", "mamba2")
-ENGINES: tuple[dict[str, Any], ...] = (  # chunks of 7, mixed steps, few pages, several steps a launch
-    {"max_batch_size": 5, "batch_sizes": [3], "max_prefill_tokens": 7},
-    {"max_batch_size": 8, "page_size": 4, "total_num_pages": 24, "max_prefill_tokens": 33},
+ENGINES: tuple[dict[str, Any], ...] = (  # chunks of 7, few pages, several steps a launch; prefixes in the first two
+    {"max_batch_size": 5, "batch_sizes": [3], "max_prefill_tokens": 7, "checkpoints": (9, 8)},
+    {"max_batch_size": 8, "page_size": 4, "total_num_pages": 24, "max_prefill_tokens": 33, "checkpoints": (2, 9)},
     {"max_batch_size": 4, "steps_per_launch": 3, "max_prefill_tokens": 512},
 )
+DRAFTING: dict[str, Any] = {  # beside prefixes, few pages and small chunks
+    "max_batch_size": 4,
+    "page_size": 4,
+    "total_num_pages": 40,
+    "max_prefill_tokens": 33,
+    "checkpoints": (4, 9),
+    "speculation": {"num_tokens": 3, "ngram_min": 1},
+}
 Request = tuple[list[int], SamplingParams]
 Answer = list[tuple[list[int], list[dict[int, float]]]]  # of each of `n` outputs
 
@@ -37,6 +53,7 @@ def requests() -> list[Request]:
             logprobs=2,
             ignore_eos=True,
             n=2 if index % 4 == 3 else 1,
+            allowed_token_ids=None if index % 3 == 1 else [97, 98],  # of which drafts are right
         )
         found.append((common + own if index % 3 == 1 else own, params))
     return found
@@ -58,14 +75,18 @@ class Engines:
         with self.make(max_batch_size=1, max_prefill_tokens=512) as llm:
             self.alone = [answer_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests()]
 
-    def make(self, max_prefill_tokens: int, **config: Any) -> LLM:
+    def make(
+        self, max_prefill_tokens: int, checkpoints: tuple[int, int] = (0, 256), speculation: Any = None, **config: Any
+    ) -> LLM:
         buckets = BucketConfig(**{"max_sequence_length": 128, "page_size": 8, **config})
         options = {"dtype": "float32", "batch_invariant": True, "max_prefill_tokens": max_prefill_tokens}
-        return LLM(self.folder, config=buckets, **options)
+        options["speculation"] = speculation
+        count, tokens = checkpoints
+        return LLM(self.folder, config=buckets, state_checkpoints=count, state_checkpoint_tokens=tokens, **options)
 
     def __getitem__(self, index: int) -> LLM:
         if index not in self._made:
-            self._made[index] = self.make(**ENGINES[index])
+            self._made[index] = self.make(**(*ENGINES, DRAFTING)[index])
         return self._made[index]
 
     def close(self) -> None:
@@ -87,8 +108,11 @@ def engines_of(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], En
         engines.close()
 
 
-def live(llm: LLM, alone: list[Answer], rng: random.Random) -> None:
-    """One life: requests join, some leave early, others are asked for at once; each has the bits of its run alone."""
+def live(llm: LLM, alone: list[Answer], rng: random.Random) -> int:
+    """One life: requests join, some leave early, others are asked for at once; each has the bits of its run alone.
+
+    Returns how many prompt tokens were in the prefix cache.
+    """
     given = requests()
     single = [index for index, (_, params) in enumerate(given) if params.n == 1]
     streams = []
@@ -107,15 +131,59 @@ def live(llm: LLM, alone: list[Answer], rng: random.Random) -> None:
         ((tokens, logprobs),), ((wanted, wanted_logprobs),) = answer_of(stream.request), alone[index]
         assert tokens == wanted[: len(tokens)], f"request {index}"
         assert logprobs == wanted_logprobs[: len(logprobs)], f"request {index}"
+    finished = [*outputs, *(stream.request for _, stream in streams)]
+    return sum(output.metrics.num_cached_tokens for output in finished)
 
 
 @compiled_or_gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Callable[[str], Engines], name: str) -> None:
     engines = engines_of(name)
-    for index in range(len(ENGINES)):
-        live(engines[index], engines.alone, random.Random(index))
+    reused = [live(engines[index], engines.alone, random.Random(index)) for index in range(len(ENGINES))]
+    assert reused[0] > 0
+    assert reused[2] == 0
     assert engines[1].num_preemptions > 0
+
+
+@compiled_or_gpu
+@pytest.mark.parametrize(
+    ("name", "steps_per_launch"), [("falcon-h1-multipliers", 1), ("qwen3.5", 3), ("lfm2", 1), ("mamba2", 3)]
+)
+def test_drafts_change_no_bit(engines_of: Callable[[str], Engines], name: str, steps_per_launch: int) -> None:
+    engines = engines_of(name)
+    with engines.make(**DRAFTING, steps_per_launch=steps_per_launch) as llm:
+        assert live(llm, engines.alone, random.Random(5)) > 0
+        drafted, accepted, _ = llm.stats.speculation
+    assert drafted > accepted > 0
+
+
+@compiled_or_gpu
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(SpeculativeStep, "_commit_states", "+ accepted", ""),
+        Fault(SpeculativeStep, "_batch_of_queries", 'rows["rows"] // queries', 'rows["rows"]'),
+        Fault(SpeculativeStep, "_verify", "before - 1", "before"),
+    ],
+    ids=str,
+)
+def test_a_fault_of_states_behind_drafts_is_seen(engines_of, monkeypatch, fault):
+    engines = engines_of("mamba2")
+    fault.plant(monkeypatch)
+    with engines.make(**DRAFTING) as llm, pytest.raises(AssertionError):
+        live(llm, engines.alone, random.Random(5))
+
+
+def test_a_draft_model_drafts_for_a_model_with_states(checkpoint):
+    prompts, params = [prompt for prompt, _ in requests()], SamplingParams(temperature=0.0, max_tokens=20)
+    config = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
+    speculation = {"method": "model", "model": str(checkpoint("llama-2")), "num_tokens": 2}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3.5"), dtype=torch.float32).eval()
+    with LLM(checkpoint("qwen3.5"), config=config, dtype="float32", speculation=speculation) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats.speculation.drafted > 0
+    for output in outputs:
+        assert_greedy(model, output.prompt_token_ids, output.outputs[0].token_ids)
 
 
 @compiled_or_gpu
@@ -124,27 +192,76 @@ def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Calla
 def test_a_request_has_the_bits_of_a_run_alone_in_two_hundred_lives(engines_of, seed):
     rng = random.Random(1000 + seed)
     engines = engines_of(MODELS[seed % len(MODELS)])
-    live(engines[rng.randrange(len(ENGINES))], engines.alone, rng)
+    live(engines[rng.randrange(len(ENGINES) + 1)], engines.alone, rng)
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "mamba2"])
+def share(folder: Path) -> tuple[list[tuple[list[int], Answer]], list[int], int]:
+    """Prompts about borders of 16 tokens, beside a row that goes on: answers, tokens found, mixed steps."""
+    common, params = list(range(97, 137)), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+    prompts = [common[:33], *([*common[:end], *own] for end in (16, 17, 32, 40) for own in ([], [5], [6] * 17))]
+    config = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
+    options = {"max_prefill_tokens": 20, "state_checkpoints": 8, "state_checkpoint_tokens": 10}
+    with LLM(folder, config=config, dtype="float32", **options) as llm:
+        stream = llm.stream([9] * 5, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        for _ in range(3):
+            llm.step()
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+        stream.close()
+        found = [output.metrics.num_cached_tokens for output in outputs]
+        return [(output.prompt_token_ids, answer_of(output)) for output in outputs], found, llm.stats.mixed_steps
+
+
+def check_shared(folder: Path) -> None:
+    """A prefix is found up to its last border; tokens and log-probabilities are those of transformers."""
+    outputs, found, mixed_steps = share(folder)
+    assert mixed_steps > 0
+    assert found == [0, 0, 16, 16, 16, 16, 16, 16, 32, 32, 32, 32, 32]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    for prompt, [(tokens, logprobs)] in outputs:
+        assert_greedy(model, prompt, tokens)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        given = torch.tensor([step[token] for step, token in zip(logprobs, tokens, strict=True)])
+        torch.testing.assert_close(given, expected, atol=NEAR_TIE, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2", "mamba2"])
+def test_a_shared_prefix_changes_no_token(checkpoint, monkeypatch, name):
+    monkeypatch.setattr(step_module, "CACHED_BYTES", 0)  # so that steps take prompts along
+    check_shared(checkpoint(name))
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "fault",
     [
-        ({"speculation": "ngram"}, "speculation='ngram' needs the states before each draft"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: models with recurrent states run on one rank alone"),
+        Fault(PagedKVCache, "save_state", "length // self.page_size - 1", "length // self.page_size - 2"),
+        Fault(PagedKVCache, "_copy_state", "if is_restored else (row, kept)", "if not is_restored else (row, kept)"),
+        Fault(Scheduler, "_take_chunk", "if border is not None", "if False"),
+        Fault(Scheduler, "_admit", "self.cache.restore_state(sequence.request_id)", "pass"),
+        Fault(Scheduler, "saves_last", "border is not None", "False"),
+        Fault(EngineLoop, "step", "self.scheduler.save_states(self._mixed)", "pass"),
     ],
+    ids=str,
 )
-def test_what_needs_earlier_states_is_refused_before_anything_is_loaded(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, options: dict, message: str
+def test_a_fault_of_checkpoints_is_seen_in_tokens(checkpoint, monkeypatch, fault):
+    monkeypatch.setattr(step_module, "CACHED_BYTES", 0)
+    fault.plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        check_shared(checkpoint("mamba2"))
+
+
+@pytest.mark.parametrize(("name", "count"), [("olmo-hybrid", 2), ("mamba2", 3)])
+def test_states_that_cannot_be_split_are_refused_before_anything_is_loaded(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
     def nothing(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded, or ranks are started")
 
     monkeypatch.setattr("graphdecode.engine.loading.load_model", nothing)
     monkeypatch.setattr("graphdecode.engine.loading.start_ranks", nothing)
-    with pytest.raises(ArgumentError, match=message):
-        LLM(checkpoint(name), **options)
+    with pytest.raises(ArgumentError, match=f"tensor_parallel_size={count} does not divide .*the heads of recurrent"):
+        LLM(checkpoint(name), tensor_parallel_size=count)
 
 
 def test_a_draft_model_with_states_is_refused_before_anything_is_loaded(checkpoint, monkeypatch):

@@ -25,6 +25,7 @@ from graphdecode.distributed import Collectives, Leader, RankError, SharedCollec
 from graphdecode.distributed.started import new_board
 from graphdecode.engine.loading import load_engine, start_ranks_of
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.norm.gated_rms_norm import gated_rms_norm
 from graphdecode.linear.experts import ExpertPanels
 from graphdecode.linear.forms import load_linear
 from graphdecode.linear.kept import KeptPanels
@@ -33,10 +34,12 @@ from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stor
 from graphdecode.linear.wrapped import Summed
 from graphdecode.models import Model, load_model
 from graphdecode.models.adapters import Adapter
+from graphdecode.models.blocks import Norm
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import BlocksStem, family_of
 from graphdecode.models.shapes import RandomWeights, shape_config
 from graphdecode.models.split import SplitSource, split_adapter, split_config
+from graphdecode.models.split_blocks import JointlyNormedMamba2
 from graphdecode.models.weight_map import Part, parts
 
 T = TypeVar("T")
@@ -64,7 +67,13 @@ def elements(source: SplitSource) -> int:
 NEWEST = ("gemma4-inputs", "gemma4-experts", "llama4")
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied", "phi3", "mixtral", "qwen2-moe", "gpt-oss", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama-biases", "qwen3-tied", "phi3", "mixtral", "qwen2-moe", "gpt-oss", "olmo2"),
+        *("falcon-h1-biases", "lfm2-biases", "qwen3.5"),
+    ],
+)
 def test_a_rank_reads_its_part_alone_and_the_parts_are_the_whole(checkpoint: Callable[[str], Path], name: str) -> None:
     sources = [Watched(checkpoint(name)) for _ in range(2)]
     ranks = [split(source, rank, 2) for rank, source in enumerate(sources)]
@@ -204,13 +213,36 @@ def same_bits(found: list[list[torch.Tensor]]) -> bool:
     return all(torch.equal(mine, theirs) for others in found[1:] for mine, theirs in zip(found[0], others, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama-3", "qwen2-moe", "olmo2"])
-def test_logits_have_the_same_bits_on_all_ranks(checkpoint: Callable[[str], Path], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(("llama-3", 4), ("qwen2-moe", 4), ("olmo2", 4), ("mamba2", 2), ("mamba2", 4), ("nemotron-h-biases", 2)),
+        *(("granite-4-experts", 4), ("falcon-h1-biases", 2), ("lfm2-biases", 4), ("qwen3.5", 2), ("qwen3-next", 2)),
+    ],
+)
+def test_logits_have_the_same_bits_on_all_ranks(checkpoint: Callable[[str], Path], name: str, count: int) -> None:
     path = checkpoint(name)
-    found = on_all_ranks(4, lambda shared: logits_of(path, shared))
+    found = on_all_ranks(count, lambda shared: logits_of(path, shared))
     assert same_bits(found)
     for own, whole in zip(found[0], logits_of(path, None), strict=True):
         torch.testing.assert_close(own, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_group_that_ranks_share_is_normed_as_on_one(norm_first: bool) -> None:
+    read, gate, gain = torch.randn(11, 24, generator=torch.Generator().manual_seed(1)).split((5, 5, 1))
+    expected = torch.empty(5, 24)
+    gated_rms_norm(expected, read, gate, gain[0], 1e-5, 12, norm_first)
+
+    def normed(shared: Collectives) -> torch.Tensor:
+        own, out = slice(6 * shared.rank, 6 * shared.rank + 6), torch.empty(5, 6)
+        fields = dict.fromkeys(("in_proj", "conv", "conv_bias", "heads", "group", "step_limits", "out_proj"))
+        of_group = {"collectives": shared, "place": "norm", "ranks_of_group": 2, "norm_first": norm_first}
+        mixer = JointlyNormedMamba2(**fields, **of_group, norm=Norm(gain[0, own], 1e-5))
+        mixer.finish(out, read[:, own], gate[:, own])
+        return out
+
+    torch.testing.assert_close(torch.cat(on_all_ranks(4, normed), 1), expected)
 
 
 def test_sums_have_the_same_bits_on_all_ranks_which_an_order_of_each_one_s_own_would_not_give() -> None:
@@ -421,13 +453,16 @@ def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(tmp_path, mo
             assert 2 * sizes[0] == sizes[1]
 
 
-def test_preemption_shared_prefixes_and_launches_ahead_change_no_token(checkpoint, ranks):
+@pytest.mark.parametrize(
+    ("name", "wish"), [("llama-3", {}), ("qwen3.5", {"state_checkpoints": 3, "state_checkpoint_tokens": 4})]
+)
+def test_preemption_shared_prefixes_and_launches_ahead_change_no_token(checkpoint, ranks, name, wish):
     def look_ahead(engine: Engine) -> None:
         engine.loop.lookahead = 1
 
     requests = [sampled(seed, 3 * seed, max_tokens=20) for seed in range(7)]
     engine = same_on_one_and_on_two(
-        checkpoint("llama-3"), ranks, requests, look_ahead, total_num_pages=20, batch_sizes=[1, 2, 4]
+        checkpoint(name), ranks, requests, look_ahead, total_num_pages=20, batch_sizes=[1, 2, 4], **wish
     )
     assert engine.num_preemptions > 0
     assert engine.stats.prefilled_tokens > 0
@@ -443,9 +478,12 @@ def test_logprobs_penalties_and_biases_are_those_of_one(checkpoint: Callable[[st
     same_on_one_and_on_two(checkpoint("llama-3"), ranks, requests, capture_when="first-use")
 
 
-def test_several_steps_a_launch_and_batch_invariance_hold_too(checkpoint: Callable[[str], Path], ranks: Leader) -> None:
+@pytest.mark.parametrize(
+    ("name", "wish"), [("qwen3", {}), ("falcon-h1", {"speculation": "ngram", "num_tokens": 3, "ngram_min": 1})]
+)
+def test_several_steps_a_launch_and_batch_invariance_hold_too(checkpoint, ranks, name, wish):
     requests = [sampled(seed, 5 + seed) for seed in range(3)]
-    same_on_one_and_on_two(checkpoint("qwen3"), ranks, requests, steps_per_launch=4, batch_invariant=True)
+    same_on_one_and_on_two(checkpoint(name), ranks, requests, steps_per_launch=4, batch_invariant=True, **wish)
 
 
 def test_a_rank_that_stalls_is_named_within_the_limit(checkpoint: Callable[[str], Path], ranks: Leader) -> None:

@@ -20,7 +20,7 @@ _INTRODUCTION = """\
 One TOML file holds all settings. `LLM(model, config=...)` takes its path, an `EngineConfig`, or a `BucketConfig`;
 `--config` of the commands takes the path. Every section and key is optional. A keyword of `LLM`, or an option of a
 command, overrides the file. The keys of `EngineConfig` are `LLM`'s keywords. `BucketConfig.load` takes the first four
-sections. [server] is for `graphdecode serve` alone, [replicas] for it and for `graphdecode batch --ray`.
+sections. [server] is only for `graphdecode serve`, [replicas] for it and for `graphdecode batch --ray`.
 
 An unknown key, a wrong type and an impossible value are errors (`ConfigError`) that name the file, the line, the key
 and the values that it takes. `buckets.toml` at the root of the repository holds all keys at their defaults.

@@ -3,7 +3,8 @@
 A draft source writes each row's drafts on the device. Each position of a row is sampled from its own logits, with the
 row's parameters and the random number of its position, as in a plain step. A draft is accepted if it equals that token,
 so the output is that of plain decoding. A rejected draft leaves keys behind the row's length, which the next step
-overwrites before they are read: rollback leaves the length as it is.
+overwrites before they are read: rollback leaves the length as it is. Recurrent states behind each query are kept, and
+that behind the last accepted one becomes the row's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from graphdecode.buckets import MOST_DRAFTS, StepShape, query_widths
 from graphdecode.buffers import Batch, Slot
-from graphdecode.cache import LayerCache, LayerState, RecurrentState
+from graphdecode.cache import LayerCache, LayerState, RecurrentState, stateful
 from graphdecode.engine.steps.decode import DecodeStep, decode_attention_of, slots_of
 from graphdecode.engine.steps.step import Drafting, RowInputs, StepDrafts, StepSetting, StepTokens
 from graphdecode.errors import ArgumentError
@@ -171,6 +172,9 @@ class SpeculativeStep(DecodeStep):
         if self._is_cuda:
             self._host_drafts = torch.zeros(sizes, dtype=torch.int32, pin_memory=True)
         self._query_rows = torch.arange(rows * widths[-1], dtype=torch.int32, device=device)
+        self._states = [tensor for layer in stateful(setting.caches) for tensor in layer]
+        largest = max((state[0].numel() for state in self._states), default=0)
+        self._moved = torch.empty(rows * largest, device=device)  # the states of a tensor on the way to their rows
         self._staged_history: list[tuple[Sequence[int], int]] = []  # row by row: tokens, how many are staged
         super().__init__(setting, queries=widths[-1])
         self._widths, self.constants = widths, self._source.constants
@@ -198,7 +202,9 @@ class SpeculativeStep(DecodeStep):
     def _adopt_tensors(self) -> None:
         super()._adopt_tensors()
         own = {"ring_drafts": self._ring_drafts, "query_rows": self._query_rows, **self._source.tensors}
-        for name, tensor in (own | ({"host_drafts": self._host_drafts} if self._is_cuda else {})).items():
+        own |= {"host_drafts": self._host_drafts} if self._is_cuda else {}
+        own |= {"moved_states": self._moved} if self._states else {}
+        for name, tensor in own.items():
             self.buffers.adopt(name, tensor)
 
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
@@ -220,12 +226,23 @@ class SpeculativeStep(DecodeStep):
 
     def _verify(self, batch: Batch, queries: int) -> None:
         self._source.draft(batch, min(queries - 1, self._num_drafts))
+        before = batch.pre_step_seqlens.clone() if self._states else batch.pre_step_seqlens
         logits = self._model.decode(self._batch_of_queries(batch, queries), self._caches, self._attention)
         of_queries = logits.view(batch.size, queries, -1)
         for index in range(queries):
             self._sample(batch, of_queries[:, index], batch.active_rows if index else batch.live_rows)
             judge_drafts(slots_of(DraftRows, batch), index=index, queries=queries)
+        if self._states:
+            self._commit_states(batch, (batch.pre_step_seqlens - before - 1).clamp(min=0), queries)
         self._finish_step(batch, queries, adapts=self._adapts)
+
+    def _commit_states(self, batch: Batch, accepted: Tensor, queries: int) -> None:
+        """Make the states behind the last accepted query, int32 [b], those of its row."""
+        kept = self._setting.draft_state_row + batch.query_rows[: batch.size] * queries + accepted
+        rows = batch.state_rows.to(torch.int64)
+        for state in self._states:  # by way of memory that all graphs share: a recorded one would keep its own
+            moved = batch.moved_states[: batch.size * state[0].numel()].view(-1, *state.shape[1:])
+            state.index_copy_(0, rows, torch.index_select(state, 0, kept, out=moved))
 
     def _batch_of_queries(self, batch: Batch, queries: int) -> Batch:
         count, table = batch.size * queries, batch.page_table
@@ -241,6 +258,10 @@ class SpeculativeStep(DecodeStep):
             "page_table": spread.query_pages,
             "live_rows": spread.live_queries,
         }
+        if self._states:
+            rows["scan_rows"] = rows["rows"] // queries
+            rows["kept_states"] = rows["rows"] + self._setting.draft_state_row
+            rows["state_rows"] = batch.state_rows
         if "adapters" in vars(batch):
             rows["adapters"] = batch.adapters.repeat_interleave(queries)
         if rolling is not None:

@@ -231,6 +231,7 @@ class StepSetting:
     mixes: bool = False  # whether to use mixed steps if the model can
     trash_state_row: int = 0  # row of recurrent states of padding rows
     rolling: RollingPages | None = None  # pages of layers with a window, by row of states
+    draft_state_row: int = 0  # first row of the recurrent states behind drafts, as many as a step has queries
 
     @property
     def row_shapes(self) -> list[StepShape]:

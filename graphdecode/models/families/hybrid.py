@@ -14,7 +14,8 @@ from graphdecode.models.blocks import Mixer, Norm
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.recurrent_blocks import Mamba2
-from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.split_blocks import JointlyNormedMamba2
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 MAMBA2_DEFAULTS = {  # where a config.json names its sizes as Bamba does
@@ -118,6 +119,7 @@ class Mamba2Sizes(NamedTuple):
     has_norm: bool = True  # of the heads' outputs, in `groups` groups of channels
     norm_first: bool = False  # the norm comes before the gate
     step_limits: tuple[float, float] = (0.0, float("inf"))
+    ranks_of_group: int = 1  # ranks that have a part of a group each
 
     @property
     def channels(self) -> int:
@@ -129,6 +131,13 @@ class Mamba2Sizes(NamedTuple):
         """Channels of x, B and C."""
         return self.channels + 2 * self.groups * self.states
 
+    def split(self, count: int) -> "Mamba2Sizes | None":
+        """Return the sizes of one of `count` ranks, which have some heads each; None if that cannot be."""
+        if self.heads % count or (self.groups % count and count % self.groups):
+            return None
+        groups, ranks = max(self.groups // count, 1), max(count // self.groups, 1)
+        return self._replace(heads=self.heads // count, groups=groups, ranks_of_group=ranks)
+
     @property
     def state(self) -> Recurrent:
         """The recurrent state of a layer."""
@@ -139,17 +148,19 @@ class Mamba2Sizes(NamedTuple):
 def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
     """Return the places of a Mamba2 mixer whose tensors' names begin with `name`."""
     sizes, hidden = config.mixer, config.hidden_size
-    rows = sizes.channels + sizes.conv_channels + sizes.heads
+    group = Run(sizes.groups * sizes.states, sizes.groups)
+    xbc = (Run(sizes.channels), group, group)
+    rows = (Run(sizes.channels), *xbc, Run(sizes.heads))
     vectors = {"a_log": "A_log", "skip": "D", "dt_bias": "dt_bias"}
-    places: WeightMap = {f"{at}{place}": (Part(f"{name}{own}", (sizes.heads,)),) for place, own in vectors.items()}
-    places[f"{at}conv"] = (Part(f"{name}conv1d.weight", (sizes.conv_channels, 1, sizes.width)),)
+    places: WeightMap = {f"{at}{place}": (Part(f"{name}{own}", (sizes.heads,), 0),) for place, own in vectors.items()}
+    places[f"{at}conv"] = (Part(f"{name}conv1d.weight", (sizes.conv_channels, 1, sizes.width), 0, xbc),)
     if sizes.conv_bias:
-        places[f"{at}conv_bias"] = (Part(f"{name}conv1d.bias", (sizes.conv_channels,)),)
+        places[f"{at}conv_bias"] = (Part(f"{name}conv1d.bias", (sizes.conv_channels,), 0, xbc),)
     if sizes.has_norm:
-        places[f"{at}mixer_norm"] = (Part(f"{name}norm.weight", (sizes.channels,)),)
+        places[f"{at}mixer_norm"] = (Part(f"{name}norm.weight", (sizes.channels,), 0),)
     return places | {
-        **product(f"{at}in_proj", {f"{name}in_proj": rows}, hidden, split=None, bias=sizes.proj_bias),
-        **product(f"{at}out_proj", {f"{name}out_proj": hidden}, sizes.channels, split=None, bias=sizes.out_bias),
+        **product(f"{at}in_proj", {f"{name}in_proj": rows}, hidden, split=0, bias=sizes.proj_bias),
+        **product(f"{at}out_proj", {f"{name}out_proj": hidden}, sizes.channels, split=1, bias=sizes.out_bias),
     }
 
 
@@ -157,7 +168,7 @@ def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
     """Return the Mamba2 mixer at a place."""
     sizes = config.mixer
     heads = ScanWeights(*(weights.tensor(f"{at}{place}", torch.float32) for place in ("a_log", "skip", "dt_bias")))
-    return Mamba2(
+    mixer = Mamba2(
         in_proj=weights.linear(f"{at}in_proj"),
         conv=conv_weight(weights, f"{at}conv"),
         conv_bias=weights.tensor(f"{at}conv_bias", torch.float32) if sizes.conv_bias else None,
@@ -168,6 +179,10 @@ def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
         step_limits=sizes.step_limits,
         out_proj=weights.linear(f"{at}out_proj"),
     )
+    if weights.shared is None or sizes.ranks_of_group == 1 or mixer.norm is None:
+        return mixer
+    place, ranks = f"{at}mixer_norm", sizes.ranks_of_group
+    return JointlyNormedMamba2(**vars(mixer), collectives=weights.shared, place=place, ranks_of_group=ranks)
 
 
 def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:

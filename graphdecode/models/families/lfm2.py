@@ -9,15 +9,25 @@ from graphdecode.models.blocks import Mixer
 from graphdecode.models.config import ModelConfig, count, flag, number
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers, renamed
 from graphdecode.models.recurrent_blocks import ShortConv
-from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 
 class ConvSizes(NamedTuple):
     """Sizes of the convolutions."""
 
+    channels: int
     width: int  # inputs that one sees
     has_bias: bool  # convolutions and the products around them have a bias
+
+    def split(self, count: int) -> "ConvSizes | None":
+        """Return the sizes of one of `count` shards, which have some channels each; None if that cannot be."""
+        return None if self.channels % count else self._replace(channels=self.channels // count)
+
+    @property
+    def state(self) -> Recurrent:
+        """The recurrent state of a layer."""
+        return Recurrent((("conv_state", (self.width - 1, self.channels)),))
 
 
 class Lfm2(Hybrid):
@@ -47,11 +57,8 @@ class Lfm2(Hybrid):
         width, layers = count(settings, "conv_L_cache"), fields["num_hidden_layers"]
         attending = settings.get("full_attn_idxs") or range(layers)
         kinds = settings.get("layer_types") or ["full_attention" if i in attending else "conv" for i in range(layers)]
-        state = Recurrent((("conv_state", (width - 1, fields["hidden_size"])),))
-        return {
-            "recurrent": recurrent_layers(kinds, layers, state, ("conv",)),
-            "mixer": ConvSizes(width, flag(settings, "conv_bias", False)),
-        }
+        sizes = ConvSizes(fields["hidden_size"], width, flag(settings, "conv_bias", False))
+        return {"recurrent": recurrent_layers(kinds, layers, sizes.state, ("conv",)), "mixer": sizes}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         names = {
@@ -67,13 +74,13 @@ class Lfm2(Hybrid):
         return renamed(super().layer_weights(config, at, name), name, names)
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        hidden, conv, (width, bias) = config.hidden_size, f"{name}conv.", config.mixer
-        places: WeightMap = {f"{at}conv": (Part(f"{conv}conv.weight", (hidden, 1, width)),)}
+        hidden, conv, (channels, width, bias) = config.hidden_size, f"{name}conv.", config.mixer
+        places: WeightMap = {f"{at}conv": (Part(f"{conv}conv.weight", (channels, 1, width), 0),)}
         if bias:
-            places[f"{at}conv_bias"] = (Part(f"{conv}conv.bias", (hidden,)),)
+            places[f"{at}conv_bias"] = (Part(f"{conv}conv.bias", (channels,), 0),)
         return places | {
-            **product(f"{at}in_proj", {f"{conv}in_proj": 3 * hidden}, hidden, split=None, bias=bias),
-            **product(f"{at}out_proj", {f"{conv}out_proj": hidden}, hidden, split=None, bias=bias),
+            **product(f"{at}in_proj", {f"{conv}in_proj": (Run(channels),) * 3}, hidden, split=0, bias=bias),
+            **product(f"{at}out_proj", {f"{conv}out_proj": hidden}, channels, split=1, bias=bias),
         }
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:

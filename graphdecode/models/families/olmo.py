@@ -65,6 +65,13 @@ class Olmo3(Olmo2):
         return super().options(settings, fields) | layer_ropes(settings, fields, pattern)
 
 
+class WholeDeltaSizes(DeltaSizes):
+    """Sizes of a delta net that ranks cannot split: a source may cut a convolution's weight anywhere."""
+
+    def split(self, count: int) -> None:
+        """Return None."""
+
+
 class OlmoHybrid(Olmo2, Hybrid):
     """OLMo Hybrid."""
 
@@ -86,7 +93,7 @@ class OlmoHybrid(Olmo2, Hybrid):
         kinds = settings.get("layer_types") or [("full_attention", "linear_attention")[each] for each in is_linear]
         key_heads = count(settings, "linear_num_key_heads", heads)
         key_dim = count(settings, "linear_key_head_dim", int(0.75 * fields["hidden_size"] / key_heads))
-        sizes = DeltaSizes(
+        sizes = WholeDeltaSizes(
             key_heads=key_heads,
             key_dim=key_dim,
             heads=count(settings, "linear_num_value_heads", heads),

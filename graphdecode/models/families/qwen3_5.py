@@ -12,7 +12,7 @@ from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_la
 from graphdecode.models.families.llama import head_run
 from graphdecode.models.families.sparse import Sparse
 from graphdecode.models.recurrent_blocks import DeltaNet, GatedAttention
-from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 
@@ -40,6 +40,17 @@ class DeltaSizes(NamedTuple):
     def conv_channels(self) -> int:
         """Channels of queries, keys and values."""
         return 2 * self.key_size + self.value_size
+
+    def split(self, count: int) -> "DeltaSizes | None":
+        """Return the sizes of one of `count` shards, which have some heads each; None if that cannot be."""
+        if self.key_heads % count or self.heads % count:
+            return None
+        return self._replace(key_heads=self.key_heads // count, heads=self.heads // count)
+
+    @property
+    def qkv(self) -> tuple[Run, ...]:
+        """The channels of queries, keys and values, each of which shards split."""
+        return Run(self.key_size), Run(self.key_size), Run(self.value_size)
 
     @property
     def state(self) -> Recurrent:
@@ -97,19 +108,19 @@ class Qwen35(Hybrid):
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
         return {
-            f"{at}conv": (Part(f"{own}conv1d.weight", (sizes.conv_channels, 1, sizes.width)),),
-            f"{at}a_log": (Part(f"{own}A_log", (sizes.heads,)),),
-            f"{at}dt_bias": (Part(f"{own}dt_bias", (sizes.heads,)),),
+            f"{at}conv": (Part(f"{own}conv1d.weight", (sizes.conv_channels, 1, sizes.width), 0, sizes.qkv),),
+            f"{at}a_log": (Part(f"{own}A_log", (sizes.heads,), 0),),
+            f"{at}dt_bias": (Part(f"{own}dt_bias", (sizes.heads,), 0),),
             f"{at}mixer_norm": (Part(f"{own}norm.weight", (sizes.value_dim,)),),
             **self.projections(sizes, hidden, at, own),
-            **product(f"{at}out_proj", {f"{own}out_proj": hidden}, sizes.value_size, split=None),
+            **product(f"{at}out_proj", {f"{own}out_proj": hidden}, sizes.value_size, split=1),
         }
 
     def projections(self, sizes: DeltaSizes, hidden: int, at: str, own: str) -> WeightMap:
         """Return the places of the products for queries, keys, values and gates, and for decays and strengths."""
-        qkvz = {f"{own}in_proj_qkv": sizes.conv_channels, f"{own}in_proj_z": sizes.value_size}
+        qkvz = {f"{own}in_proj_qkv": sizes.qkv, f"{own}in_proj_z": (Run(sizes.value_size),)}
         ab = {f"{own}in_proj_a": sizes.heads, f"{own}in_proj_b": sizes.heads}
-        return product(f"{at}qkvz", qkvz, hidden, split=None) | product(f"{at}ab", ab, hidden, split=None)
+        return product(f"{at}qkvz", qkvz, hidden, split=0) | product(f"{at}ab", ab, hidden, split=0)
 
     def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Return the columns of the two products in the order of `DeltaNet`; None: they have it."""
@@ -159,7 +170,7 @@ class Qwen3Next(Sparse, Qwen35):
         """Return the places of the products for queries, keys, values and gates, and for decays and strengths."""
         qkvz = {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size}
         ba = {f"{own}in_proj_ba": 2 * sizes.heads}
-        return product(f"{at}qkvz", qkvz, hidden, split=None) | product(f"{at}ab", ba, hidden, split=None)
+        return product(f"{at}qkvz", qkvz, hidden, split=0) | product(f"{at}ab", ba, hidden, split=0)
 
     def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Return the columns of the two products in the order of `DeltaNet`: each key head has its own of all."""
