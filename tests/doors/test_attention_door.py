@@ -29,12 +29,12 @@ TOY = {
             '    logits += options.lift\n    if positions.position_mode == "ALIBI":\n',
         ),
     ],
-    "kernels/attention/attention_pairs.h": [
+    "kernels/attention/attention_pages.h": [
         (
-            "    float scale, cap;\n    int64_t window;\n",
-            "    float scale, cap;\n    int64_t window;\n    float lift;\n",
+            "    float scale, cap;\n    int64_t window, is_chunked;\n",
+            "    float scale, cap;\n    int64_t window, is_chunked;\n    float lift;\n",
         ),
-        ("options->window_left};", "options->window_left, (float)options->lift};"),
+        ("options->is_chunked};", "options->is_chunked, (float)options->lift};"),
         ("return of.cap > 0.0f || ", "return of.cap > 0.0f || of.lift != 0.0f || "),
         ("+ 1.0f)) * unit;", "+ 1.0f) + of.lift) * unit;"),
         ("(of.scale * unit);", "(of.scale * unit) + of.lift * unit;"),
