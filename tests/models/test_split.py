@@ -144,8 +144,8 @@ def test_a_rank_has_the_part_of_an_adapter_that_changes_its_part_of_a_product(ch
         changes |= {part.name: up.T @ a for part, a, up in zip(own, down, ups, strict=True)}
     for rank in range(count):
         split_changes = SplitSource(Given(changes), products, rank, count)
-        part_of_it = split_adapter(Adapter(3, matrices), products, rank, count)
-        for place, (down, up) in Adapter.of_bytes(3, part_of_it.to_bytes()).matrices.items():
+        part_of_it = split_adapter(Adapter(matrices), products, rank, count)
+        for place, (down, up) in Adapter.of_bytes(part_of_it.to_bytes()).matrices.items():
             wanted = [
                 torch.empty(split_changes.tensors[part.name].shape, dtype=torch.float64) for part in products[place]
             ]
