@@ -243,7 +243,7 @@ def chat(
         Path | None, typer.Option(metavar="FILE", help="A template in Jinja; left out: the model's own.")
     ] = None,
     lora: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A low-rank adapter of the model, as PEFT saves it.")
+        Path | None, typer.Option(metavar="PATH", help="A low-rank adapter: a folder of PEFT, or a GGUF file.")
     ] = None,
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an output at most.")] = 1024,

@@ -87,8 +87,8 @@ class ServerConfig:
         SERVER,
         (),
         texts("NAME=FOLDER"),
-        "LoRA adapters, as PEFT saves them, which requests name as their model. If [adapters] max_adapters is left "
-        "out, each has a slot.",
+        "LoRA adapters, folders of PEFT or GGUF files, which requests name as their model. If [adapters] max_adapters "
+        "is left out, each has a slot.",
     )
     lora_folder: str | None = key(
         SERVER,

@@ -56,7 +56,7 @@ class EngineAdapters:
         self._lock = threading.RLock()
         self._holders: dict[int, LoadedAdapter] = {}  # by slot, the least recently used first
         self._pins: Counter[int] = Counter()  # rows that use a slot
-        self.stats = AdapterStats(0 if slots is None else len(slots.ranks))
+        self.stats = AdapterStats(0 if slots is None else slots.count)
 
     @property
     def names(self) -> list[str]:

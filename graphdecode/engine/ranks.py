@@ -42,7 +42,7 @@ class Command(IntEnum):
     HALF_STAGED = 4
     UNLOAD = 5
     END = 6
-    ADAPTER = 7  # slot, rank; the matrices, cut for the receiver
+    ADAPTER = 7  # slot; the matrices, cut for the receiver
     WEIGHTS = 8  # whether they are named tensors in a file, or a model; its path or name
     SLEEP = 9  # whether the weights sleep, too
     STATE = 10  # rows of recurrent states: from which, to which
@@ -111,7 +111,7 @@ class LeadingRunner(Runner):
         with self._together():
             for rank in range(1, count):
                 part = split_adapter(adapter, parts, rank, count)
-                self.ranks.send_to(rank, Command.ADAPTER, (slot, adapter.rank, 0), part.to_bytes())
+                self.ranks.send_to(rank, Command.ADAPTER, (slot, 0, 0), part.to_bytes())
             super().write_adapter(slot, split_adapter(adapter, parts, 0, count))
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
@@ -183,7 +183,7 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
     elif kind == Command.STAGED:
         runner.step.begin(numbers[0])
     elif kind == Command.ADAPTER:
-        runner.write_adapter(numbers[0], Adapter.of_bytes(numbers[1], payload))
+        runner.write_adapter(numbers[0], Adapter.of_bytes(payload))
     elif kind == Command.WEIGHTS:
         name, is_named = payload.decode(), bool(numbers[0])
         with suppress(RefusedError):

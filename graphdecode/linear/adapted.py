@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters
+from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters, add_embedding_adapters
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
 from graphdecode.linear.wrapped import Summed, Wrapped
 
@@ -22,6 +22,30 @@ class AdapterSpan(NamedTuple):
     live: Tensor  # int32 [1]
     adapters: Tensor  # int32 [b], the slot of each batch row's adapter; below 0: none
 
+    def narrow(self, begin: int, end: int) -> AdapterSpan | None:
+        """Return the span among the tokens [begin, end) of the pass; None if none of its tokens is there."""
+        first, last = max(begin, self.tokens.start), min(end, self.tokens.stop)
+        if first >= last:
+            return None
+        skipped = first - self.tokens.start
+        live = self.live - skipped if skipped else self.live
+        return AdapterSpan(
+            slice(first - begin, last - begin), self.rows[skipped : skipped + last - first], live, self.adapters
+        )
+
+
+class AdaptedEmbedding(NamedTuple):
+    """Room for adapters of the token embedding."""
+
+    down: Tensor  # [slots, vocab, rank], of the activations' dtype
+    up: Tensor  # [slots, rank, hidden]
+    ranks: Tensor  # int32 [slots], of the adapters
+
+    def adapt(self, out: Tensor, ids: Tensor, span: AdapterSpan, scale: float) -> None:
+        """Add to `out` [t, hidden], which holds embedded tokens, what the adapters of their rows give, scaled."""
+        tokens = AdapterTokens(span.rows, span.live, span.adapters, self.ranks)
+        add_embedding_adapters(out, ids, self.down, self.up, tokens, scale)
+
 
 @dataclass(frozen=True)
 class Adapted(Wrapped):
@@ -31,7 +55,7 @@ class Adapted(Wrapped):
         down: [slots, parts, rank, in_features], of the activations' dtype.
         up: [slots, rank, out_features].
         ends: int32 [parts], the output feature behind each part.
-        ranks: int32 [slots], of the adapters; all products share it.
+        ranks: int32 [slots], of the adapters in this product; 0: an adapter does not change it.
     """
 
     path = "adapted"

@@ -1,27 +1,34 @@
-"""Low-rank adapters (Hu et al., 2021) from PEFT's folders, checked against the model, and their slots in it."""
+"""Low-rank adapters (Hu et al., 2021), from PEFT's folders or GGUF, checked against the model; their slots in it."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from graphdecode.errors import ArgumentError, shown
-from graphdecode.linear.adapted import Adapted
+from graphdecode.errors import ArgumentError, GraphdecodeError, shown
+from graphdecode.linear.adapted import Adapted, AdaptedEmbedding
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.config import UnsupportedModelError, read_json
+from graphdecode.models.config import ModelShape, UnsupportedModelError, read_json
+from graphdecode.models.gguf.adapter import read_gguf_adapter
+from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.weight_map import Part
 
 ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_EMBEDDING = "embedding"  # its place
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?:embedding_(?P<of_table>[AB])|(?P<half>[AB])\.weight)")
+# PEFT saves what is below an adapted embedding or output layer, too: the base model has it
+_BASE_WEIGHT = re.compile(r"base_model\.model\.(.+\.)?(embed_tokens|lm_head)\.base_layer\.weight")
 # what changes more than products, and what of it there may be
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -30,12 +37,28 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "megatron_config": (None,),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "lora_bias": (None, False),
     "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "use_bdlora": (None, False),
 }
+_MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some take years
 
-_Scaled = tuple[Tensor, Tensor, float]  # A, B, and what B is to be multiplied by
+
+class LowRank(NamedTuple):
+    """What an adapter adds to one product: `scale * B @ A`."""
+
+    down: Tensor  # A, [rank, in_features]
+    up: Tensor  # B, [out_features, rank]
+    scale: float
+    is_table: bool = False  # whether PEFT says that it is of an embedding: the transposed weight
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.down.shape[0] if self.down.dim() else 0
 
 
 class AdapterError(ArgumentError):
@@ -47,12 +70,10 @@ class Adapter:
     """An adapter in host memory.
 
     Attributes:
-        rank: the largest of its modules.
         matrices: by place in the model `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros
-            where a part has none, or a smaller rank.
+            where a part has none, or a smaller rank. Of the embedding `down` is [vocab, rank].
     """
 
-    rank: int
     matrices: dict[str, tuple[Tensor, Tensor]]
 
     def to_bytes(self) -> bytes:
@@ -62,11 +83,11 @@ class Adapter:
         )
 
     @classmethod
-    def of_bytes(cls, rank: int, data: bytes) -> Adapter:
-        """Return an adapter of a rank, and of the matrices that `to_bytes` wrote."""
+    def of_bytes(cls, data: bytes) -> Adapter:
+        """Return an adapter of the matrices that `to_bytes` wrote."""
         found = load(data)
         places = {name.removesuffix(".0") for name in found if name.endswith(".0")}
-        return cls(rank, {place: (found[f"{place}.0"], found[f"{place}.1"]) for place in places})
+        return cls({place: (found[f"{place}.0"], found[f"{place}.1"]) for place in places})
 
 
 @dataclass(frozen=True)
@@ -74,29 +95,39 @@ class AdapterSlots:
     """The slots of a model's products.
 
     Attributes:
-        products: by place in the model; of a rank, its shards.
-        parts: of each product of the whole model, as the family's map names them.
-        ranks: int32 [slots], which all products share.
+        count: of slots.
         max_rank: of an adapter.
         dtype: of the slots.
+        device: of the slots.
+        config: of the model.
+        products: by place in the model; of a rank, its shards.
+        parts: of each product of the whole model, as the family's map names them.
     """
 
-    products: dict[str, Adapted]
-    parts: dict[str, tuple[Part, ...]]
-    ranks: Tensor
+    count: int
     max_rank: int
     dtype: torch.dtype
-
-    @classmethod
-    def empty(cls, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> AdapterSlots:
-        """Return slots of no product yet."""
-        return cls({}, {}, torch.zeros(slots, dtype=torch.int32, device=device), max_rank, dtype)
+    device: torch.device
+    config: ModelShape
+    products: dict[str, Adapted | AdaptedEmbedding] = field(default_factory=dict)
+    parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
 
     def around(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
         """Return the product at a place with room for adapters."""
-        made = Adapted.around(form, (part.shape[0] for part in parts), self.ranks, self.max_rank, self.dtype)
+        made = Adapted.around(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
         self.products[place], self.parts[place] = made, parts
         return made
+
+    def of_embedding(self, part: Part) -> AdaptedEmbedding:
+        """Return room for adapters of the token embedding."""
+        shapes = (part.shape[0], self.max_rank), (self.max_rank, part.shape[1])
+        down, up = (torch.zeros(self.count, *shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        made = AdaptedEmbedding(down, up, self._ranks())
+        self.products[_EMBEDDING], self.parts[_EMBEDDING] = made, (part,)
+        return made
+
+    def _ranks(self) -> Tensor:
+        return torch.zeros(self.count, dtype=torch.int32, device=self.device)
 
     def keep(self, products: Iterable[Any]) -> None:
         """Forget those that a model does not hold as they are: where something is done with their results, or several
@@ -106,57 +137,83 @@ class AdapterSlots:
         for place in [place for place, product in self.products.items() if id(product) not in held]:
             del self.products[place], self.parts[place]
 
-    def write(self, slot: int, adapter: Adapter | None) -> None:
-        """Put an adapter into a slot, in place; None empties it. Products that it does not change get zeros."""
-        self.ranks[slot] = 0 if adapter is None else adapter.rank
-        if adapter is None:
-            return
+    def write(self, slot: int, adapter: Adapter) -> None:
+        """Put an adapter into a slot, in place. Products that it does not change get the rank 0."""
         for place, product in self.products.items():
             found = adapter.matrices.get(place)
-            down, up = product.down[slot, :, : adapter.rank], product.up[slot, : adapter.rank]
-            if found is None:
-                down.zero_()
-                up.zero_()
-            else:
-                down.copy_(found[0], non_blocking=True)
-                up.copy_(found[1], non_blocking=True)
+            product.ranks[slot] = rank = 0 if found is None else len(found[1])
+            if found is not None:
+                product.down[slot, :, :rank].copy_(found[0], non_blocking=True)
+                product.up[slot, :rank].copy_(found[1], non_blocking=True)
 
-    def read(self, folder: str | Path) -> Adapter:
-        """Read an adapter as PEFT saves it.
+    def read(self, path: str | Path) -> Adapter:
+        """Read an adapter: a folder as PEFT saves it, or a GGUF file.
 
         Raises:
             AdapterError: there is none, it is for other modules or sizes, has a larger rank, numbers that are not
                 finite, or changes more than products.
         """
-        folder = Path(folder)
-        settings = _settings(folder)
-        found = _matrices(folder)
-        by_place: dict[str, dict[int, _Scaled]] = {}
+        path = Path(path)
+        by_place: dict[str, dict[int, LowRank]] = {}
         where = {part.name: (place, at) for place, parts in self.parts.items() for at, part in enumerate(parts)}
-        for module, (down, up) in found.items():
+        for module, found in self._read(path):
             place_and_part = where.get(f"{module}.weight")
             if place_and_part is None:
-                raise AdapterError(f"{folder}: {module} is no product of the model that adapters can change")
+                experts = "of experts, which have no room for adapters" if "experts" in module.split(".") else ""
+                raise AdapterError(f"{path}: {module} is {experts or 'no product that adapters can change'}")
             place, at = place_and_part
-            _check(folder, module, down, up, self.parts[place][at].shape, self.max_rank)
-            by_place.setdefault(place, {})[at] = (down, up, _scale(folder, settings, module, len(down)))
-        rank = max(len(down) for down, _ in found.values())
-        matrices = {place: self._joined(place, of_parts, rank) for place, of_parts in by_place.items()}
+            shape = self.parts[place][at].shape
+            if found.is_table and place != _EMBEDDING:
+                raise AdapterError(f"{path}: {module} has matrices of an embedding, and is none")
+            _check(path, module, found, shape[::-1] if place == _EMBEDDING else shape, self.max_rank)
+            by_place.setdefault(place, {})[at] = found
+        matrices = {place: self._joined(place, of_parts) for place, of_parts in by_place.items()}
         for place, pair in matrices.items():
             if not all(bool(matrix.isfinite().all()) for matrix in pair):
-                raise AdapterError(f"{folder}: {place} has numbers that are not finite in {self.dtype}")
-        return Adapter(rank, matrices)
+                raise AdapterError(f"{path}: {place} has numbers that are not finite in {self.dtype}")
+        return Adapter(matrices)
 
-    def _joined(self, place: str, of_parts: Mapping[int, _Scaled], rank: int) -> tuple[Tensor, Tensor]:
-        parts = self.parts[place]
+    def _read(self, path: Path) -> Iterator[tuple[str, LowRank]]:
+        if path.suffix != SUFFIX:
+            yield from _read_peft(path)
+            return
+        try:
+            for module, down, up, scale in read_gguf_adapter(path, self.config):
+                yield module, LowRank(down, up, scale)
+        except GraphdecodeError as error:
+            raise AdapterError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+
+    def _joined(self, place: str, of_parts: Mapping[int, LowRank]) -> tuple[Tensor, Tensor]:
+        parts, rank = self.parts[place], max(each.rank for each in of_parts.values())
+        if place == _EMBEDDING:
+            (only,) = of_parts.values()
+            return only.down.to(self.dtype).T.contiguous(), (only.up.float() * only.scale).to(self.dtype).T.contiguous()
         down = torch.zeros(len(parts), rank, parts[0].shape[1], dtype=self.dtype)
         up = torch.zeros(rank, sum(part.shape[0] for part in parts), dtype=self.dtype)
         begins = [sum(part.shape[0] for part in parts[:at]) for at in range(len(parts))]
-        for at, (own_down, own_up, scale) in of_parts.items():
-            down[at, : len(own_down)] = own_down
-            columns = slice(begins[at], begins[at] + len(own_up))
-            up[: len(own_down), columns] = (own_up.float() * scale).T
+        for at, own in of_parts.items():
+            down[at, : own.rank] = own.down
+            up[: own.rank, begins[at] : begins[at] + len(own.up)] = (own.up.float() * own.scale).T
         return down, up
+
+
+def _read_peft(folder: Path) -> Iterator[tuple[str, LowRank]]:
+    """Yield what an adapter adds, by module."""
+    settings = _settings(folder)
+    ranks, alphas = (_Pattern.list_of(folder, settings, name) for name in ("rank_pattern", "alpha_pattern"))
+    targets, until = settings.get("target_parameters") or [], time.monotonic() + _MATCHING_S
+    for module, found in _matrices(folder).items():
+        rank, is_parameter = found.rank, any(f".{module}.weight".endswith(f".{target}") for target in targets)
+        name = f"{module}.weight" if is_parameter else module  # what PEFT matches
+        stated = _of_module(ranks, name, settings.get("r"), until)
+        if stated != rank:
+            raise AdapterError(f"{folder}: {module} has rank {rank}, and {ADAPTER_FILE} says {shown(stated)}")
+        alpha = _of_module(alphas, name, settings.get("lora_alpha"), until)
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+            raise AdapterError(f"{folder}: lora_alpha of {module} is {shown(alpha)}, and not a number")
+        # with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)
+        divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
+        yield module, found._replace(scale=alpha / (divisor or 1))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -175,58 +232,73 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _matrices(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return by module [rank, in_features] and [out_features, rank]."""
+def _matrices(folder: Path) -> dict[str, LowRank]:
+    """Return the matrices by module, not scaled yet."""
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         raise AdapterError(f"{folder} holds no {ADAPTER_WEIGHTS}; pickles are not read")
-    halves: dict[str, dict[str, Tensor]] = {}
+    halves: dict[tuple[str, bool], dict[str, Tensor]] = {}
     try:
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a mapping)
                 match = _NAME.fullmatch(name)
-                if match is None:
+                if match is None and _BASE_WEIGHT.fullmatch(name) is None:
                     raise AdapterError(f"{file}: {name} is not the A or B of a product")
-                halves.setdefault(match["module"], {})[match["matrix"]] = reader.get_tensor(name)
+                if match is not None:
+                    key = (match["module"], match["of_table"] is not None)
+                    halves.setdefault(key, {})[match["half"] or match["of_table"]] = reader.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{file}: {error}") from error
-    incomplete = [module for module, found in halves.items() if len(found) < 2]
+    incomplete = [module for (module, _), found in halves.items() if len(found) < 2]
     if incomplete or not halves:
         raise AdapterError(f"{file}: {incomplete[0] + ' has only one of A and B' if incomplete else 'it is empty'}")
-    return {module: (found["A"], found["B"]) for module, found in halves.items()}
+    return {module: LowRank(pair["A"], pair["B"], 1.0, table) for (module, table), pair in halves.items()}
 
 
-def _check(folder: Path, module: str, down: Tensor, up: Tensor, shape: tuple[int, ...], max_rank: int) -> None:
-    rank, wanted = len(down), ([len(down), shape[1]], [shape[0], len(down)])
+def _check(path: Path, module: str, found: LowRank, shape: tuple[int, ...], max_rank: int) -> None:
+    down, up, rank = found.down, found.up, found.rank
+    wanted = [rank, shape[1]], [shape[0], rank]
     if not (down.is_floating_point() and up.is_floating_point()):
-        raise AdapterError(f"{folder}: {module} has matrices of {down.dtype} and {up.dtype}, and not of floats")
+        raise AdapterError(f"{path}: {module} has matrices of {down.dtype} and {up.dtype}, and not of floats")
     if ([*down.shape], [*up.shape]) != wanted:
         raise AdapterError(
-            f"{folder}: {module} has A {[*down.shape]} and B {[*up.shape]}; "
+            f"{path}: {module} has A {[*down.shape]} and B {[*up.shape]}; "
             f"of the model's {[*shape]} they would be {wanted[0]} and {wanted[1]}"
         )
     if not 1 <= rank <= max_rank:
-        raise AdapterError(f"{folder}: {module} has rank {rank}, and max_adapter_rank is {max_rank}")
+        raise AdapterError(f"{path}: {module} has rank {rank}, and max_adapter_rank is {max_rank}")
 
 
-def _scale(folder: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return alpha / rank, or with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)."""
-    ranks = _of_module(settings, "rank_pattern", module, settings.get("r"))
-    if ranks != rank:
-        raise AdapterError(f"{folder}: {module} has rank {rank}, and {ADAPTER_FILE} says {shown(ranks)}")
-    alpha = _of_module(settings, "alpha_pattern", module, settings.get("lora_alpha"))
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise AdapterError(f"{folder}: lora_alpha of {module} is {shown(alpha)}, and not a number")
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+class _Pattern(NamedTuple):
+    """An expression for the names of modules, and what those have."""
+
+    folder: Path
+    field: str
+    expression: regex.Pattern[str]
+    value: Any
+
+    @classmethod
+    def list_of(cls, folder: Path, settings: Mapping[str, Any], field: str) -> list[_Pattern]:
+        """Return those of a field of the configuration."""
+        given = settings.get(field) or {}
+        if not isinstance(given, dict):
+            raise AdapterError(f"{folder / ADAPTER_FILE}: {field} is {shown(given)}, and no object")
+        found = []
+        for key, value in given.items():
+            try:
+                found.append(cls(folder, field, regex.compile(rf"(.*\.)?({key})$"), value))  # as PEFT matches
+            except (regex.error, RecursionError) as error:
+                raise AdapterError(f"{folder / ADAPTER_FILE}: {field} has {shown(key)}: {error}") from error
+        return found
 
 
-def _of_module(settings: Mapping[str, Any], patterns: str, module: str, otherwise: Any) -> Any:
-    """Return what a module has by the first name that is it, or the end of its path; PEFT takes expressions, too."""
-    given = settings.get(patterns) or {}
-    for name in given:
-        if not re.fullmatch(r"\^?[\w.]+", name):
-            raise AdapterError(
-                f"{ADAPTER_FILE}: {patterns} names {shown(name)}, which is an expression and not a module"
-            )
-    ends = f".{module}"
-    return next((given[name] for name in given if ends.endswith(f".{name.removeprefix('^')}")), otherwise)
+def _of_module(patterns: list[_Pattern], name: str, otherwise: Any, until: float) -> Any:
+    """Return the value of the first expression that matches a module."""
+    for folder, field_name, expression, value in patterns:
+        try:
+            if expression.match(name, timeout=max(until - time.monotonic(), 1e-3), concurrent=True):
+                return value
+        except TimeoutError as error:
+            file = folder / ADAPTER_FILE
+            raise AdapterError(f"{file}: {field_name} takes longer than {_MATCHING_S} s to match") from error
+    return otherwise

@@ -25,7 +25,7 @@ from graphdecode.kernels.moe.expert_linear import Routed
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.kernels.recurrent.state_tokens import StateTokens
-from graphdecode.linear.adapted import Adapted, AdapterSpan
+from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdapterSpan
 from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
@@ -48,6 +48,12 @@ class Tokens(NamedTuple):
     # where drafts are verified, each in a row of its own; see `StateTokens`
     scan_rows: Tensor | None = None  # int32 [t], the row of `state_rows` of each token; None: as in `rows`
     kept_states: Tensor | None = None  # int32 [t], where the state behind each token goes
+
+    def adapter_span(self, begin: int) -> AdapterSpan | None:
+        """Return the tokens, of which the pass has `begin` before them, with their adapters; None: no row has one."""
+        if self.adapters is None:
+            return None
+        return AdapterSpan(slice(begin, begin + self.ids.shape[0]), self.rows, self.live, self.adapters)
 
 
 def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
@@ -133,6 +139,7 @@ class ResidualStream:
         self.append_and_attend = append_and_attend
         # not None: the residual is not computed yet; a stem with an embedding of its own computes it at once
         is_plain = type(stem).run is Stem.run and type(stem).embed is Stem.embed
+        is_plain &= stem.adapted is None or parts[0].adapters is None
         self._stem: Stem | None = stem if is_plain and len(parts) == 1 else None
         if self._stem is not None:
             self._residual = stem.residual(parts[0])
@@ -140,11 +147,8 @@ class ResidualStream:
             embedded = [stem.run(part) for part in parts]
             self._residual = embedded[0] if len(parts) == 1 else torch.cat(embedded)
         self._all_live: Tensor | None = None
-        self._adapters = [
-            AdapterSpan(span, part.rows, part.live, part.adapters)
-            for span, part in self.parts()
-            if part.adapters is not None
-        ]
+        spans = [part.adapter_span(span.start) for span, part in self.parts()]
+        self._adapters = [span for span in spans if span is not None]
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
         self._norm: Norm | None = None  # of the residual, not computed yet
         self._product: tuple[WeightForm, Tensor] | None = None  # the output of a block, not computed yet
@@ -211,7 +215,7 @@ class ResidualStream:
         """[t, hidden], the output of the last block."""
         if self._product is not None:
             linear, x = self._product
-            self._multiply(linear, self.output_buffer(in_floats=linear.gives_floats), x)
+            self.multiply(linear, self.output_buffer(in_floats=linear.gives_floats), x)
         assert self._output is not None
         return self._output
 
@@ -243,7 +247,7 @@ class ResidualStream:
         """Write the product for `hidden` into `out` [t, out_features]."""
         fused, norm = self._fused(linear), self._norm
         if fused is None or norm is None:
-            self._multiply(linear, out, self.hidden)
+            self.multiply(linear, out, self.hidden)
         else:
             fused.normed(out, self.residual, norm.weight, norm.eps)
 
@@ -271,7 +275,8 @@ class ResidualStream:
         part._residual, part._hidden = self.residual[begin:end], self.hidden[begin:end]
         part._output = None if self._is_whole else self.output[begin:end]
         part._stem = part._product = None
-        part._buffers, part._adapters = {}, []
+        spans = [span.narrow(begin, end) for span in self._adapters]
+        part._buffers, part._adapters = {}, [span for span in spans if span is not None]
         return part
 
     def _add_product(self) -> None:
@@ -284,7 +289,7 @@ class ResidualStream:
             fused.added(self.residual, x, self._scale)
             self._product, self._is_whole = None, True
 
-    def _multiply(self, linear: WeightForm, out: Tensor, x: Tensor) -> None:
+    def multiply(self, linear: WeightForm, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` into `out`, with what the adapters of the tokens' rows add."""
         if self._adapters and isinstance(linear, Adapted):
             linear.adapt(out, x, self.buffer(linear.inner_size, torch.float32, "adapters"), self._adapters)
@@ -418,11 +423,14 @@ class Stem(Block):
 
     embedding: Tensor  # [vocab, hidden]
     scale: float = 1.0
+    adapted: AdaptedEmbedding | None = None  # room for adapters
 
     def run(self, tokens: Tokens) -> Tensor:
         """Return the embedded tokens [t, hidden]; a stem with more operators overrides it."""
-        residual = self.residual(tokens)
+        residual, span = self.residual(tokens), tokens.adapter_span(0)
         self.embed(residual, tokens)
+        if self.adapted is not None and span is not None:
+            self.adapted.adapt(residual, tokens.ids, span, self.scale)
         return residual
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
@@ -491,7 +499,7 @@ class SparseMlp(FeedForward):
         """Read `hidden` and set the output, without a host read."""
         rows, count = stream.hidden.shape[0], self.experts.count
         logits = stream.buffer_for(self.router, "router")
-        self.router.apply(logits, stream.hidden)
+        stream.project(self.router, logits)
         ids, weights, order, offsets = self.route(logits[:, :count], stream.live)
         outputs = self.outputs(stream.hidden, logits, ids, weights, order, offsets)
         if self.shared is None:

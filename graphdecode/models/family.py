@@ -69,10 +69,10 @@ class Family(ABC):
             stem: Stem = BlocksStem(no_rows, scale, table=rows)
         else:
             stem = Stem(weights.tensor("embedding"), scale)
-        if shared is None:
-            return stem
-        begin, end = (config.vocab_size * rank // shared.count for rank in (shared.rank, shared.rank + 1))
-        return SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=shared)
+        if shared is not None:
+            begin, end = (config.vocab_size * rank // shared.count for rank in (shared.rank, shared.rank + 1))
+            stem = SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=shared)
+        return replace(stem, adapted=weights.embedding_adapters(config.vocab_size))
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
         """Read and return the last norm and the output layer, which is the embedding if the map has none."""
@@ -82,7 +82,7 @@ class Family(ABC):
         lm_head, shared = weights.linear("lm_head", tied=stem.embedding, in_floats=True), weights.shared
         if shared is not None:
             lm_head = Gathered((config.vocab_size, config.hidden_size), None, lm_head, shared, "lm_head")
-        return Head(final_norm, lm_head, config.logits_soft_cap)
+        return Head(final_norm, weights.adapted_head(lm_head), config.logits_soft_cap)
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture; filled on import

@@ -289,6 +289,7 @@ def adapter_bytes(config: ModelShape, slots: int, max_rank: int, dtype: torch.dt
         return 0
     weight_map = family_of(config.architecture).weights(config)
     adapted = [found for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
+    adapted += [weight_map["embedding"]] * 2  # the output layer, also if tied to it, has adapters of its own
     features = sum(len(found) * found[0].shape[1] + sum(part.shape[0] for part in found) for found in adapted)
     return slots * max_rank * features * dtype.itemsize
 
@@ -397,7 +398,7 @@ def load_model(
     if shared is not None:
         weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
         config, own = split_config(config, shared.count), shard.weight_map
-    adapters = AdapterSlots.empty(*slots, options.dtype, device) if max_adapters else None
+    adapters = AdapterSlots(*slots, options.dtype, device, config) if max_adapters else None
     weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
     loaded = _build(config, weights, scales, weight_map, progress)
     return _with_memory_returned(loaded, device, joins_pages=replaced is None)
@@ -419,7 +420,7 @@ def _load_adopted(
     if options.quantize != quantize:
         raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
     folder.check_files(source)
-    adapters = AdapterSlots.empty(*slots, options.dtype, options.device) if slots[0] else None
+    adapters = AdapterSlots(*slots, options.dtype, options.device, folder.config) if slots[0] else None
     loaded = folder.load(options, adapters, progress=progress, replaced=replaced or {})
     return _with_memory_returned(loaded, options.device, joins_pages=replaced is None)
 
@@ -521,7 +522,7 @@ def _build(
     head = family.head(config, weights, stem)
     decoder = Decoder(config, stem, layers, head, cache_scales=scales, adapters=weights.adapters)
     if weights.adapters is not None:
-        weights.adapters.keep(form for _, form in decoder.products())
+        weights.adapters.keep([*(form for _, form in decoder.products()), stem.adapted])
         held = weights.adapters.parts  # adapters are read whole, and then split
         held.update({place: whole[place] for place, found in held.items() if found[0].split is not None})
     return decoder

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from graphdecode.attention import QKNormRope
 from graphdecode.distributed import Collectives
+from graphdecode.linear.weight_form import tensors_in
 from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStream, Stem, Tokens
 from graphdecode.models.recurrent_blocks import Mamba2
 
@@ -24,7 +25,7 @@ class SplitStem(Stem):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that a step only reads."""
-        return self.part.tensors
+        return [*self.part.tensors, *tensors_in(self.adapted)]
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""

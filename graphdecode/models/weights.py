@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.distributed import Collectives
+from graphdecode.linear.adapted import AdaptedEmbedding
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.forms import load_experts, load_linear, quantized_form, tied_linear
 from graphdecode.linear.plain import Plain
@@ -16,15 +17,14 @@ from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Norm
 from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
-from graphdecode.models.weight_map import WeightMap
+from graphdecode.models.weight_map import Part, WeightMap
 
-_NEVER_ADAPTED = ("embedding", "lm_head", "router", "per_layer_in")
+_NEVER_ADAPTED = ("embedding", "lm_head", "per_layer_in")  # the first two are adapted whole
 
 
 def can_adapt(place: str) -> bool:
-    """Whether the product at a place has room for adapters; those of single experts have none."""
-    *above, name = place.split(".")
-    return name not in _NEVER_ADAPTED and "experts" not in above
+    """Whether a layer's product has room for adapters; those of single experts have none."""
+    return place not in _NEVER_ADAPTED and "experts" not in place.split(".")[:-1]
 
 
 class Weights:
@@ -77,6 +77,17 @@ class Weights:
         if form.row_table is not None:
             self._embedding = form
         return form.row_table
+
+    def embedding_adapters(self, vocab_size: int) -> AdaptedEmbedding | None:
+        """Return room for adapters of the whole embedding; None: there are none."""
+        part = self._map["embedding"][0]
+        of_whole = Part(part.name, (vocab_size, part.shape[1]))
+        return None if self.adapters is None else self.adapters.of_embedding(of_whole)
+
+    def adapted_head(self, form: WeightForm) -> WeightForm:
+        """Return the whole output layer with room for adapters. PEFT adapts also a tied one by itself."""
+        parts = (Part("lm_head.weight", form.shape),)
+        return form if self.adapters is None else self.adapters.around(form, "lm_head", parts)
 
     def experts(
         self,

@@ -76,7 +76,7 @@ class LoRARequest:
     Attributes:
         lora_name: names it; the first request with a name loads the adapter.
         lora_int_id: vLLM's number of it, >= 1; names tell adapters apart here.
-        lora_path: a folder as PEFT saves it.
+        lora_path: a folder as PEFT saves it, or a GGUF file of llama.cpp.
     """
 
     lora_name: str
@@ -89,7 +89,7 @@ class LoRARequest:
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise ArgumentError(f"lora_int_id must be an integer >= 1, got {shown(self.lora_int_id)}")
         if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
-            raise ArgumentError(f"lora_path must be a folder, got {shown(self.lora_path)}")
+            raise ArgumentError(f"lora_path must be a folder or a GGUF file, got {shown(self.lora_path)}")
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None

@@ -330,7 +330,7 @@ class LLM:
 
         Args:
             name: the adapter's.
-            path: a folder as PEFT saves it.
+            path: a folder as PEFT saves it, or a GGUF file of llama.cpp.
 
         Raises:
             AdapterError: it cannot be used with this model; nothing was changed.

@@ -5,10 +5,16 @@
 #define ADAPTER_VECTORS 4 /* of outputs, that are summed up at once */
 
 /* The slot of a token's adapter, and its rank: 0 where it has none. */
-static int64_t NAME(adapter_of)(const add_adapters_args *a, int64_t token, int64_t *rank) {
-    const int32_t slot = a->adapters.data[a->rows.data[token]];
-    *rank = slot < 0 || slot >= a->ranks.size[0] ? 0 : least_of(a->ranks.data[slot], a->up.size[1]);
+static int64_t NAME(adapter_of)(const AdapterTokens *tokens, int64_t most, int64_t token, int64_t *rank) {
+    const int32_t slot = tokens->adapters.data[tokens->rows.data[token]];
+    *rank = slot < 0 || slot >= tokens->ranks.size[0] ? 0 : least_of(tokens->ranks.data[slot], most);
     return slot;
+}
+
+static int NAME(has_adapters)(const AdapterTokens *tokens, int64_t most, int64_t live) {
+    int64_t rank = 0;
+    for (int64_t token = 0; token < live && rank <= 0; token++) NAME(adapter_of)(tokens, most, token, &rank);
+    return rank > 0;
 }
 
 INLINE void NAME(down_rows)(const int count, float *to, const element *x, const element *rows, int64_t width) {
@@ -36,7 +42,7 @@ static void NAME(down_items)(const void *job, int64_t begin, int64_t end) {
     const int64_t groups = (most + ADAPTER_ROWS - 1) / ADAPTER_ROWS;
     for (int64_t item = begin; item < end; item++) {
         const int64_t token = item / (parts * groups), part = item / groups % parts, first = item % groups * ADAPTER_ROWS;
-        int64_t rank, slot = NAME(adapter_of)(a, token, &rank), count = least_of(ADAPTER_ROWS, rank - first);
+        int64_t rank, slot = NAME(adapter_of)(&a->tokens, most, token, &rank), count = least_of(ADAPTER_ROWS, rank - first);
         if (count <= 0) continue;
         const element *x = (const element *)a->x.data + token * a->x.stride[0];
         const element *rows = (const element *)a->down.data + ((slot * parts + part) * most + first) * width;
@@ -80,7 +86,7 @@ static void NAME(up_items)(const void *job, int64_t begin, int64_t end) {
     const int64_t parts = a->down.size[1], most = a->down.size[2], width = a->up.size[2], is_wide = IS_WIDE(a->out);
     for (int64_t item = begin; item < end; item++) {
         const int64_t token = item / parts, part = item % parts;
-        int64_t rank, slot = NAME(adapter_of)(a, token, &rank);
+        int64_t rank, slot = NAME(adapter_of)(&a->tokens, most, token, &rank);
         if (rank <= 0) continue;
         char *out = (char *)a->out.data + token * a->out.stride[0] * width_of(is_wide);
         const float *inner = a->inner.data + (token * parts + part) * most;
@@ -92,9 +98,30 @@ static void NAME(up_items)(const void *job, int64_t begin, int64_t end) {
 KERNEL(add_adapters) {
     const int64_t live = live_of(a->live.data, a->out.size[0]), parts = a->down.size[1], most = a->down.size[2];
     const int64_t groups = (most + ADAPTER_ROWS - 1) / ADAPTER_ROWS;
-    int64_t rank = 0, used = 0;
-    for (; used < live && rank <= 0; used++) NAME(adapter_of)(a, used, &rank);
-    if (rank <= 0) return;
+    if (!NAME(has_adapters)(&a->tokens, most, live)) return;
     parallel(threads, NAME(down_items), a, live * parts * groups, items_of(PARALLEL_WORK, ADAPTER_ROWS * a->down.size[3]));
     parallel(threads, NAME(up_items), a, live * parts, items_of(PARALLEL_WORK, most * a->up.size[2] / parts));
+}
+
+/* Items are tokens; a token's row of the table, scaled, takes the place of the sums of a product. */
+static void NAME(embedding_items)(const void *job, int64_t begin, int64_t end) {
+    const add_embedding_adapters_args *a = job;
+    const int64_t vocab = a->table.size[1], most = a->table.size[2], width = a->up.size[2], is_wide = IS_WIDE(a->out);
+    float inner[most];
+    for (int64_t token = begin; token < end; token++) {
+        int64_t rank, slot = NAME(adapter_of)(&a->tokens, most, token, &rank), id = a->ids.data[token];
+        if (rank <= 0) continue;
+        if (id < 0 || id >= vocab) id = 0;
+        const element *row = (const element *)a->table.data + (slot * vocab + id) * most;
+        for (int64_t r = 0; r < rank; r++) inner[r] = (float)a->scale * widen(row[r]);
+        char *out = (char *)a->out.data + token * a->out.stride[0] * width_of(is_wide);
+        const element *up = (const element *)a->up.data + slot * most * width;
+        BY_WIDTH(is_wide, NAME(up_span), out, 0, width, inner, up, rank, width);
+    }
+}
+
+KERNEL(add_embedding_adapters) {
+    const int64_t live = live_of(a->live.data, a->out.size[0]), most = a->table.size[2];
+    if (!NAME(has_adapters)(&a->tokens, most, live)) return;
+    parallel(threads, NAME(embedding_items), a, live, items_of(PARALLEL_WORK, most * a->up.size[2]));
 }

@@ -1,7 +1,8 @@
 """Low-rank adapters of a product: `out += up(down(x))`, for each token those of its row (Hu et al., 2021, "LoRA").
 
 Adapters stand in slots of fixed tensors, and a batch row names a slot: one captured step serves every mixture of them.
-A product of several weights side by side, such as queries, keys and values, has a `down` for each part.
+A product of several weights side by side, such as queries, keys and values, has a `down` for each part. The embedding
+is a product of one-hot vectors: its `down` is a table, of which a token reads one row.
 """
 
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
-from ..native.registration import Float32, Int32, Wide, Written, operator
+from ..native.registration import Float32, Int32, Int64, Wide, Written, operator
 
 NO_ADAPTER = -1  # the slot of a row without one
 _DOWN_TILE, _UP_BLOCK = 8192, 256  # values of `down` that a program holds at once; outputs of a program
@@ -143,3 +144,69 @@ def add_adapters(
         bounds = [0, *ends.tolist()]
         for part, (begin, end) in enumerate(pairwise(bounds)):
             out[at, begin:end] = (out[at, begin:end] + mid[:, part] @ up[slot, :rank, begin:end].float()).to(out.dtype)
+
+
+# One program takes one token and a block of outputs: it reads a row of the table, and rank rows of `up` there.
+@triton.jit
+def _embedding_kernel(
+    out, ids, table, up, tokens, scale, vocab, out_features, out_stride,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        wait_and_trigger()
+    token = tl.program_id(0)
+    if token >= tl.load(tokens.live):
+        return
+    slot, rank = _slot_of(token, tokens)
+    if rank == 0:
+        return
+    row = tl.load(ids + token)
+    row = tl.where((row >= 0) & (row < vocab), row, 0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < out_features
+    at = out + token.to(tl.int64) * out_stride + columns
+    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for place in range(rank):
+        weights = tl.load(up + (slot * RANK + place) * out_features + columns, mask=inside, other=0.0)
+        total += scale * tl.load(table + (slot * vocab + row) * RANK + place).to(tl.float32) * weights.to(tl.float32)
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def add_embedding_adapters_triton(
+    out: Tensor, ids: Tensor, table: Tensor, up: Tensor, tokens: AdapterTokens, scale: float
+) -> None:
+    """Launch the kernel; see `add_embedding_adapters`. It has run in Triton's interpreter alone."""
+    _, vocab, rank = table.shape
+    count, out_features = out.shape
+    _embedding_kernel[(count, triton.cdiv(out_features, _UP_BLOCK))](
+        out, ids, table, up, tokens, scale, vocab, out_features, out.stride(0),
+        RANK=rank, BLOCK=_UP_BLOCK, num_warps=4, **early_start_options(out.device),
+    )  # fmt: skip
+
+
+@operator(
+    triton_version=add_embedding_adapters_triton,
+    is_compiled=lambda out, table, up: out.stride(1) == 1 and table.is_contiguous() and up.is_contiguous(),
+)
+def add_embedding_adapters(
+    out: Written[Wide], ids: Int64, table: Tensor, up: Tensor, tokens: AdapterTokens, scale: float
+) -> None:
+    """Add to embedded tokens what the adapters of their rows give, `scale * up(table[id])`; sums are float32.
+
+    Args:
+        out: [t, hidden], the embedded tokens, of the table's dtype or float32; rows may be strided.
+        ids: int64 [t]; ids that no row has read row 0, as in `embedding`.
+        table: [slots, vocab, rank], contiguous; of a row the first values, as many as the adapter's rank, are read.
+        up: [slots, rank, hidden], contiguous, with the adapter's scale in it.
+        tokens: which tokens use which adapter.
+        scale: of the embedding.
+    """
+    count = min(int(tokens.live), len(out))
+    slots = tokens.adapters[tokens.rows[:count].long()]
+    rows = torch.where((ids >= 0) & (ids < table.shape[1]), ids, 0)
+    for slot in slots.unique().tolist():
+        rank = int(tokens.ranks[slot]) if slot >= 0 else 0
+        if rank:
+            at = (slots == slot).nonzero().flatten()
+            inner = scale * table[slot, rows[at], :rank].float()
+            out[at] = (out[at] + inner @ up[slot, :rank].float()).to(out.dtype)

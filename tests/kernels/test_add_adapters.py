@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters, add_adapters_triton
+from graphdecode.kernels.linear.add_adapters import (
+    AdapterTokens,
+    add_adapters,
+    add_adapters_triton,
+    add_embedding_adapters,
+    add_embedding_adapters_triton,
+)
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
@@ -29,6 +35,16 @@ def version(request: pytest.FixtureRequest, device: str):
         flat = versions("add_adapters").torch
         return lambda *given: flat(*given[:-1], *given[-1]), "cpu"
     return (add_adapters_triton, device) if request.param == "triton" else (add_adapters, "cpu")
+
+
+@pytest.fixture
+def of_embedding(version, request: pytest.FixtureRequest):
+    """Return the version of the embedding's operator."""
+    kind, where = request.node.callspec.params["version"], version[1]
+    if kind == "torch":
+        flat = versions("add_embedding_adapters").torch
+        return lambda *given: flat(*given[:-2], *given[-2], given[-1]), where
+    return add_embedding_adapters_triton if kind == "triton" else add_embedding_adapters, where
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,3 +115,29 @@ def test_the_operator_passes_opcheck(device):
     given = (torch.zeros(2, 16, device=device), torch.zeros(2, 32, device=device), down, up)
     rest = (torch.zeros(2, 1, RANK, device=device), ends, *tokens_of([0, -1], [0, 1], 2, device))
     torch.library.opcheck(torch.ops.graphdecode.add_adapters.default, (*given, *rest))
+    table = torch.zeros(SLOTS, 5, RANK, device=device)
+    given = (torch.zeros(2, 16, device=device), torch.tensor([4, 7], device=device), table, up)
+    rest = (*tokens_of([0, -1], [0, 1], 2, device), 1.5)
+    torch.library.opcheck(torch.ops.graphdecode.add_embedding_adapters.default, (*given, *rest))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16,) * 2, (torch.bfloat16, None)])
+@pytest.mark.parametrize("of_pass", PASSES.values(), ids=PASSES)
+def test_an_embedded_token_has_its_rows_adapter(of_embedding, of_pass, dtypes):
+    run, where = of_embedding
+    dtype, out_dtype, count, vocab = dtypes[0], dtypes[1] or torch.float32, len(of_pass[1]), 11
+    ids = [(3 * token) % vocab for token in range(count)]
+    ids[0], ids[-1] = vocab, -1  # such read row 0
+    table, up = drawn(SLOTS, vocab, RANK, dtype=dtype).to(where), weights(1, 8, 90, dtype, where)[1]
+    for slot, rank in enumerate(RANKS):
+        table[slot, :, rank:] = torch.nan
+    out = drawn(count, 90, dtype=out_dtype).to(where)
+    wanted = out.double().clone()
+    for token in range(of_pass[2]):
+        slot, row = of_pass[0][of_pass[1][token]], ids[token] if 0 <= ids[token] < vocab else 0
+        rank = RANKS[slot] if slot >= 0 else 0
+        wanted[token] += 1.5 * table[slot, row, :rank].double() @ up[slot, :rank].double()
+    run(out, torch.tensor(ids, device=where), table, up, tokens_of(*of_pass, where), 1.5)
+    torch.testing.assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=20 * TOLERANCE[dtype])
+    untouched = [t for t in range(count) if t >= of_pass[2] or of_pass[0][of_pass[1][t]] in (-1, RANKS.index(0))]
+    assert torch.equal(out[untouched].double(), wanted[untouched])

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
+import gguf_checkpoints
 import pytest
 import torch
 import transformers
 from compiled_kernels import compiled_or_gpu
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -25,9 +27,10 @@ from graphdecode.engine.request import RequestError
 from graphdecode.errors import ArgumentError
 from graphdecode.models import adapter_bytes
 from graphdecode.models.adapters import AdapterError
+from graphdecode.models.family import known_families
 
 # split and fused names, norms of heads, windows, scaled residuals, a shared expert that every token takes
-MODELS = ("llama-biases", "qwen3", "gemma3", "phi3", "granite", "qwen3.5")
+MODELS = ("llama-biases", "qwen3", "gemma3", "phi3", "granite", "qwen3.5", "qwen2-moe")
 # run by transformers: fused queries, keys and values with biases, norms of heads, transposed weights
 MODULES = ("gpt-neox", "stablelm", "gpt2")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -45,17 +48,56 @@ def linear_modules(model: Any) -> dict[str, Tensor]:
     }
 
 
+def routers(model: Any) -> dict[str, Tensor]:
+    """Return the weights of the layers' routers by module, and those of the gates of shared experts."""
+    names = {name.removesuffix(".weight"): weight for name, weight in model.named_parameters()}
+    return {name: weight for name, weight in names.items() if re.search(r"mlp\.(gate|shared_expert_gate)$", name)}
+
+
+def edges(model: Any) -> dict[str, Tensor]:
+    """Return the embedding and the output layer; nothing of a model that transformers runs."""
+    if model.config.architectures and model.config.architectures[0] not in known_families():
+        return {}
+    return {name: model.get_submodule(name).weight for name in ("model.embed_tokens", "lm_head")}
+
+
+def merged_with(model: Any, added: dict[str, Tensor]) -> Any:
+    """Return a copy of a model with other weights; as with PEFT, a tied output layer is adapted by itself."""
+    merged = copy.deepcopy(model)
+    if "lm_head" in added or "model.embed_tokens" in added:
+        merged.lm_head.weight = torch.nn.Parameter(merged.lm_head.weight.detach().clone())
+    for module, values in added.items():
+        part = merged.get_submodule(module)
+        part.weight.data += values.T if isinstance(part, Conv1D) else values
+    return merged
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
 def write_adapter(folder: Path, shapes: dict[str, Tensor], seed: int, rank: int, **settings: Any) -> dict[str, Tensor]:
     """Save an adapter as PEFT does; return what it adds to the weights."""
     drawn, tensors, added = torch.Generator().manual_seed(seed), {}, {}
     alpha, patterns = settings.get("lora_alpha", 2 * rank), settings.get("rank_pattern", {})
     for module, weight in shapes.items():
-        own = next((patterns[name] for name in patterns if module.endswith(name)), rank)
-        a = torch.randn(own, weight.shape[1], generator=drawn) * 0.2
-        b = torch.randn(weight.shape[0], own, generator=drawn) * 0.2
-        tensors |= {f"base_model.model.{module}.lora_{which}.weight": each for which, each in (("A", a), ("B", b))}
-        of_module = next((v for n, v in settings.get("alpha_pattern", {}).items() if module.endswith(n)), alpha)
-        added[module] = of_module / (math.sqrt(own) if settings.get("use_rslora") else own) * b @ a
+        own = next((patterns[name] for name in patterns if re.match(rf"(.*\.)?({name})$", module)), rank)
+        is_table = module.endswith("embed_tokens")
+        out_features, in_features = weight.shape[::-1] if is_table else weight.shape
+        a = torch.randn(own, in_features, generator=drawn) * 0.2
+        b = torch.randn(out_features, own, generator=drawn) * 0.2
+        name = "base_model.model." + module + (".lora_embedding_{}" if is_table else ".lora_{}.weight")
+        tensors |= {name.format("A"): a, name.format("B"): b}
+        if module in ("model.embed_tokens", "lm_head"):  # PEFT saves them beside their adapters
+            tensors[f"base_model.model.{module}.base_layer.weight"] = weight.detach().clone()
+        of_names = settings.get("alpha_pattern", {}).items()
+        of_module = next((v for n, v in of_names if re.match(rf"(.*\.)?({n})$", module)), alpha)
+        values = of_module / (math.sqrt(own) if settings.get("use_rslora") else own) * b @ a
+        added[module] = values.T if is_table else values
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **settings}
@@ -69,30 +111,34 @@ class Adapted:
     def __init__(self, base: Path, folder: Path) -> None:
         self.base = base
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-        every = linear_modules(model)
+        every, outer = linear_modules(model), edges(model)
         of_attention = {name: weight for name, weight in every.items() if re.search(r"q_proj|v_proj|qkv", name)}
         kinds: list[tuple[dict[str, Tensor], int, dict[str, Any]]] = [
-            (every, 4, {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"o_proj": 1}}),
+            (
+                every | routers(model) | outer,
+                4,
+                {
+                    "rank_pattern": {r"layers\.\d+\.mlp\.down_proj": 2, "down_proj": 3},
+                    "alpha_pattern": {"[a-o]_proj": 1},
+                    "target_parameters": ["gate.weight"],
+                },
+            ),
             (of_attention or every, 8, {"use_rslora": True}),
-            ({name: weight for name, weight in every.items() if ".1." in name}, 1, {"lora_alpha": 3}),
-            (every, 3, {"fan_in_fan_out": True}),  # of GPT-2's layers, and nothing to A and B
+            ({n: w for n, w in (every | outer).items() if ".1." in n or n == "lm_head"}, 1, {"lora_alpha": 3}),
+            (
+                every | {n: w for n, w in outer.items() if n != "lm_head"},
+                3,
+                {"fan_in_fan_out": True},
+            ),  # of GPT-2's layers, and nothing to A and B
         ]
         self.models, self.requests = {None: model}, [None]
         for number, (shapes, rank, settings) in enumerate(kinds[:NUM_ADAPTERS], 1):
             name = f"adapter-{number}"
-            merged = copy.deepcopy(model)
-            weights = linear_modules(merged)
-            for module, added in write_adapter(folder / name, shapes, number, rank, **settings).items():
-                weights[module] += added
-            self.models[name] = merged
+            self.models[name] = merged_with(model, write_adapter(folder / name, shapes, number, rank, **settings))
             self.requests.append(LoRARequest(name, number, folder / name))
 
     def wanted(self, request: LoRARequest | None, prompt: list[int], count: int) -> list[int]:
-        model, ids = self.models[request and request.lora_name], torch.tensor([prompt])
-        with torch.no_grad():
-            for _ in range(count):
-                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-        return ids[0, len(prompt) :].tolist()
+        return greedy(self.models[request and request.lora_name], prompt, count)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +175,42 @@ def drawn_requests(adapted: Adapted, count: int, seed: int = 0) -> list[tuple[Lo
     ]
 
 
+def gguf_adapter(
+    path: Path, folder: Path, name: str, edit: Callable[[dict[str, Any]], object] = lambda _: None
+) -> Path:
+    """Write an adapter as llama.cpp converts it from PEFT's folder.
+
+    Args:
+        path: of the file.
+        folder: of the adapter.
+        name: of the base in `gguf_checkpoints`.
+        edit: changes metadata and tensors.
+    """
+    architecture, kind, _ = gguf_checkpoints.ARCHITECTURES[name]
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names, written = gguf.get_tensor_name_map(number, 9), {}
+    written |= {"general.type": "adapter", "adapter.type": "lora", "general.architecture": architecture}
+    written["adapter.lora.alpha"] = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] * 1.0
+    for tensor_name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", tensor_name)
+        if found is not None:
+            module, half = found.groups()
+            if kind in ("Llama", "Mixtral") and half == "B" and module.endswith(("q_proj", "k_proj")):
+                tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
+            if module.endswith("embed_tokens") and half == "A":
+                tensor = tensor.T
+            written[f"{names.get_name(module)}.weight.lora_{half.lower()}"] = tensor.contiguous()
+    edit(written)
+    writer = gguf.GGUFWriter(path, written.pop("general.architecture"))
+    for key, value in written.items():
+        if isinstance(value, Tensor):
+            writer.add_tensor(key, value.numpy())
+        else:
+            getattr(writer, "add_string" if isinstance(value, str) else "add_float32")(key, value)
+    gguf_checkpoints.finish(writer)
+    return path
+
+
 def generated(llm: LLM, requests: list[tuple[LoRARequest | None, list[int]]]) -> list[list[int]]:
     adapters, prompts = [each for each, _ in requests], [prompt for _, prompt in requests]
     return [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)]
@@ -159,6 +241,79 @@ def test_every_kind_of_step_takes_adapters(adapted, options):
     with make(of_model, **options) as llm:
         for (request, prompt), tokens in zip(requests, generated(llm, requests), strict=True):
             assert tokens == of_model.wanted(request, prompt, 8), request
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma3"])
+def test_prompt_log_probabilities_are_those_of_merged_weights(adapted, name):
+    of_model = adapted(name)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    with make(of_model) as llm:
+        for request, prompt in drawn_requests(of_model, 5):
+            output = llm.generate([prompt], params, use_tqdm=False, lora_request=request)[0]
+            found = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
+            with torch.no_grad():
+                logits = of_model.models[request and request.lora_name](torch.tensor([prompt])).logits[0, :-1]
+            wanted = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+            torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_gguf_adapters_are_those_of_peft_on_either_base(name, tmp_path):
+    model = gguf_checkpoints.random_model(name)
+    model.save_pretrained(tmp_path / "base")
+    base = gguf_checkpoints.write(model, name, tmp_path / "base.gguf")
+    added = write_adapter(tmp_path / "peft", linear_modules(model) | edges(model), 1, 3)
+    file = gguf_adapter(tmp_path / "adapter.gguf", tmp_path / "peft", name)
+    of_model, requests = Adapted(tmp_path / "base", tmp_path), [LoRARequest("one", 1, tmp_path / "peft")]
+    requests.append(LoRARequest("two", 2, file))
+    wanted = greedy(merged_with(model, added), [3, 4, 5, 6, 7], 8)
+    for of_model.base in (tmp_path / "base", base):
+        with make(of_model) as llm:
+            assert generated(llm, [(request, [3, 4, 5, 6, 7]) for request in requests]) == [wanted] * 2
+
+
+GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a model": (lambda w: w.update({"general.type": "model"}), "general.type is 'model', and should be 'adapter'"),
+    "a vector": (lambda w: w.update({"adapter.type": "control_vector"}), "adapter.type is 'control_vector', and"),
+    "another base": (lambda w: w.update({"general.architecture": "qwen3"}), "is 'qwen3', and should be 'llama'"),
+    "no alpha": (lambda w: w.pop("adapter.lora.alpha"), "the field adapter.lora.alpha is missing"),
+    "NaN as alpha": (lambda w: w.update({"adapter.lora.alpha": math.nan}), "must be a number other than 0, got nan"),
+    "half of it": (lambda w: w.pop("blk.0.attn_q.weight.lora_b"), "blk.0.attn_q.weight has only one of A and B"),
+    "a norm": (
+        lambda w: w.update({"blk.0.attn_norm.weight": torch.ones(64)}),
+        "blk.0.attn_norm.weight is not the A or",
+    ),
+    "a tensor of another model": (
+        lambda w: w.update({f"blk.7.attn_q.weight.lora_{each}": torch.ones(64, 1) for each in "ab"}),
+        r"layers.7.self_attn.q_proj is no product that adapters can change",
+    ),
+    "experts": (
+        lambda w: w.update({"blk.0.ffn_up_exps.weight.lora_a": torch.ones(2, 3, 4)}),
+        "adapters of experts are",
+    ),
+    "another size": (
+        lambda w: w.update({"blk.0.attn_q.weight.lora_b": torch.ones(32, 3)}),
+        r"q_proj has A \[3, 64\] and B \[32, 3\]",
+    ),
+    "no heads": (lambda w: w.update({"blk.0.attn_q.weight.lora_b": torch.ones(17, 3)}), "has a B of 17 rows for heads"),
+    "NaN": (
+        lambda w: w.update({"blk.0.attn_q.weight.lora_b": torch.full((64, 3), math.nan)}),
+        "numbers that are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), GGUF_FAULTS.values(), ids=GGUF_FAULTS)
+def test_a_gguf_adapter_that_cannot_be_used_is_refused(small, tmp_path, edit, message):
+    write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": torch.empty(64, 64)}, 1, 3)
+    file = gguf_adapter(tmp_path / "broken.gguf", tmp_path, "llama", edit)
+    with pytest.raises(AdapterError, match=message) as refused:
+        small.load_lora_adapter("broken", file)
+    assert str(refused.value).count(str(file)) == 1
+    assert small.engine.adapters.names == []
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(AdapterError, match=r"is truncated|broken\.gguf"):
+        small.load_lora_adapter("broken", file)
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +387,8 @@ class Lives:
         model = transformers.AutoModelForCausalLM.from_pretrained(adapted.base, dtype=torch.float32)
         self.requests: list[LoRARequest] = []
         for number in range(1, 41):
-            write_adapter(folder / str(number), linear_modules(model), number, 1 + number % 8)
+            outer = edges(model) if number % 3 == 0 else {}
+            write_adapter(folder / str(number), linear_modules(model) | outer, number, 1 + number % 8)
             self.requests.append(LoRARequest(f"life-{number}", number, folder / str(number)))
         self.llm = make(adapted, max_adapters=4, batch_invariant=True, batch_sizes=[1, 3])
         self.alone = [self.tokens_of(None), *map(self.tokens_of, self.requests)]
@@ -288,8 +444,6 @@ def _config(**changes: Any) -> Callable[[Path], None]:
 
 def _tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
     def changed(folder: Path) -> None:
-        from safetensors.torch import load_file
-
         file = folder / "adapter_model.safetensors"
         save_file(change(load_file(file)), file)
 
@@ -321,19 +475,35 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "biases": (_config(bias="all"), "bias is 'all'"),
     "another alpha": (_config(lora_alpha="x"), "lora_alpha of .* is 'x', and not a number"),
     "another rank": (_config(r=5), "has rank 4, and adapter_config.json says 5"),
-    "an expression": (_config(rank_pattern={"(a+)+$": 2}), "an expression and not a module"),
+    "an endless expression": (_config(alpha_pattern={r"((a|\w|\.|[a-z])+)+\d": 2}), "alpha_pattern takes longer than"),
+    "a broken expression": (_config(rank_pattern={"(": 2}), r"rank_pattern has '\(': missing \)"),
+    "no expressions": (_config(rank_pattern=[4]), r"rank_pattern is \[4\], and no object"),
     "NaN": (_all(lambda tensor: tensor * torch.nan), "numbers that are not finite"),
     "too large a rank": (_config(r=9), "has rank 4"),
     "integers": (_all(lambda tensor: tensor.int()), "not of floats"),
     "another size": (_all(lambda tensor: tensor[:, :-1], "lora_A"), r"has A \[4, 63\] and B"),
     "half of it": (_tensors(lambda found: dict(list(found.items())[1:])), "has only one of A and B"),
-    "an embedding": (
+    "half of an embedding": (
         _tensors(lambda found: found | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(1)}),
-        "embed_tokens.lora_embedding_A is not the A or B of a product",
+        "embed_tokens has only one of A and B",
+    ),
+    "a product as an embedding": (
+        _tensors(
+            lambda found: {n.replace("lora_", "lora_embedding_").removesuffix(".weight"): t for n, t in found.items()}
+        ),
+        "q_proj has matrices of an embedding, and is none",
+    ),
+    "an expert": (
+        _tensors(lambda found: {n.replace("self_attn.q_proj", "mlp.experts"): t for n, t in found.items()}),
+        "mlp.experts is of experts, which have no room for adapters",
+    ),
+    "other tokens": (
+        _tensors(lambda found: found | {"base_model.model.model.embed_tokens.weight": torch.ones(1)}),
+        "embed_tokens.weight is not the A or B of a product",
     ),
     "another model's module": (
         _tensors(lambda found: {name.replace("layers.0", "layers.7"): tensor for name, tensor in found.items()}),
-        r"layers.7.self_attn.q_proj is no product of the model",
+        r"layers.7.self_attn.q_proj is no product that adapters can change",
     ),
 }
 

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 PACKAGES = frozenset({
-    "compressed_tensors", "gguf", "huggingface_hub", "hypothesis", "prompt_toolkit", "rich", "safetensors",
-    "tokenizers", "tqdm", "transformers", "typer",
+    "compressed_tensors", "gguf", "huggingface_hub", "hypothesis", "prompt_toolkit", "regex", "rich",
+    "safetensors", "tokenizers", "tqdm", "transformers", "typer",
 })  # fmt: skip
 WITHOUT = "GPU_CHECK_WITHOUT"  # if set, none of them counts as installed
 

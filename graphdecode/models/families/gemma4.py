@@ -102,7 +102,7 @@ class MlpBesideExperts(FeedForward):
         rms_norm(total, stream.output, self.after_mlp.weight, self.after_mlp.eps)
         rms_norm(hidden, stream.residual, self.before_router.weight, self.before_router.eps)
         logits = stream.buffer_for(self.sparse.router, "router")
-        self.sparse.router.apply(logits, hidden)
+        stream.multiply(self.sparse.router, logits, hidden)
         ids, weights, order, offsets = self.sparse.route(logits, stream.live)
         weights.mul_(self.expert_scales.index_select(0, ids.flatten().clamp(min=0)).view_as(weights))
         rms_norm(hidden, stream.residual, self.before_experts.weight, self.before_experts.eps)

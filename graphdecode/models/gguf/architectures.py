@@ -20,6 +20,7 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by
 EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTATED = ("attn_q", "attn_k")
 ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
+_NAMESAKES = {"Mistral": "Llama"}  # models of transformers that are called another one's in GGUF
 _CONVS = ("ssm_conv1d.weight", "shortconv.conv.weight")  # [channels, width] in the file
 _VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")  # in rows in some files
 
@@ -499,3 +500,12 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"the general.architecture {name!r:.80} is not supported; supported are {known}")
     return ARCHITECTURES[name]
+
+
+def architecture_for(model: str) -> tuple[str, Architecture]:
+    """Return GGUF's name of the architecture of a model, by its class in transformers, with the architecture."""
+    kind = model.removesuffix("ForCausalLM")
+    for name, found in ARCHITECTURES.items():
+        if found.name == _NAMESAKES.get(kind, kind):
+            return {"mixtral": "llama", "olmo3": "olmo2"}.get(name, name), found
+    raise UnsupportedModelError(f"it cannot be an adapter of {model}, whose tensors in GGUF are not known")
