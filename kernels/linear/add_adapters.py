@@ -175,7 +175,7 @@ def _embedding_kernel(
 def add_embedding_adapters_triton(
     out: Tensor, ids: Tensor, table: Tensor, up: Tensor, tokens: AdapterTokens, scale: float
 ) -> None:
-    """Launch the kernel; see `add_embedding_adapters`. It has run in Triton's interpreter alone."""
+    """Launch the kernel; see `add_embedding_adapters`. It has run in Triton's interpreter and been compiled."""
     _, vocab, rank = table.shape
     count, out_features = out.shape
     _embedding_kernel[(count, triton.cdiv(out_features, _UP_BLOCK))](

@@ -445,7 +445,7 @@ def recurrent_cases() -> dict[str, Callable[[], None]]:
 
 
 def adapter_cases() -> dict[str, Callable[[], None]]:
-    """Adapters of queries, keys and values, and of a product of one part, in two ranks."""
+    """Adapters of queries, keys and values, of a product of one part, in two ranks, and of the embedding."""
     cases: dict[str, Callable[[], None]] = {}
     ints = partial(torch.empty, dtype=torch.int32)
     tokens = add_adapters.AdapterTokens(ints(ROWS), ints(1), ints(ROWS), ints(4))
@@ -457,6 +457,14 @@ def adapter_cases() -> dict[str, Callable[[], None]]:
             cases[f"adapters-{name}-{parts}x{rank}"] = partial(
                 add_adapters.add_adapters_triton, out, x, down, up, torch.empty(ROWS, parts, rank), ints(parts), tokens
             )
+        table, up, ids = (
+            torch.empty(4, VOCAB, 16, dtype=dtype),
+            torch.empty(4, 16, HIDDEN, dtype=dtype),
+            ints(ROWS).long(),
+        )
+        cases[f"embedding-adapters-{name}"] = partial(
+            add_adapters.add_embedding_adapters_triton, torch.empty(ROWS, HIDDEN), ids, table, up, tokens, 1.0
+        )
     return cases
 
 
