@@ -11,38 +11,11 @@
 #ifndef GRAPHDECODE_DECODE_ATTENTION
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
+#define VALUE_VECTORS (LANES == 8 ? 2 : 4) /* of values, whose sums of four queries stay in registers */
 #define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
 
-/* Sums across the lanes of vectors: of as many vectors as a vector has lanes, two at a time. Lanes of two are of each, from
- * `from` on, the next `width` of every 2 * width. */
-#define LANE(n, width, from) \
-    ((n) / (LANES / 2) * LANES + (n) % (LANES / 2) / (width) * 2 * (width) + (n) % (width) + (from))
-#define LANES_4(n, ...) LANE(n, __VA_ARGS__), LANE(n + 1, __VA_ARGS__), LANE(n + 2, __VA_ARGS__), LANE(n + 3, __VA_ARGS__)
-#if LANES == 16
-#define ALL_LANES(...) \
-    LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__), LANES_4(8, __VA_ARGS__), LANES_4(12, __VA_ARGS__)
-#elif LANES == 8
-#define ALL_LANES(...) LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__)
-#else
-#define ALL_LANES(...) LANES_4(0, __VA_ARGS__)
-#endif
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#endif
-#define FOLD(width) (SHUFFLE(a, b, ALL_LANES(width, 0)) + SHUFFLE(a, b, ALL_LANES(width, width)))
-
 /* Add lanes of two vectors to the ones `width` beside them; `width` is a constant where this is used. */
-INLINE vec fold_pair(const int width, vec a, vec b) {
-#if LANES >= 16
-    if (width == 8) return FOLD(8);
-#endif
-#if LANES >= 8
-    if (width == 4) return FOLD(4);
-#endif
-    return width == 2 ? FOLD(2) : FOLD(1);
-}
+INLINE vec fold_pair(const int width, vec a, vec b) { return parted(width, 0, a, b) + parted(width, 1, a, b); }
 
 /* The rows' keys as they are shared out: each row's heads in parts, each part's keys in spans. */
 struct sharing {
@@ -103,20 +76,31 @@ static void soften(float *logits, int64_t count, float *sums, float *largest, fl
 }
 #endif
 
-/* logits[head][key] of `heads` queries, a constant where this is used, with LANES / heads keys: each key is loaded once.
- * Each sum is added up in the order of sum_lanes. */
-INLINE void NAME(add_dots)(const int heads, float *logits, const float *q, const element *const *found, int64_t dim) {
+/* Add products with OF_VECTOR features of some keys, from the `i`th on, to the sums of `heads` queries: each key is loaded
+ * once. */
+INLINE void NAME(add_features)(const int heads, vec *sums, const factor *q, const element *const *found, int64_t i,
+                               int64_t dim, int64_t width) {
+    const int keys = LANES / heads;
+#pragma GCC unroll 16
+    for (int j = 0; j < keys; j++) {
+        uvec key = features_at(found[j], i, dim);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++)
+            sums[h * keys + j] = add_factors(sums[h * keys + j], load_words(q + h * width + i), key);
+    }
+}
+
+/* logits[head][key] of `heads` queries, a constant where this is used, with LANES / heads keys. Each sum is added up in the
+ * order of sum_lanes. */
+INLINE void NAME(add_dots)(const int heads, float *logits, const factor *q, const element *const *found, int64_t dim,
+                           int64_t width) {
     const int keys = LANES / heads;
     vec sums[LANES];
+    int64_t i = 0;
 #pragma GCC unroll 16
     for (int n = 0; n < LANES; n++) sums[n] = splat(0.0f);
-    for (int64_t i = 0; i < dim; i += LANES)
-#pragma GCC unroll 16
-        for (int j = 0; j < keys; j++) {
-            vec key = load(found[j] + i);
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) sums[h * keys + j] += load_f32(q + h * dim + i) * key;
-        }
+    for (; i + OF_VECTOR <= dim; i += OF_VECTOR) NAME(add_features)(heads, sums, q, found, i, i + OF_VECTOR, width);
+    if (i < dim) NAME(add_features)(heads, sums, q, found, i, dim, width);
 #pragma GCC unroll 4
     for (int width = LANES / 2; width > 0; width /= 2)
 #pragma GCC unroll 16
@@ -149,37 +133,40 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
         for (int v = 0; v < vectors; v++) store_f32(sums + h * dim + offset + v * LANES, held[h][v]);
 }
 
-INLINE void NAME(dots)(const int heads, float *logits, const float *q, const element *const *found,
-                       struct coming *next, int64_t count, int64_t dim) {
+INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *const *found,
+                       struct coming *next, int64_t count, int64_t dim, int64_t width) {
     for (int64_t j = 0; j < count; j += LANES / heads) {
         if (next) ask_for(next, LANES / heads * dim * next->size);
-        NAME(add_dots)(heads, logits + j, q, found + j, dim);
+        NAME(add_dots)(heads, logits + j, q, found + j, dim, width);
     }
 }
 
 INLINE void NAME(weigh)(const int heads, float *sums, const float *weights, const element *const *values,
                         struct coming *next, int64_t count, int64_t dim) {
     int64_t i = 0;
-    for (; i + 4 * LANES <= dim; i += 4 * LANES, next = 0)
-        NAME(add_weighted)(heads, 4, sums, weights, values, next, i, count, dim);
+    for (; i + VALUE_VECTORS * LANES <= dim; i += VALUE_VECTORS * LANES, next = 0)
+        NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, next, i, count, dim);
     for (; i < dim; i += LANES, next = 0) NAME(add_weighted)(heads, 1, sums, weights, values, next, i, count, dim);
 }
 
 /* Both for all queries of a key head, as many at once as leave the sums in registers. */
-static void NAME(group_dots)(float *logits, const float *q, const element *const *found, struct coming *next,
-                             int64_t group, int64_t count, int64_t dim) {
-    int64_t h = 0;
-    for (; h + 4 <= group; h += 4, next = 0) NAME(dots)(4, logits + h * BLOCK, q + h * dim, found, next, count, dim);
-    for (; h + 2 <= group; h += 2, next = 0) NAME(dots)(2, logits + h * BLOCK, q + h * dim, found, next, count, dim);
-    for (; h < group; h++, next = 0) NAME(dots)(1, logits + h * BLOCK, q + h * dim, found, next, count, dim);
+APART void NAME(group_dots)(float *logits, const factor *q, const element *const *found, struct coming *next, int64_t group,
+                            int64_t count, int64_t dim) {
+    int64_t h = 0, width = width_of_head(dim);
+    for (; h + 4 <= group; h += 4, next = 0) NAME(dots)(4, logits + h * BLOCK, q + h * width, found, next, count, dim, width);
+    for (; h + 2 <= group; h += 2, next = 0) NAME(dots)(2, logits + h * BLOCK, q + h * width, found, next, count, dim, width);
+    for (; h < group; h++, next = 0) NAME(dots)(1, logits + h * BLOCK, q + h * width, found, next, count, dim, width);
 }
 
-static void NAME(group_weigh)(float *sums, const float *weights, const element *const *values,
-                              struct coming *next, int64_t group, int64_t count, int64_t dim) {
+APART void NAME(group_weigh)(float *sums, const float *weights, const element *const *values, struct coming *next,
+                             int64_t group, int64_t count, int64_t dim) {
     int64_t h = 0;
     for (; h + 4 <= group; h += 4, next = 0) NAME(weigh)(4, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
-    for (; h + 2 <= group; h += 2, next = 0) NAME(weigh)(2, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
-    for (; h < group; h++, next = 0) NAME(weigh)(1, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
+    switch (group - h) {
+        case 3: NAME(weigh)(3, sums + h * dim, weights + h * BLOCK, values, next, count, dim); break;
+        case 2: NAME(weigh)(2, sums + h * dim, weights + h * BLOCK, values, next, count, dim); break;
+        case 1: NAME(weigh)(1, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
+    }
 }
 
 /* Find one head's entries of a block, from `begin` to `count`; the others are one of these. Codes are widened in `room`. */
@@ -217,12 +204,15 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
     const element *found[BLOCK];
     int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1], heads = p->last - p->head;
     int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element);
-    float *scaled = carved(&at, heads * queries * dim), *logits = carved(&at, heads * queries * BLOCK);
+    int64_t width = width_of_head(dim);
+    factor *q = (factor *)carved(&at, heads * queries * width / OF_WORD);
+    float *logits = carved(&at, heads * queries * BLOCK);
     float scales[BLOCK], *widened = carved(&at, code ? BLOCK * dim : 0);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
-            const element *q = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r);
-            for (int64_t i = 0; i < dim; i++) scaled[(h * queries + r) * dim + i] = widen(q[i]) * (float)a->sm_scale;
+            const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r);
+            for (int64_t i = 0; i < width; i += OF_VECTOR)
+                store_words(q + (h * queries + r) * width + i, features_at(from, i, dim));
         }
     const char *all_keys = (const char *)a->k_cache.data + p->head * dim * size;
     const char *all_values = (const char *)a->v_cache.data + p->head * dim * size;
@@ -236,7 +226,7 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
         for (int64_t h = 0; h < heads; h++) {
             const char *of_head = all_keys + h * dim * size;
             NAME(find_entries)(found, (element *)widened, code, of_head, places, unseen, count, dim);
-            NAME(group_dots)(logits + h * queries * BLOCK, scaled + h * queries * dim, found, &ahead, queries, count, dim);
+            NAME(group_dots)(logits + h * queries * BLOCK, q + h * queries * width, found, &ahead, queries, count, dim);
             if (!a->k_scales.data) continue;
             read_scales(scales, a->k_scales.data, &p->entries, a->k_cache.size[2], p->head + h, first, unseen, count);
             scale_block(logits + h * queries * BLOCK, scales, queries);
@@ -355,7 +345,7 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     const decode_attention_args *a = job->args;
     int64_t dim = a->k_cache.size[3], queries = part.queries, count = (part.last - part.head) * queries;
     int64_t first_span = part.seen.begin / SPAN, is_split = (part.seen.end + SPAN - 1) / SPAN - first_span > 1;
-    int64_t room = count * (dim + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
+    int64_t room = count * (width_of_head(dim) + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     struct few_queries few = {0};
     if (NAME(decodes_in_tiles)(a)) room = few_queries_floats(&few, part.last - part.head, queries, dim);

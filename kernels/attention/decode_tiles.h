@@ -9,9 +9,9 @@
 #ifndef GRAPHDECODE_DECODE_TILES_H
 #define GRAPHDECODE_DECODE_TILES_H
 
-#include "attention_pairs.h"
+#include "attention_lanes.h"
 
-#ifdef WITH_TILES
+#if defined(WITH_TILES) && IN_PAIRS
 #define WEIGHED (TILE_ROWS / 2) /* queries, at most, that are multiplied with values together */
 #define PANELS_HELD 4           /* of their sums, in tiles */
 #define KEY_SUMS 5              /* tiles: of logits; keys or values; queries. The first ones are sums and weights */
@@ -101,7 +101,7 @@ INLINE void copy_entries(const int64_t code, uint16_t *to, const struct block *b
                          int64_t width) {
     for (int64_t j = from; j < from + TILE_ROWS; j++, to += width)
         for (int64_t i = 0; i < width; i += PANEL)
-            store_words(to + i, seen_values(code, entries, block->places, j, block->unseen, block->count, i));
+            store_words(to + i, seen_features(code, entries, block->places, j, block->unseen, block->count, i, width));
 }
 
 /* Find TILE_ROWS entries of a block, `width` values of each: as they stand, if they are seen and in one page, else copied,
@@ -218,7 +218,7 @@ INLINE void add_panels(const int panels, const struct few_queries *few, float *s
 }
 
 /* Weigh a block's keys for the queries of a head from `from` on that are together, and add its weighted values. */
-static void add_values(const struct few_queries *few, const struct block *block, const uint16_t *const *values,
+static void add_few_values(const struct few_queries *few, const struct block *block, const uint16_t *const *values,
                        const int64_t *strides, struct coming *next, int64_t head, int64_t from) {
     int64_t dim = few->dim, rows = 2 * few->together, panels = dim / PANEL, tiles = (block->count + TILE_ROWS - 1) / TILE_ROWS;
     float *sums = few->sums + (head * parts_of(few->count) + from / WEIGHED) * few->together * dim;
@@ -258,7 +258,7 @@ static void attend_to_values(const struct few_queries *few, const struct block *
     int64_t strides[KEYS / TILE_ROWS];
     for (int64_t n = 0; n * TILE_ROWS < block->count; n++)
         at[n] = entries_at(block, values, n * TILE_ROWS, few->dim, few->copied + n * TILE_ROWS * few->dim, strides + n);
-    for (int64_t from = 0; from < few->count; from += WEIGHED) add_values(few, block, at, strides, next, head, from);
+    for (int64_t from = 0; from < few->count; from += WEIGHED) add_few_values(few, block, at, strides, next, head, from);
 }
 
 /* Write one query's sums in the order of their features. */

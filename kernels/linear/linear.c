@@ -57,7 +57,7 @@ INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t
 
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
 typedef uint16_t input; /* a row's values as products take them */
-#define panel_step bf16_step
+#define panel_step(count, ...) bf16_step(count, VECTORS, __VA_ARGS__)
 #else
 typedef float input;
 
@@ -149,7 +149,7 @@ INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const
     panel_sums sums[MOST_ROWS];
 #if defined(ELEMENT_BF16) && defined(WITH_SQUARES)
     if (!is_int8 && count == SQUARE_ROWS) {
-        square_products(out, x, stride, (const uint16_t *)panel, (in + STEP - 1) / STEP * STEP);
+        square_products(0, out, x, stride, (const uint16_t *)panel, (in + STEP - 1) / STEP * STEP);
         return;
     }
 #endif

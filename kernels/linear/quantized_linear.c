@@ -128,7 +128,7 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
         for (int64_t at = 0; at < count; at += weight->span, span++)
             for (int64_t row = 0; row < of->rows; row += ROWS_MULTIPLIED) {
                 int64_t here = least_of(ROWS_MULTIPLIED, of->rows - row), place = at / weight->span;
-                pair_products(found, x + row * stride + first + at, stride, unpacked + at * PANEL,
+                pair_products(0, found, x + row * stride + first + at, stride, unpacked + at * PANEL,
                               least_of(weight->span, count - at), here);
                 add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span);
             }

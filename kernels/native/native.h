@@ -28,6 +28,7 @@
 static inline int64_t items_of(int64_t work, int64_t item) { return 1 + work / (item > 0 ? item : 1); }
 
 #define INLINE static inline __attribute__((always_inline)) /* for constants that unroll loops */
+#define APART static __attribute__((noinline)) /* for all registers to be free for its loops */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -109,7 +110,17 @@ static inline float *carved(float **at, int64_t count) {
     return found;
 }
 
-static inline vec splat(float value) { return (vec){0} + value; }
+/* `value` in all lanes: not added to zeros, which takes an instruction. */
+static inline vec splat(float value) {
+#if LANES == 16
+    return (vec){value, value, value, value, value, value, value, value,
+                 value, value, value, value, value, value, value, value};
+#elif LANES == 8
+    return (vec){value, value, value, value, value, value, value, value};
+#else
+    return (vec){value, value, value, value};
+#endif
+}
 
 static inline ivec lane_numbers(void) {
     ivec numbers;
@@ -128,27 +139,6 @@ static inline float sum_lanes(vec v) {
         for (int i = 0; i < width; i++) parts[i] += parts[i + width];
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 #endif
-}
-
-/* e^v to about 2 ulp: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2; 0 below the smallest normal float. */
-static inline vec exp_lanes(vec v) {
-    ivec tiny = v < -87.0f, huge = v > 88.0f;
-    vec clamped = (vec)((~tiny & ~huge & (ivec)v) | (tiny & (ivec)splat(-87.0f)) | (huge & (ivec)splat(88.0f)));
-    vec shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is left of the fraction is rounded off */
-    vec n = shifted - 12582912.0f;
-    vec rest = clamped - n * 0.693359375f;
-    rest = rest + n * 2.12194440e-4f; /* ln(2) in two parts, the first of few bits */
-    vec sum = splat(1.0f / 5040);
-    sum = sum * rest + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
-    ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
-    vec power = sum * (vec)exponent;
-    return (vec)(~tiny & (ivec)power);
 }
 
 static inline float float_of_bf16(uint16_t value) {
@@ -190,7 +180,13 @@ INLINE void add_lanes(const int rows, const int vectors, const int begin, float 
         }
     for (int64_t k = 0; k < steps; k++) {
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) lanes[v] = load_f32(b + k * padded + v * LANES);
+        for (int v = 0; v < vectors; v++) {
+            vec lane = load_f32(b + k * padded + v * LANES);
+#if LANES > 4
+            __asm__("" : "+v"(lane)); /* GCC would load it anew for each row */
+#endif
+            lanes[v] = lane;
+        }
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {
             vec factor = splat(a[m * row + k * step]);
@@ -230,22 +226,116 @@ static inline uvec load_bytes(const void *at) {
 
 static inline vec load_i8(const void *at) { return __builtin_convertvector((ivec)(load_bytes(at) ^ 128) - 128, vec); }
 
-static inline vec load_bf16(const uint16_t *at) {
+#ifndef load_halves /* values of 16 bits in words, and the lower halves of words */
+static inline uvec load_halves(const uint16_t *at) {
     hvec narrow;
     memcpy(&narrow, at, sizeof narrow);
-    return (vec)(__builtin_convertvector(narrow, uvec) << 16);
+    return __builtin_convertvector(narrow, uvec);
 }
+
+static inline void store_halves(uint16_t *at, uvec words) {
+    hvec narrow = __builtin_convertvector(words, hvec);
+    memcpy(at, &narrow, sizeof narrow);
+}
+#endif
+
+static inline vec load_bf16(const uint16_t *at) { return (vec)(load_halves(at) << 16); }
 
 #ifndef store_bf16
 static inline void store_bf16(uint16_t *at, vec v) {
     uvec bits = (uvec)v;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
-    uvec chosen = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded);
-    hvec narrow = __builtin_convertvector(chosen, hvec);
-    memcpy(at, &narrow, sizeof narrow);
+    store_halves(at, (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded));
 }
 #endif
+
+/* Lanes of two vectors, each in parts of `width`: those with even numbers, or odd ones. */
+#define LANE(n, width, from) \
+    ((n) / (LANES / 2) * LANES + (n) % (LANES / 2) / (width) * 2 * (width) + (n) % (width) + (from))
+#define LANES_4(n, ...) LANE(n, __VA_ARGS__), LANE(n + 1, __VA_ARGS__), LANE(n + 2, __VA_ARGS__), LANE(n + 3, __VA_ARGS__)
+#if LANES == 16
+#define ALL_LANES(...) \
+    LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__), LANES_4(8, __VA_ARGS__), LANES_4(12, __VA_ARGS__)
+#elif LANES == 8
+#define ALL_LANES(...) LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__)
+#else
+#define ALL_LANES(...) LANES_4(0, __VA_ARGS__)
+#endif
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+#define PARTED(width) odd ? SHUFFLE(a, b, ALL_LANES(width, width)) : SHUFFLE(a, b, ALL_LANES(width, 0))
+
+/* `width` and `odd` are constants where this is used. */
+INLINE vec parted(const int width, const int odd, vec a, vec b) {
+#if LANES >= 16
+    if (width == 8) return PARTED(8);
+#endif
+#if LANES >= 8
+    if (width == 4) return PARTED(4);
+#endif
+    return width == 2 ? PARTED(2) : PARTED(1);
+}
+
+#ifndef write_turned /* to[j][i] = given[i][j] of LANES x LANES words */
+INLINE void write_turned(void *at, int64_t stride, const uvec *given) {
+    vec rows[LANES], next[LANES];
+    memcpy(rows, given, sizeof rows);
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width > 0; width /= 2) {
+#pragma GCC unroll 16
+        for (int n = 0; n < LANES; n++) { /* groups of 2 * width rows, whose parts go to the halves of each */
+            int pair = n / (2 * width) * 2 * width + n % width * 2, odd = n / width % 2;
+            next[n] = parted(width, odd, rows[pair], rows[pair + 1]);
+        }
+        memcpy(rows, next, sizeof rows);
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < LANES; n++) store_f32((float *)at + n * stride, rows[n]);
+}
+#endif
+
+#ifndef greater_of /* these are NaN where `b` is */
+INLINE vec greater_of(vec a, vec b) {
+    ivec chosen = a > b;
+    return (vec)((chosen & (ivec)a) | (~chosen & (ivec)b));
+}
+
+INLINE vec lesser_of(vec a, vec b) {
+    ivec chosen = a < b;
+    return (vec)((chosen & (ivec)a) | (~chosen & (ivec)b));
+}
+
+static inline int any_lane(ivec lanes) { /* of a comparison */
+    int32_t found = 0;
+    for (int lane = 0; lane < LANES; lane++) found |= lanes[lane];
+    return found != 0;
+}
+#endif
+
+/* e^v to about 2 ulp: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2; 0 below the smallest normal float. */
+static inline vec exp_lanes(vec v) {
+    ivec tiny = v < -87.0f;
+    vec clamped = lesser_of(splat(88.0f), greater_of(splat(-87.0f), v));
+    vec shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is left of the fraction is rounded off */
+    vec n = shifted - 12582912.0f;
+    vec rest = clamped - n * 0.693359375f;
+    rest = rest + n * 2.12194440e-4f; /* ln(2) in two parts, the first of few bits */
+    vec sum = splat(1.0f / 5040);
+    sum = sum * rest + 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec power = sum * (vec)exponent;
+    return (vec)(~tiny & (ivec)power);
+}
 
 #ifndef float_of_f16 /* to nearest, ties to even; what is too large becomes infinite, a NaN stays one */
 static inline float float_of_f16(uint16_t value) {

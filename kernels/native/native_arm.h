@@ -6,6 +6,7 @@
 
 #define load_bytes load_bytes
 #define load_f16 load_f16
+#define greater_of greater_of
 
 static inline uvec load_bytes(const void *at) {
     uint32_t four;
@@ -16,6 +17,12 @@ static inline uvec load_bytes(const void *at) {
 static inline vec load_f16(const uint16_t *at) { return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 
 static inline void store_f16(uint16_t *at, vec v) { vst1_u16(at, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
+
+INLINE vec greater_of(vec a, vec b) { return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+
+INLINE vec lesser_of(vec a, vec b) { return (vec)vminq_f32((float32x4_t)a, (float32x4_t)b); }
+
+static inline int any_lane(ivec lanes) { return vmaxvq_u32((uint32x4_t)lanes) != 0; }
 
 #ifdef __ARM_FEATURE_DOTPROD
 #define WITH_INTEGERS 1 /* integer_products.h: products of bytes */
@@ -62,10 +69,6 @@ INLINE vec first_halves(vec a, vec b) { return (vec)vzip1q_u64((uint64x2_t)a, (u
 
 INLINE vec second_halves(vec a, vec b) { return (vec)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b); }
 
-static inline float greatest_of(vec v) { return vmaxnmvq_f32((float32x4_t)v); }
-
-INLINE vec greater_of(vec a, vec b) { return (vec)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b); }
-
 /* 2^v to 4e-6 of it, which bf16 does not see; 0 below the smallest normal float; NaN of NaN. */
 static inline vec exp2_lanes(vec v) {
     ivec is_small = v < -126.0f;
@@ -77,20 +80,6 @@ static inline vec exp2_lanes(vec v) {
     sum = sum * rest + 1.0f;
     vec power = (vec)(((ivec)vcvtq_s32_f32((float32x4_t)floor) + 127) << 23);
     return (vec)(~is_small & (ivec)(sum * power));
-}
-
-/* to[j][i] = given[i][j] of LANES x LANES words. */
-INLINE void write_turned(void *at, int64_t stride, const uvec *given) {
-    uint32_t *to = at;
-    uint64x2_t low[2], high[2];
-    for (int i = 0; i < 2; i++) {
-        low[i] = (uint64x2_t)vzip1q_u32((uint32x4_t)given[2 * i], (uint32x4_t)given[2 * i + 1]);
-        high[i] = (uint64x2_t)vzip2q_u32((uint32x4_t)given[2 * i], (uint32x4_t)given[2 * i + 1]);
-    }
-    store_words(to, (uvec)vzip1q_u64(low[0], low[1]));
-    store_words(to + stride, (uvec)vzip2q_u64(low[0], low[1]));
-    store_words(to + 2 * stride, (uvec)vzip1q_u64(high[0], high[1]));
-    store_words(to + 3 * stride, (uvec)vzip2q_u64(high[0], high[1]));
 }
 
 /* Pairs of what stands in two rows of 16 bits: of the first columns, and of the next. */

@@ -39,17 +39,18 @@ typedef vec panel_sums[VECTORS];
     }
 
 #ifdef WITH_PAIRS
-INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int64_t stride, const uint16_t *at) {
+INLINE void bf16_step(const int count, const int vectors, panel_sums *sums, const uint16_t *x, int64_t stride,
+                      const uint16_t *at) {
     uvec weights[VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) weights[v] = load_words(at + 2 * v * LANES);
+    for (int v = 0; v < vectors; v++) weights[v] = load_words(at + 2 * v * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) {
         uint32_t pair;
         memcpy(&pair, x + r * stride, sizeof pair);
         uvec pairs = (uvec){0} + pair;
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = dot_pairs(sums[r][v], weights[v], pairs);
+        for (int v = 0; v < vectors; v++) sums[r][v] = dot_pairs(sums[r][v], weights[v], pairs);
     }
 }
 #endif
@@ -58,7 +59,7 @@ INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int6
 #define SQUARE_VECTORS (VECTORS / 2) /* of columns whose sums, of SQUARE_ROWS rows, stay in registers */
 
 /* SQUARE_ROWS rows times one panel, of which a prompt's rows read half after half; `in` is even. */
-INLINE void square_products(panel_sums *out, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in) {
+INLINE void square_products(const int goes_on, panel_sums *out, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in) {
     for (int first = 0; first < VECTORS; first += SQUARE_VECTORS) {
         vec sums[SQUARE_ROWS / 2][2 * SQUARE_VECTORS] = {0};
         for (int64_t i = 0; i + 4 <= in; i += 4) {
@@ -81,11 +82,13 @@ INLINE void square_products(panel_sums *out, const uint16_t *x, int64_t stride, 
         for (int r = 0; r < SQUARE_ROWS / 2; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < SQUARE_VECTORS; v++) {
-                out[2 * r][first + v] = first_halves(sums[r][2 * v], sums[r][2 * v + 1]);
-                out[2 * r + 1][first + v] = second_halves(sums[r][2 * v], sums[r][2 * v + 1]);
+                vec even = first_halves(sums[r][2 * v], sums[r][2 * v + 1]);
+                vec odd = second_halves(sums[r][2 * v], sums[r][2 * v + 1]);
+                out[2 * r][first + v] = goes_on ? out[2 * r][first + v] + even : even;
+                out[2 * r + 1][first + v] = goes_on ? out[2 * r + 1][first + v] + odd : odd;
             }
     }
-    if (in % 4) bf16_step(SQUARE_ROWS, out, x + in - 2, stride, panel + (in - 2) * PANEL);
+    if (in % 4) bf16_step(SQUARE_ROWS, VECTORS, out, x + in - 2, stride, panel + (in - 2) * PANEL);
 }
 #endif
 
@@ -165,36 +168,42 @@ INLINE void tiles_product(float *sums, const uint16_t *x, int64_t stride, const 
 #endif
 
 #ifdef WITH_PAIRS
-#define TOGETHER_IN_PAIRS 32 /* rows of `pair_products` at most: those of two tiles */
-
-INLINE void few_pair_products(const int count, float *out, const uint16_t *x, int64_t stride, const uint16_t *panel,
-                              int64_t in) {
+/* A panel's first `vectors`: like the others that say how much it is, a constant where this is used. */
+INLINE void few_pair_products(const int count, const int vectors, const int goes_on, float *out, const uint16_t *x,
+                              int64_t stride, const uint16_t *panel, int64_t in) {
     panel_sums sums[MOST_ROWS];
+#pragma GCC unroll 8
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
-    for (int64_t i = 0; i < in; i += 2) bf16_step(count, sums, x + i, stride, panel + i * PANEL);
-    memcpy(out, sums, count * sizeof *sums);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sums[r][v] = goes_on ? load_f32(out + r * PANEL + v * LANES) : splat(0.0f);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < in; i += 2) bf16_step(count, vectors, sums, x + i, stride, panel + i * PANEL);
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) store_f32(out + r * PANEL + v * LANES, sums[r][v]);
 }
 
-/* sums[row][column] of up to TOGETHER_IN_PAIRS rows with a panel; `in` is a multiple of 32. Where there are tiles, their
- * shapes are set for as many rows, or more. */
-static void pair_products(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
-                          int64_t rows) {
+/* sums[row][column] of up to two tiles' rows with a panel, which go on if `goes_on`, a constant where this is used; `in` is
+ * a multiple of 32. Where there are tiles, their shapes are set for as many rows, or more. */
+INLINE void pair_products(const int goes_on, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
+                          int64_t in, int64_t rows) {
 #ifdef WITH_TILES
     if (has_tiles) {
-        tiles_product(sums, x, stride, panel, in, rows);
+        if (rows > TILE_ROWS) tile_product(2, goes_on, sums, x, stride, panel, in);
+        else tile_product(1, goes_on, sums, x, stride, panel, in);
         return;
     }
 #endif
     int64_t row = 0;
 #ifdef WITH_SQUARES
     for (; row + SQUARE_ROWS <= rows; row += SQUARE_ROWS)
-        square_products((panel_sums *)(sums + row * PANEL), x + row * stride, stride, panel, in);
+        square_products(goes_on, (panel_sums *)(sums + row * PANEL), x + row * stride, stride, panel, in);
 #endif
     for (; row + ROWS_OF_PANEL <= rows; row += ROWS_OF_PANEL)
-        few_pair_products(ROWS_OF_PANEL, sums + row * PANEL, x + row * stride, stride, panel, in);
+        few_pair_products(ROWS_OF_PANEL, VECTORS, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
     for (; row + ROWS_OF_PANEL / 2 <= rows; row += ROWS_OF_PANEL / 2)
-        few_pair_products(ROWS_OF_PANEL / 2, sums + row * PANEL, x + row * stride, stride, panel, in);
-    for (; row < rows; row++) few_pair_products(1, sums + row * PANEL, x + row * stride, stride, panel, in);
+        few_pair_products(ROWS_OF_PANEL / 2, VECTORS, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
+    for (; row < rows; row++) few_pair_products(1, VECTORS, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
 }
 #endif

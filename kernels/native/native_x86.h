@@ -3,9 +3,11 @@
 
 #include <immintrin.h>
 
-#define load_bytes load_bytes /* GCC 12 takes them one by one where it is not told how */
+#define load_bytes load_bytes /* GCC 12 takes these one by one, or in halves, where it is not told how */
+#define load_halves load_halves
 #define float_of_f16 float_of_f16 /* which Clang before 15 knows without knowing _Float16 */
 #define load_f16 load_f16
+#define greater_of greater_of
 #define WITH_INTEGERS 1 /* integer_products.h: products of 16 bits, or of bytes */
 
 static inline float float_of_f16(uint16_t value) { return _cvtsh_ss(value); }
@@ -14,6 +16,14 @@ static inline uint16_t f16_of_float(float value) { return _cvtss_sh(value, _MM_F
 
 #if LANES == 16
 static inline uvec load_bytes(const void *at) { return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128(at)); }
+
+static inline uvec load_halves(const uint16_t *at) {
+    return (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
+}
+
+static inline void store_halves(uint16_t *at, uvec words) {
+    _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)words));
+}
 
 static inline vec load_f16(const uint16_t *at) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 
@@ -27,62 +37,14 @@ static inline ivec rounded(vec values) { return (ivec)_mm512_cvtps_epi32((__m512
 static inline int32_t sum_of(ivec values) { return _mm512_reduce_add_epi32((__m512i)values); }
 
 static inline uint32_t largest_of(uvec values) { return _mm512_reduce_max_epu32((__m512i)values); }
-#else
-static inline uvec load_bytes(const void *at) { return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(at)); }
-
-static inline vec load_f16(const uint16_t *at) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
-
-static inline void store_f16(uint16_t *at, vec v) {
-    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-
-static inline ivec rounded(vec values) { return (ivec)_mm256_cvtps_epi32((__m256)values); }
-
-static inline int32_t sum_of(ivec values) {
-    int32_t sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += values[lane];
-    return sum;
-}
-
-static inline uint32_t largest_of(uvec values) {
-    uint32_t largest = 0;
-    for (int lane = 0; lane < LANES; lane++) largest = values[lane] > largest ? values[lane] : largest;
-    return largest;
-}
-#endif
-
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-#define WITH_DIGITS 1 /* products of bytes: digit_products.h */
-#endif
-
-#ifdef __AVX512BF16__
-#define WITH_PAIRS /* products of bf16 in pairs */
-#define store_bf16 store_bf16 /* in one instruction; what is below the smallest normal float becomes 0 */
-
-static inline void store_bf16(uint16_t *at, vec v) {
-    __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
-    memcpy(at, &rounded, sizeof rounded);
-}
-
-/* Add to each lane the two products of its pairs. */
-INLINE vec dot_pairs(vec sums, uvec a, uvec b) { return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b); }
-
-static inline float greatest_of(vec v) { return _mm512_reduce_max_ps((__m512)v); }
 
 INLINE vec greater_of(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 
-/* 2^v to 4e-6 of it, which bf16 does not see; 0 below the smallest normal float, for smaller ones are slow; NaN of NaN. */
-static inline vec exp2_lanes(vec v) {
-    __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    vec rest = (vec)_mm512_reduce_ps((__m512)v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* v - floor(v) */
-    vec sum = splat(0.01355575f);
-    sum = sum * rest + 0.05203237f;
-    sum = sum * rest + 0.24137976f;
-    sum = sum * rest + 0.69303212f;
-    sum = sum * rest + 1.0f;
-    return (vec)_mm512_maskz_scalef_ps(is_normal, (__m512)sum, (__m512)v); /* sum * 2^floor(v) */
-}
+INLINE vec lesser_of(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
 
+static inline int any_lane(ivec lanes) { return _mm512_movepi32_mask((__m512i)lanes) != 0; }
+
+#define write_turned write_turned
 /* to[j][i] = given[i][j] of LANES x LANES words. */
 INLINE void write_turned(void *at, int64_t stride, const uvec *given) {
     uint32_t *to = at;
@@ -108,6 +70,72 @@ INLINE void write_turned(void *at, int64_t stride, const uvec *given) {
         _mm512_storeu_si512(to + (8 + c) * stride, _mm512_shuffle_i32x4(low_even, even, 0xdd));
         _mm512_storeu_si512(to + (12 + c) * stride, _mm512_shuffle_i32x4(low_odd, odd, 0xdd));
     }
+}
+#else
+static inline uvec load_bytes(const void *at) { return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(at)); }
+
+static inline uvec load_halves(const uint16_t *at) {
+    return (uvec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
+}
+
+static inline void store_halves(uint16_t *at, uvec words) { /* each is below 2^16 */
+    __m128i low = _mm256_castsi256_si128((__m256i)words), high = _mm256_extracti128_si256((__m256i)words, 1);
+    _mm_storeu_si128((__m128i *)at, _mm_packus_epi32(low, high));
+}
+
+static inline vec load_f16(const uint16_t *at) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
+
+static inline void store_f16(uint16_t *at, vec v) {
+    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+static inline ivec rounded(vec values) { return (ivec)_mm256_cvtps_epi32((__m256)values); }
+
+static inline int32_t sum_of(ivec values) {
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += values[lane];
+    return sum;
+}
+
+static inline uint32_t largest_of(uvec values) {
+    uint32_t largest = 0;
+    for (int lane = 0; lane < LANES; lane++) largest = values[lane] > largest ? values[lane] : largest;
+    return largest;
+}
+
+INLINE vec greater_of(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+
+INLINE vec lesser_of(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+
+static inline int any_lane(ivec lanes) { return _mm256_movemask_ps((__m256)lanes) != 0; }
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define WITH_DIGITS 1 /* products of bytes: digit_products.h */
+#endif
+
+#ifdef __AVX512BF16__
+#define WITH_PAIRS /* products of bf16 in pairs */
+#define store_bf16 store_bf16 /* in one instruction; what is below the smallest normal float becomes 0 */
+
+static inline void store_bf16(uint16_t *at, vec v) {
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(at, &rounded, sizeof rounded);
+}
+
+/* Add to each lane the two products of its pairs. */
+INLINE vec dot_pairs(vec sums, uvec a, uvec b) { return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b); }
+
+/* 2^v to 3e-6 of it, which bf16 does not see; 0 below the smallest normal float, for smaller ones are slow; NaN of NaN. */
+static inline vec exp2_lanes(vec v) {
+    __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    vec shifted = v + 12582912.0f, rest = v - (shifted - 12582912.0f); /* 1.5 * 2^23: the fraction is rounded off */
+    vec sum = splat(0.00958285f);
+    sum = sum * rest + 0.05590643f;
+    sum = sum * rest + 0.24024099f;
+    sum = sum * rest + 0.69312419f;
+    sum = sum * rest + 1.0f;
+    return (vec)_mm512_maskz_add_epi32(is_normal, (__m512i)sum, (__m512i)((uvec)shifted << 23));
 }
 
 /* Pairs of what stands in two rows of 16 bits: of the first columns, and of the next. Of 32 columns the first are those in

@@ -9,7 +9,7 @@ from planted import changed_copy, run_copy
 TOY = {
     "graphdecode/models/config.py": [
         ("    attention_soft_cap: float = 0.0  #", "    lift: float = 0.0\n    attention_soft_cap: float = 0.0  #"),
-        ("self.attention_soft_cap)\n", "self.attention_soft_cap, lift=self.lift)\n"),
+        ("is_chunked=is_chunked)\n", "is_chunked=is_chunked, lift=self.lift)\n"),
     ],
     "graphdecode/models/families/llama.py": [
         ('fields["windows"] =', 'fields["lift"] = settings.get("lift", 0.0)\n        fields["windows"] =')
@@ -29,12 +29,12 @@ TOY = {
             '    logits += options.lift\n    if positions.position_mode == "ALIBI":\n',
         ),
     ],
-    "kernels/attention/attention_pairs.h": [
+    "kernels/attention/attention_pages.h": [
         (
-            "    float scale, cap;\n    int64_t window;\n",
-            "    float scale, cap;\n    int64_t window;\n    float lift;\n",
+            "    float scale, cap;\n    int64_t window, is_chunked;\n",
+            "    float scale, cap;\n    int64_t window, is_chunked;\n    float lift;\n",
         ),
-        ("options->window_left};", "options->window_left, (float)options->lift};"),
+        ("options->is_chunked};", "options->is_chunked, (float)options->lift};"),
         ("return of.cap > 0.0f || ", "return of.cap > 0.0f || of.lift != 0.0f || "),
         ("+ 1.0f)) * unit;", "+ 1.0f) + of.lift) * unit;"),
         ("(of.scale * unit);", "(of.scale * unit) + of.lift * unit;"),

@@ -1,0 +1,132 @@
+/* What all attention shares: what becomes of logits, where a row's entries stand, and how those of the next block are asked
+ * for ahead.
+ */
+#ifndef GRAPHDECODE_ATTENTION_PAGES_H
+#define GRAPHDECODE_ATTENTION_PAGES_H
+
+#include "native_codes.h"
+#include "native_products.h"
+
+#define LOG2_OF_E 1.44269504f
+#define KEYS 128     /* that are taken at once */
+#define MOST_DIM 512 /* of a head, for tiles of few queries */
+#define STREAMS 4    /* of keys, and as many of values, that are asked for at once */
+#define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
+
+/* What becomes of products of queries and keys. A variant of attention that changes logits is a field of this record, and
+ * what `logits_from` makes of it. */
+struct logits {
+    float scale, cap;
+    int64_t window, is_chunked;
+};
+
+static struct logits logits_of(const AttentionOptions *options) {
+    return (struct logits){(float)options->sm_scale, (float)options->logits_soft_cap, options->window_left,
+                           options->is_chunked};
+}
+
+/* How many keys before its own a query at a position sees; less than 0: all. */
+INLINE int64_t window_at(struct logits of, int64_t position) {
+    return of.is_chunked ? position % (of.window + 1) : of.window;
+}
+
+/* Whether logits are something else than a positive multiple of the products. */
+INLINE int are_changed(struct logits of) { return of.cap > 0.0f || of.scale <= 0.0f; }
+
+/* Logits times `unit`: scale * products, or cap * tanh(scale * products / cap), where tanh(x) = 1 - 2 / (e^2x + 1). */
+INLINE vec logits_from(vec products, struct logits of, float unit) {
+    if (of.cap > 0.0f)
+        return (of.cap - 2.0f * of.cap / (exp_lanes(products * (2.0f * of.scale / of.cap)) + 1.0f)) * unit;
+    return products * (of.scale * unit);
+}
+
+/* The same of whole vectors in their place. */
+static void change_logits(float *logits, int64_t count, struct logits of) {
+    for (int64_t j = 0; j < count; j += LANES) store_f32(logits + j, logits_from(load_f32(logits + j), of, 1.0f));
+}
+
+/* Where the entries of a row's tokens stand. */
+struct paged {
+    const int32_t *pages;
+    int64_t count, size, entry; /* pages of the cache, tokens of one, elements of a token */
+};
+
+static int64_t page_of(const struct paged *row, int64_t at) {
+    int64_t page = row->pages[at];
+    return page < 0 || page >= row->count ? row->count - 1 : page; /* the trash page: never other memory */
+}
+
+/* Find where the entries of `count` tokens from `first` on begin. */
+static void locate(int64_t *places, const struct paged *row, int64_t first, int64_t count) {
+    int64_t at = first / row->size, offset = first % row->size;
+    for (int64_t j = 0; j < count; at++, offset = 0) {
+        int64_t begin = (page_of(row, at) * row->size + offset) * row->entry, here = least_of(row->size - offset, count - j);
+        for (int64_t k = 0; k < here; k++) places[j + k] = begin + k * row->entry;
+        j += here;
+    }
+}
+
+/* What is asked for of the block that is next: keys and values of some heads, which stand side by side, in STREAMS parts
+ * of the tokens. A processor that sees lines of a page go by fetches those behind them by itself, and does so for several
+ * pages at once. It is asked for a few lines at a time, between what is done with the block that is here: a core waits
+ * where it has asked for more lines than it can. */
+struct coming {
+    const char *keys, *values; /* of the first head */
+    const int64_t *places;
+    int64_t count, bytes, size; /* tokens; of all heads' keys of one, and of a value */
+    int64_t token, due;         /* of each part, that is next; bytes of all of them that should have been asked for */
+    int64_t at[STREAMS], byte, left; /* of each part's token that is being asked for, and how many bytes of it are left */
+};
+
+/* Go on to the next token of each part. */
+static void go_on(struct coming *next, int64_t tokens) {
+    for (int64_t part = 0; part < STREAMS; part++)
+        next->at[part] = next->places[least_of(next->token + part * tokens, next->count - 1)] * next->size;
+    next->token++, next->byte = 0, next->left = next->bytes;
+}
+
+INLINE void ask_for(struct coming *next, int64_t bytes) {
+    int64_t tokens = (next->count + STREAMS - 1) / STREAMS;
+    for (next->due += bytes; next->due > 0; next->due -= 2 * STREAMS * 64) {
+        if (next->left <= 0) {
+            if (next->token >= tokens) return;
+            go_on(next, tokens);
+        }
+        const char *keys = next->keys + next->byte, *values = next->values + next->byte;
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < STREAMS; part++) {
+            __builtin_prefetch(keys + next->at[part], 0, 2);
+            __builtin_prefetch(values + next->at[part], 0, 2);
+        }
+        next->byte += 64, next->left -= 64;
+    }
+}
+
+/* How many bytes are asked for in all. */
+static inline int64_t bytes_of(const struct coming *next) {
+    return (next->count + STREAMS - 1) / STREAMS * ((next->bytes + 63) / 64) * 2 * STREAMS * 64;
+}
+
+static inline void ask_for_rest(struct coming *next) { ask_for(next, bytes_of(next)); }
+
+/* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
+ * nobody sees, and behind the last, up to a whole panel, they are zeros. */
+static void read_scales(float *to, const uint16_t *scales, const struct paged *row, int64_t heads, int64_t head,
+                        int64_t first, int64_t begin, int64_t count) {
+    int64_t at = first / row->size, offset = first % row->size;
+    for (int64_t j = 0; j < count; at++, offset = 0) {
+        const uint16_t *of_page = scales + (page_of(row, at) * heads + head) * row->size;
+        for (; offset < row->size && j < count; offset++, j++) to[j] = j < begin ? 0.0f : float_of_bf16(of_page[offset]);
+    }
+    for (int64_t j = count; j % PANEL; j++) to[j] = 0.0f;
+}
+
+/* Run a function for each kind of cached entries, with `code` as a constant: int8, fp8 e4m3, or 0 for elements. */
+#define BY_CODE(code, function, ...)                                              \
+    switch (code) {                                                               \
+        case CODE_INT8: function(CODE_INT8, __VA_ARGS__); break;                  \
+        case CODE_FLOAT8_E4M3FN: function(CODE_FLOAT8_E4M3FN, __VA_ARGS__); break; \
+        default: function(0, __VA_ARGS__);                                        \
+    }
+
+#endif
