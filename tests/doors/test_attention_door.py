@@ -9,7 +9,7 @@ from planted import changed_copy, run_copy
 TOY = {
     "graphdecode/models/config.py": [
         ("    attention_soft_cap: float = 0.0  #", "    lift: float = 0.0\n    attention_soft_cap: float = 0.0  #"),
-        ("self.attention_soft_cap)\n", "self.attention_soft_cap, lift=self.lift)\n"),
+        ("is_chunked=is_chunked)\n", "is_chunked=is_chunked, lift=self.lift)\n"),
     ],
     "graphdecode/models/families/llama.py": [
         ('fields["windows"] =', 'fields["lift"] = settings.get("lift", 0.0)\n        fields["windows"] =')
