@@ -172,7 +172,7 @@ class Apart(ResidualStream):
 
     appends_too = False  # whether attention appends the new keys and values itself
 
-    def __init__(self, parts: Sequence[Tokens], stem: Stem, attend: Attend | None, append: AppendAndAttend | None):
+    def __init__(self, parts: Sequence[Tokens], stem: Stem, attend: Attend, append: AppendAndAttend | None):
         super().__init__(parts, stem, attend, append if self.appends_too else None)
 
     def _fused(self, linear: WeightForm) -> None:
