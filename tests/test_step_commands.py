@@ -230,7 +230,8 @@ def test_slots_of_adapters_are_part_of_the_plan(tmp_path: Path) -> None:
     found = plan(output)
     hidden, inner, of_keys = 768, 2048, 256
     down, up = 3 * hidden + hidden + 2 * hidden + inner, hidden + 2 * of_keys + hidden + 2 * inner + hidden
-    assert found["adapters"] == pytest.approx(12 * 4 * 8 * (down + up) * 2 / MIB, abs=0.1)
+    features = 12 * (down + up) + 2 * (32000 + hidden)  # of the layers, the embedding and the output layer
+    assert found["adapters"] == pytest.approx(4 * 8 * features * 2 / MIB, abs=0.1)
     assert "4 slots of rank 8" in output
     assert found["left for pages"] == pytest.approx(2048 - found["weights"] - found["adapters"], abs=0.1)
     assert found["left"] == pytest.approx(found["left for pages"] - found["key-value cache"], abs=0.2)

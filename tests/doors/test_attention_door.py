@@ -20,7 +20,10 @@ TOY = {
         ("        HAS_CAP=", "        HAS_LIFT=options.lift != 0.0,\n        HAS_CAP="),
     ],
     "kernels/attention/attention_tile.py": [
-        ("    return scores\n", "    return scores + options.lift * 1.4426950408889634 if FORM.HAS_LIFT else scores\n")
+        (
+            "    return scores\n",
+            "    return scores + logits.options.lift * 1.4426950408889634 if FORM.HAS_LIFT else scores\n",
+        )
     ],
     "kernels/attention/attention_torch.py": [
         ("options.logits_soft_cap <= 0.0 and ", "options.logits_soft_cap <= 0.0 and options.lift == 0.0 and "),

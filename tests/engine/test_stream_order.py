@@ -135,8 +135,8 @@ FAULTS = [
     Fault(StagingBlock, "upload", "self._copied.record(", "str("),
     Fault(Prompts, "stage", "self.buffers.staging(_CHUNKS)", "self.buffers._blocks[_CHUNKS].arrays"),
     # the rings
-    Fault(step, "ring_length", "max(2 * steps, steps + config.warmup_steps + 2)", "steps"),
-    Fault(step, "ring_length", "steps + config.warmup_steps + 2", "0"),
+    Fault(step, "ring_length", "2 * config.steps_per_launch + config.warmup_steps + 2", "config.steps_per_launch"),
+    Fault(step, "ring_length", " + config.warmup_steps + 2", ""),
     Fault(DecodeStep, "_end_launch", "skip_steps(", "print and ("),
     # captures at a first use
     Fault(step_graph, "slots_restored", "tensor.copy_(values)", "pass"),

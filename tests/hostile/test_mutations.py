@@ -64,7 +64,7 @@ def test_each_goal_that_is_missed_is_named(failures, probed, after, missed):
 
 def test_a_server_that_has_everybody_come_again_misses_a_goal() -> None:
     statuses = Counter({"200": 100, "503": 2})
-    assert HttpOutcome(statuses, [], GOOD, MEMORY, MEMORY).missed == ["2 requests were told to come again"]
+    assert HttpOutcome(statuses, [], GOOD, MEMORY, MEMORY).missed == ["2 requests got 503"]
 
 
 def test_a_prober_that_sees_nothing_says_so_and_keeps_nobody_waiting() -> None:

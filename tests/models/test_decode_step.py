@@ -1,6 +1,6 @@
 """The decode step of every family can be captured: nothing forbidden in it, replay is eager, padding is inert."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from graphdecode import GraphManager
 from graphdecode.graphs import check
 from graphdecode.linear.weight_form import tensors_in
 from graphdecode.models import load_model
-from graphdecode.models.blocks import SparseMlp
+from graphdecode.models.blocks import Block, SparseMlp
 from graphdecode.models.family import family_of
 from graphdecode.models.recurrent_blocks import RecurrentMixer
 
@@ -71,17 +71,29 @@ def test_replay_is_eager_and_padding_inert_in_every_bucket(driven: DrivenDecoder
     graphs.close()
 
 
+def parts_of(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yield blocks and all that they consist of."""
+    for block in blocks:
+        yield block
+        yield from parts_of(value for value in vars(block).values() if isinstance(value, Block))
+
+
 def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenDecoder) -> None:
     model = driven.model
     declared = {id(tensor) for tensor in model.constants}
     linears = [linear for block in model.blocks for linear in block.linears.values()]
     norms = [value for block in model.blocks for name, value in block.leaves() if name == "weight"]
-    experts = [block.mlp.experts for block in model.layers if isinstance(getattr(block, "mlp", None), SparseMlp)]
+    experts = [part.experts for part in parts_of(model.blocks) if isinstance(part, SparseMlp)]
     assert bool(experts) == (model.config.experts is not None)
     mixers = [part for block in model.layers for part in vars(block).values() if isinstance(part, RecurrentMixer)]
-    assert experts or mixers or len(linears) == 4 * model.num_layers + 1
+    of_inputs = 2 * model.num_layers + 1 if getattr(model.config, "input_size", 0) else 0  # of embeddings by layer
+    assert experts or mixers or len(linears) == 4 * model.num_layers + 1 + of_inputs
     places = family_of(model.config.architecture).weights(model.config).values()
-    assert len(norms) == sum("norm" in parts[0].name for parts in places)
+    config = model.config
+    stored = sum("norm" in parts[0].name or parts[0].name.endswith("router.scale") for parts in places)
+    sharing = sum(keys.shared_with is not None for keys in config.layer_keys or ())  # read no keys, and norm none
+    unweighted = 2 * sum(rope is not None for rope in config.layer_ropes) if getattr(config, "norms_heads", False) else 0
+    assert len(norms) == stored + sharing + unweighted
     of_experts = [tensor for block in experts for tensor in block.tensors]
     names = ("conv", "conv_bias", "a_log", "dt_bias", "heads")
     kept = [tensor for each in mixers for name in names for tensor in tensors_in(getattr(each, name, None))]

@@ -347,7 +347,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "unknown 'yaml'"),
-    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "one of"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "not both"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
     (
         {"tools": [tool("warm")], "tool_choice": {"type": "function", "function": {"name": "hot"}}},

@@ -365,9 +365,12 @@ def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
     while not any("engine_process" in command for _, command in children_of(process.pid)):
         time.sleep(0.01)
     time.sleep(0.2)
+    (engine,) = (pid for pid, command in children_of(process.pid) if "engine_process" in command)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=HANG_SECONDS)
-    assert (process.returncode, errors) == (130, "INFO: stopping before the model is loaded\n")
+    # nothing is said while the server itself is still imported
+    assert (process.returncode, errors.removeprefix("INFO: stopping before the model is loaded\n")) == (130, "")
+    until(lambda: not Path(f"/proc/{engine}").exists())
 
 
 def test_told_twice_it_ends_at_once() -> None:

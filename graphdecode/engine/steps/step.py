@@ -260,9 +260,8 @@ class StepSetting:
 
 
 def ring_length(config: BucketConfig) -> int:
-    """Return how many steps the token rings hold: two launches, or the warm-up of a capture after a launch."""
-    steps = config.steps_per_launch
-    return max(2 * steps, steps + config.warmup_steps + 2)
+    """Return how many steps the token rings hold: two launches, and the warm-up of a capture after them."""
+    return 2 * config.steps_per_launch + config.warmup_steps + 2
 
 
 @dataclass(frozen=True)
