@@ -92,8 +92,8 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     config = model.config
     stored = sum("norm" in parts[0].name or parts[0].name.endswith("router.scale") for parts in places)
     sharing = sum(keys.shared_with is not None for keys in config.layer_keys or ())  # read no keys, and norm none
-    unweighted = 2 * sum(rope is not None for rope in config.layer_ropes) if getattr(config, "norms_heads", False) else 0
-    assert len(norms) == stored + sharing + unweighted
+    ropes = config.layer_ropes if getattr(config, "norms_heads", False) else ()  # whose heads' norms have no weights
+    assert len(norms) == stored + sharing + 2 * sum(rope is not None for rope in ropes)
     of_experts = [tensor for block in experts for tensor in block.tensors]
     names = ("conv", "conv_bias", "a_log", "dt_bias", "heads")
     kept = [tensor for each in mixers for name in names for tensor in tensors_in(getattr(each, name, None))]
