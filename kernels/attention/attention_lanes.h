@@ -75,7 +75,7 @@ INLINE uvec features_at(const element *at, int64_t i, int64_t dim) {
 #if IN_PAIRS
     uvec words = {0};
     if (i + OF_VECTOR <= dim) return load_words(at + i);
-    memcpy(&words, at + i, (dim - i) * sizeof *at);
+    if (i < dim) memcpy(&words, at + i, (dim - i) * sizeof *at);
     return words;
 #else
     (void)dim;
@@ -96,7 +96,7 @@ INLINE vec add_factors(vec sums, uvec a, uvec b) {
  * constant where this is used. */
 INLINE uvec seen_features(const int64_t code, const void *entries, const int64_t *places, int64_t j, int64_t begin,
                           int64_t count, int64_t i, int64_t dim) {
-    if (j < begin || j >= count) return (uvec){0};
+    if (j < begin || j >= count || i >= dim) return (uvec){0};
     const uint8_t *codes = (const uint8_t *)entries + places[j] + i;
     if (!code) return features_at((const element *)entries + places[j], i, dim);
 #if IN_PAIRS
