@@ -5,6 +5,7 @@ A product of several weights side by side, such as queries, keys and values, has
 is a product of one-hot vectors: its `down` is a table, of which a token reads one row.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +26,14 @@ class AdapterTokens(NamedTuple):
     live: Int32  # [1]; tokens from there on are padding: nothing is read or written for them
     adapters: Int32  # [b], the slot of each batch row's adapter; below 0: none
     ranks: Int32  # [slots], 0 where a slot is empty
+
+    def by_slot(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield slot, rank and tokens of each adapter among the first `most` tokens; reads on the host."""
+        slots = self.adapters[self.rows[: min(int(self.live), most)].long()]
+        for slot in slots.unique().tolist():
+            rank = int(self.ranks[slot]) if slot >= 0 else 0
+            if rank:
+                yield slot, rank, (slots == slot).nonzero().flatten()
 
 
 @triton.jit
@@ -133,13 +142,7 @@ def add_adapters(
         ends: int32 [parts], the output feature behind each part.
         tokens: which tokens use which adapter.
     """
-    count = min(int(tokens.live), len(x))
-    slots = tokens.adapters[tokens.rows[:count].long()]
-    for slot in slots.unique().tolist():
-        rank = int(tokens.ranks[slot]) if slot >= 0 else 0
-        if not rank:
-            continue
-        at = (slots == slot).nonzero().flatten()
+    for slot, rank, at in tokens.by_slot(len(x)):
         mid = torch.einsum("ti,pri->tpr", x[at].float(), down[slot, :, :rank].float())
         bounds = [0, *ends.tolist()]
         for part, (begin, end) in enumerate(pairwise(bounds)):
@@ -201,12 +204,7 @@ def add_embedding_adapters(
         tokens: which tokens use which adapter.
         scale: of the embedding.
     """
-    count = min(int(tokens.live), len(out))
-    slots = tokens.adapters[tokens.rows[:count].long()]
     rows = torch.where((ids >= 0) & (ids < table.shape[1]), ids, 0)
-    for slot in slots.unique().tolist():
-        rank = int(tokens.ranks[slot]) if slot >= 0 else 0
-        if rank:
-            at = (slots == slot).nonzero().flatten()
-            inner = scale * table[slot, rows[at], :rank].float()
-            out[at] = (out[at] + inner @ up[slot, :rank].float()).to(out.dtype)
+    for slot, rank, at in tokens.by_slot(len(out)):
+        inner = scale * table[slot, rows[at], :rank].float()
+        out[at] = (out[at] + inner @ up[slot, :rank].float()).to(out.dtype)

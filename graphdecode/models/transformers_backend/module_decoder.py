@@ -235,9 +235,9 @@ class ModuleDecoder(Model):
 
     def _run(self, module: Any, tokens: _Pass) -> Any:
         """Return a module's output for the tokens of a pass, as one row."""
-        ids, rows, positions, live = tokens.tokens[:4]
-        adapters = tokens.tokens.adapters
-        self._spans[:] = [] if adapters is None else [AdapterSpan(slice(None), rows, live, adapters)]
+        ids, _, positions, *_ = tokens.tokens
+        span = tokens.tokens.adapter_span(0)
+        self._spans[:] = [] if span is None else [span]
         # padding may have any values
         ids = ids.clamp(0, self.config.vocab_size - 1)
         positions = positions.clamp(0, self.config.max_position_embeddings - 1).long()
