@@ -1,6 +1,6 @@
 """How far each dtype, weight form and cache is from float64 of the same weights.
 
-Bounds only ever go down, save that of bfloat16 where the processor multiplies bf16: attention's weights are rounded, too.
+Bounds only ever go down, save that of bfloat16 where the processor multiplies it: attention's weights are rounded, too.
 
 The reference and the comparison are those of `tools/bench accuracy`; which figures they gave is in `tools/results/`.
 """
