@@ -1,11 +1,7 @@
 /* Append and attention of a decode step in one: what rope_append.c and decode_attention.c do, one after the other; see
  * append_attention.py. The rotated queries stand where the result will: a head's are read before it is written. */
+#include "attention_pages.h"
 #include "native.h"
-
-#ifndef GRAPHDECODE_APPEND_ATTENTION
-#define GRAPHDECODE_APPEND_ATTENTION
-#define HAND_OVER(to, from) memcpy(&(to), &(from), sizeof(to)) /* a tensor, whose struct has no name */
-#endif
 
 static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide);
 static void NAME(decode_attention_of)(const decode_attention_args *a, int64_t threads);

@@ -187,8 +187,8 @@ struct NAME(part) {
     const decode_attention_args *a;
     struct paged entries;
     struct seen seen;
-    int64_t row, head, last, queries; /* key heads, and the queries of one */
-    int64_t span, first, end;         /* keys, which may be none */
+    int64_t row, head, last, queries;   /* key heads, and the queries of one */
+    int64_t span, first, end, is_split; /* keys, which may be none; whether there are more, in other spans */
     float *sums, *largest, *total;
 };
 
@@ -337,6 +337,7 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
                               a->q_len * (a->q.size[1] / kv_heads), span};
     part.first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;
     part.end = least_of((span + 1) * SPAN, length);
+    part.is_split = (length + SPAN - 1) / SPAN - part.seen.begin / SPAN > 1;
     return part;
 }
 
@@ -344,7 +345,6 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
                                int is_asked_for) {
     const decode_attention_args *a = job->args;
     int64_t dim = a->k_cache.size[3], queries = part.queries, count = (part.last - part.head) * queries;
-    int64_t first_span = part.seen.begin / SPAN, is_split = (part.seen.end + SPAN - 1) / SPAN - first_span > 1;
     int64_t room = count * (width_of_head(dim) + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     struct few_queries few = {0};
@@ -354,7 +354,7 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     part.sums = carved(&at, count * dim), part.largest = carved(&at, count), part.total = carved(&at, count);
     memset(part.sums, 0, count * dim * sizeof(float));
     for (int64_t r = 0; r < count; r++) {
-        int has_sink = a->sinks.data && part.span == first_span;
+        int has_sink = a->sinks.data && part.span == part.seen.begin / SPAN;
         int64_t of_head = (part.head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
         part.largest[r] = has_sink ? a->sinks.data[of_head] * scale : -INFINITY;
         part.total[r] = has_sink ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
@@ -364,11 +364,11 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     else
 #endif
     NAME(attend_span)(&part, at);
-    float *partial = is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
+    float *partial = part.is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
         float *sums = part.sums + r * dim, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
         element *out = (element *)a->out.data + NAME(place_of)(&part, part.head + r / queries, r % queries);
-        if (is_split) {
+        if (part.is_split) {
             memcpy(partial + r * (dim + 2), sums, dim * sizeof(float));
             partial[r * (dim + 2) + dim] = part.largest[r], partial[r * (dim + 2) + dim + 1] = part.total[r];
         } else {

@@ -13,6 +13,7 @@
 #define MOST_QUERIES 1536 /* where that leaves EXTEND_TASKS */
 #define MOST_BYTES (1 << 20) /* of them and their sums, which stay in the second cache */
 #define EXTEND_TASKS 8
+#define FEW_QUERIES 8 /* up to as many it is better to leave keys and values where they are */
 #endif
 
 static int64_t NAME(tokens_together)(const extend_attention_args *a) {
@@ -20,6 +21,11 @@ static int64_t NAME(tokens_together)(const extend_attention_args *a) {
     int64_t bytes = width_of_head(a->q.size[2]) * (sizeof(factor) + sizeof(float));
     shared = least_of(least_of(shared, MOST_QUERIES), MOST_BYTES / bytes);
     return items_of((shared < LEAST_QUERIES ? LEAST_QUERIES : shared) - 1, group);
+}
+
+static struct paged NAME(pages_of_row)(const extend_attention_args *a, int64_t row) {
+    return (struct paged){a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
+                          a->k_cache.size[2] * a->k_cache.size[3]};
 }
 
 /* Some neighbouring tokens of a row, over one key head. */
@@ -34,8 +40,7 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
     float *sums = carved(&at, padded * width), *largest = carved(&at, padded), *total = carved(&at, padded);
     struct block_room room = block_room_at(&at, width, a->k_scales.data != 0);
     struct query_lanes given = {q, sums, largest, total, queries, dim, width, position, group, logits_of(&a->options)};
-    struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
-                            kv_heads * dim};
+    struct paged entries = NAME(pages_of_row)(a, row);
     const char *keys = (const char *)a->k_cache.data + head * dim * size;
     const char *values = (const char *)a->v_cache.data + head * dim * size;
     int64_t memory[2][KEYS], *places = memory[0], *next = memory[1], offset = ((cu_q[row] + begin) * heads + head * group) * dim;
@@ -60,6 +65,29 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
     write_results((element *)a->out.data + offset, &given, heads, (float)a->v_scale);
 }
 
+static int NAME(are_few)(const extend_attention_args *a, int64_t tokens) {
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+    if (has_tiles) return 0; /* tiles want rows of many queries */
+#endif
+    return tokens * (a->q.size[1] / a->k_cache.size[2]) <= FEW_QUERIES;
+}
+
+/* All tokens of a row that has few, over one key head: as a decode step takes them. */
+static void NAME(extend_few)(const extend_attention_args *a, int64_t row, int64_t tokens, int64_t head) {
+    int64_t offset = a->cu_seqlens_q.data[row] * a->q.size[1] * a->q.size[2];
+    int64_t length = (int64_t)a->cu_seqlens_kv.data[row + 1] - a->cu_seqlens_kv.data[row];
+    decode_attention_args decode = {.q_len = tokens, .options = a->options, .v_scale = a->v_scale, .scales = a->scales};
+    HAND_OVER(decode.out, a->out), HAND_OVER(decode.q, a->q), HAND_OVER(decode.k_cache, a->k_cache);
+    HAND_OVER(decode.v_cache, a->v_cache);
+    decode.q.data = (element *)decode.q.data + offset, decode.out.data = (element *)decode.out.data + offset;
+    length = least_of(length, a->page_table.size[1] * a->k_cache.size[1]);
+    struct NAME(part) part = {.a = &decode, .seen = seen_of(length, tokens, &a->options), .head = head, .last = head + 1};
+    part.entries = NAME(pages_of_row)(a, row), part.queries = tokens * (a->q.size[1] / a->k_cache.size[2]);
+    part.span = part.seen.begin / SPAN, part.first = part.seen.begin / BLOCK * BLOCK, part.end = length;
+    struct sharing whole = {&decode, 1, 1, 0};
+    NAME(attend_heads)(&whole, part, 0, 0);
+}
+
 /* How many tokens of a row there are to do: none where what stands there cannot be. */
 static int64_t NAME(tokens_of)(const extend_attention_args *a, int64_t row) {
     int64_t begin = a->cu_seqlens_q.data[row], end = a->cu_seqlens_q.data[row + 1];
@@ -77,8 +105,9 @@ static void NAME(extend_tasks)(const void *job, int64_t begin, int64_t end) {
             if (task < before + here) break;
         }
         int64_t part = here / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: they come first */
-        int64_t first = part * together, last = least_of(first + together, NAME(tokens_of)(a, row));
-        NAME(extend)(a, row, first, last, (task - before) % kv_heads);
+        int64_t first = part * together, tokens = NAME(tokens_of)(a, row), head = (task - before) % kv_heads;
+        if (NAME(are_few)(a, tokens)) NAME(extend_few)(a, row, tokens, head);
+        else NAME(extend)(a, row, first, least_of(first + together, tokens), head);
     }
     tiles_ended(shapes);
 }
