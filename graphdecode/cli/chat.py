@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -274,6 +275,7 @@ def chat(
         render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)
         settings = fitted(settings, [1], None, outputs=1, trained_length=checkpoint.trained_length)
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
+        gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
     with llm:
         params = replace(llm.default_chat_params(), **given)
         conversation = Conversation(

@@ -27,9 +27,11 @@ from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSett
 from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts, NgramDrafts
 from graphdecode.engine.steps.step import should_mix, step_maker
 from graphdecode.errors import ArgumentError
-from graphdecode.extensions import load_modules
+from graphdecode.extensions import load_modules, version_of
 from graphdecode.graphs import CaptureError
 from graphdecode.kernels.cache.kv_format import format_named
+from graphdecode.kernels.native.instructions import instructions
+from graphdecode.linear.linear_choice import ChoiceCache
 from graphdecode.memory import collector_paused
 from graphdecode.models import (
     Model,
@@ -102,8 +104,11 @@ def load_runner(
     runner.reload = WeightReload(model, decoder, partial(load, **options), settings)
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
-    is_finite = runner.prompts.has_finite_logits()
+    known, key = ChoiceCache(), _finite_key(model, settings)
+    is_finite = bool(known.get(key)) or runner.prompts.has_finite_logits()
     if is_finite if ranks is None else ranks.least(is_finite):
+        if known.get(key) is None:
+            known.put(key, True)
         return runner
     Runner.close(runner)  # of this rank alone: the others do the same
     del runner, decoder, draft
@@ -111,6 +116,15 @@ def load_runner(
     warnings.warn(f"{why}; dtype='float32' avoids this warning", RuntimeWarning, stacklevel=2)
     settings = settings.with_settings(dtype="float32")
     return load_runner(model, settings, progress=progress, ranks=ranks)
+
+
+def _finite_key(model: str | Path, settings: EngineConfig) -> str:
+    """Return the key under which it is remembered that a checkpoint's logits are finite in float16."""
+    path = resolve_model_path(model)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    stored = "".join(f", {file.name} {found.st_size} {found.st_mtime_ns}" for file in files if (found := file.stat()))
+    weights = f"{settings.quantize} {settings.quantize_group_size}, {instructions().name}, {version_of('graphdecode')}"
+    return f"finite in float16: {path}, {weights}{stored}"
 
 
 @dataclass(frozen=True)

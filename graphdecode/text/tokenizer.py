@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.memory import collector_paused
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.gguf.tokenizer import read_gguf_tokenizer
 from graphdecode.models.source import ModelSourceError, refuse_pointer
@@ -20,6 +21,7 @@ _ANOTHER_TOKENIZER = (
 )
 
 
+@collector_paused()
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable: bool = True) -> Any:
     """Return the tokenizer of a folder, or of a GGUF file.
 

@@ -349,8 +349,8 @@ def operator(
         for key in ("CPU", *keys):
             _LIBRARY.impl(signature.name, on_host, key)
         _LIBRARY.impl(signature.name, plain if triton_version is None else _where_its_tensors_are(on_device), "CUDA")
-        # it only writes into tensors that it is given, and so its fake does nothing
-        torch.library.register_fake(f"{NAMESPACE}::{signature.name}", lambda *_: None, lib=_LIBRARY)
+        # it only writes into tensors that it is given, and so does nothing to those without memory
+        _LIBRARY.impl(signature.name, lambda *_: None, "Meta")
         overload = getattr(getattr(torch.ops, NAMESPACE), signature.name).default
         _VERSIONS[overload] = Versions(plain, on_device, native)
         return signature.face(overload)

@@ -1,5 +1,6 @@
 """What a folder must hold, and how the rest is refused: by name, and all at once."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.engine.loading import load_runner
+from graphdecode.engine.prompts import Prompts
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import Instructions, instructions
 from graphdecode.linear.kept import KeptPanels
@@ -392,6 +394,25 @@ def test_activations_beyond_float16_are_told_and_computed_in_float32(beyond: Pat
         assert llm.model.dtype == torch.float32
         found, expected = ([o.outputs[0].token_ids for o in each.generate(PROMPTS, GREEDY)] for each in (llm, wide))
         assert found == expected
+
+
+@compiled
+@pytest.mark.skipif(instructions().name == "portable", reason="it is float32 in any case")
+def test_finite_logits_are_remembered_until_the_file_changes(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes: list[bool] = []
+
+    def probed(prompts: Prompts) -> bool:
+        probes.append(has_finite_logits(prompts))
+        return probes[-1]
+
+    has_finite_logits = Prompts.has_finite_logits
+    monkeypatch.setattr(Prompts, "has_finite_logits", probed)
+    for expected in (1, 1, 2):
+        if expected == 2:
+            os.utime(blocks)
+        with closing(load_runner(blocks, **SMALL)) as runner:
+            assert runner.model.dtype == torch.float16
+        assert probes == [True] * expected
 
 
 @compiled

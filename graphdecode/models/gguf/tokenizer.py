@@ -120,7 +120,7 @@ class _Vocabulary:
     def __init__(self, path: Path, fields: Mapping[str, Any], hint: str) -> None:
         self._path, self._hint, self.fields = path, hint, fields
         self.tokens: list[str] = self.array("tokens", str)
-        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         if len(self.ids) < len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
             raise self.fault(f"tokens has {twice!r:.80} twice")
@@ -132,7 +132,7 @@ class _Vocabulary:
         """Return a list whose elements have some types."""
         value = self.fields.get(f"{_PREFIX}{name}")
         found = value.tolist() if isinstance(value, np.ndarray) else value
-        if not isinstance(found, list) or not all(isinstance(each, kinds) for each in found):
+        if not isinstance(found, list) or not set(map(type, found)) <= set(kinds):
             raise self.fault(f"{name} must be a list of {kinds[-1].__name__}, got {value!r:.80}")
         return found
 
@@ -208,8 +208,8 @@ def _add_whole(vocabulary: _Vocabulary, tokenizer: Any, named: list[str]) -> Non
     from tokenizers import AddedToken
 
     strips = str(vocabulary.fields.get("general.architecture")) == "phi3" and tokenizer.normalizer is not None
-    kinds = dict(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-    whole = {token: kind for token, kind in kinds.items() if kind in (_CONTROL, _USER_DEFINED)}
+    kinds = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    whole = {token: kind for token, kind in kinds if kind in (_CONTROL, _USER_DEFINED)}
     tokenizer.add_tokens(
         [
             AddedToken(
@@ -230,12 +230,12 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     has_merges = f"{_PREFIX}merges" in vocabulary.fields  # not if all tokens are bytes
-    cut = (merge.partition(" ") for merge in (vocabulary.array("merges", str) if has_merges else []))
-    merges = list(dict.fromkeys((left, right) for left, _, right in cut))
-    wrong = next((pair for pair in merges if "".join(pair) not in vocabulary.ids), None)
+    merges = list(dict.fromkeys(vocabulary.array("merges", str) if has_merges else []))
+    wrong = next((merge for merge in merges if merge.replace(" ", "", 1) not in vocabulary.ids), None)
     if wrong is not None:
-        raise vocabulary.fault(f"merges has {' '.join(wrong)!r:.80}, which makes no token")
-    tokenizer = Tokenizer(_bpe(models, vocabulary, merges, ignore_merges=pre.ignores_merges))
+        raise vocabulary.fault(f"merges has {wrong!r:.80}, which makes no token")
+    pairs = [merge.partition(" ")[::2] for merge in merges]
+    tokenizer = Tokenizer(_bpe(models, vocabulary, pairs, ignore_merges=pre.ignores_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _splitter(pre)
