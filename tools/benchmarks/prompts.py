@@ -47,6 +47,7 @@ STEP = (32, 33)  # tokens of the prompt, and new ones
 # rows, tokens of a prompt, new tokens; with one new token the prompt is timed, else a step
 GGUF_WORKLOADS = {"prompt": (1, 1024, 1), "batch_1": (1, *STEP), "batch_8": (8, *STEP)}
 WORKLOADS = {"prompt_1024": (1, 1024, 1), "prompt_3900": (1, 3900, 1), "batch_1": (1, *STEP), "batch_32": (32, *STEP)}
+_OF_BF16 = ("pair_peak", "tile_peak")
 LONG_ROWS, LONG_TOKENS, LONG_STEPS = (1, 8), 8100, 65
 Turn = Callable[[list[list[int]], int], dict[str, float]]
 
@@ -115,14 +116,14 @@ def floor_of(weight_bytes: int, step_ms: float) -> dict[str, Any]:
     return facts | {"floor_ms": round(floor_ms, 3), "times_floor": times}
 
 
-def dot_peaks(threads: int) -> dict[str, float]:
-    """Return the operations per second of AVX-512's bf16 pairs and of AMX's tiles; 0 if not available."""
+def measured_peaks(threads: int) -> dict[str, float]:
+    """Return the operations per second of each kind of number, bf16 in pairs and in tiles; 0 if not available."""
     with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch) / "dot_peak.so"
-        Compiler.found().compile({made: Path(__file__).with_name("dot_peak.c").read_text()}, [])
+        made = Path(scratch) / "peaks.so"
+        Compiler.found().compile({made: Path(__file__).with_name("peaks.c").read_text()}, [])
         library = ctypes.CDLL(str(made))
     peaks = {}
-    for name in ("pair_peak", "tile_peak"):
+    for name in ("float_peak", "half_peak", *_OF_BF16, "byte_peak"):
         function = getattr(library, name)
         function.restype = ctypes.c_double
         peaks[name] = max(function(threads) for _ in range(3))
@@ -130,8 +131,9 @@ def dot_peaks(threads: int) -> dict[str, float]:
 
 
 def beside_peaks(model: Any, workloads: dict[str, Any]) -> dict[str, float]:
-    """Return the processor's peaks; give each prompt its operations per second, and the share of each peak."""
-    config, peaks = model.config, dot_peaks(torch.get_num_threads())
+    """Return the processor's peaks; give each prompt its operations per second, and its share of those of bf16."""
+    config, peaks = model.config, measured_peaks(torch.get_num_threads())
+    reached = {name: peaks[name] for name in _OF_BF16 if peaks[name]} or {"float_peak": peaks["float_peak"]}
     print("peaks       ", "  ".join(f"{name} {peak / 1e12:.2f} T/s" for name, peak in peaks.items()))
     head = config.vocab_size * config.hidden_size
     layers = model.weight_bytes // 2 - head  # two bytes a weight; the norms are a thousandth of them
@@ -143,7 +145,7 @@ def beside_peaks(model: Any, workloads: dict[str, Any]) -> dict[str, float]:
         for figures in workloads[name].values():
             rate = operations / (figures["ms"] * 1e-3)
             figures["operations_per_second"] = round(rate)
-            figures["of_peak"] = {peak: round(rate / most, 3) for peak, most in peaks.items() if most}
+            figures["of_peak"] = {peak: round(rate / most, 3) for peak, most in reached.items()}
     return {name: round(peak) for name, peak in peaks.items()}
 
 
