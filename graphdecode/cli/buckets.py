@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from graphdecode.buckets import query_widths
 from graphdecode.cli.options import ConfigOption, print_table, settings_of, table_of, wide_console, with_settings
@@ -20,6 +17,8 @@ from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
+    from rich.table import Table
 
     from graphdecode.config import BucketConfig, EngineConfig
     from graphdecode.models import ModelConfig
@@ -125,7 +124,7 @@ def _ladder_table(title: str, figures: list[LadderFigures]) -> Table:
         "graphs MiB": lambda row: "?" if row.pool_bytes is None else f"{row.pool_bytes / 2**20:.2f}",
         "batch sizes": lambda row: " ".join(map(str, row.sizes)),
     }
-    return table_of(figures, columns, left=["ladder", "batch sizes"], title=title, box=box.SIMPLE)
+    return table_of(figures, columns, left=["ladder", "batch sizes"], title=title, is_open=True)
 
 
 def _query_table(costs: list[QueryCost]) -> Table:
@@ -138,7 +137,7 @@ def _query_table(costs: list[QueryCost]) -> Table:
     for width in sorted({cost.queries for cost in costs}):
         columns[f"{width} queries" if width > 1 else "1 query"] = partial(cell, width)
     title = "step ms by rows and queries (tokens a row and step that break even)"
-    return table_of(sorted({cost.bucket for cost in costs}), columns, title=title, box=box.SIMPLE)
+    return table_of(sorted({cost.bucket for cost in costs}), columns, title=title, is_open=True)
 
 
 def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -> None:
@@ -160,7 +159,7 @@ def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -
         f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
         f"{trial.rounds} alternating rounds of {trial.steps} steps"
     )
-    print_table(console, table_of(figures, columns, left=["ladder"], title=title, box=box.SIMPLE))
+    print_table(console, table_of(figures, columns, left=["ladder"], title=title, is_open=True))
     tuned = figures[-1].name
     console.print(
         f"{tuned}: {ladders[tuned].step_ms:.4f} ms a step, {ladders[TODAY].step_ms:.4f} today, "
@@ -219,6 +218,8 @@ def show(
 
 
 def _bucket_table(config: BucketConfig) -> Table:
+    from rich.table import Table
+
     table = Table("bucket", "batch sizes", "worst padding", title=f"{len(config.ladder)} buckets")
     first = 1
     for bucket in config.ladder:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from graphdecode.cli.options import (
     ConfigOption,
@@ -25,6 +23,7 @@ from graphdecode.errors import ArgumentError, GraphdecodeError
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
 
     from graphdecode.config import EngineConfig
     from graphdecode.models.source import LocalModel
@@ -200,7 +199,7 @@ def _table(records: list[ModelRecord]) -> Table:
         "of tokens": lambda record: str(record.max_sequence_length or ""),
         "fits now": lambda record: "cannot run" if record.error else "yes" if record.fits else "no",
     }
-    return table_of(records, columns, left=["model", "from", "format", "architecture"], box=box.SIMPLE)
+    return table_of(records, columns, left=["model", "from", "format", "architecture"], is_open=True)
 
 
 def _mebibytes(size: int | None) -> str:

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from graphdecode.config import BucketConfig, EngineConfig, ReplicaConfig, ServerConfig
 from graphdecode.config.key import Option
@@ -22,8 +20,11 @@ from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 from graphdecode.extensions import load_modules
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 Row = TypeVar("Row")
-STDERR = Console(stderr=True)
 ModelOption = Annotated[
     str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id.")
 ]
@@ -62,9 +63,19 @@ CHAT_OPTIONS = (
 
 def wide_console() -> Console:
     """Return a console on standard output, wide enough for tables in a file unless COLUMNS says otherwise."""
+    from rich.console import Console
+
     console = Console()
     has_width = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
     return console if has_width else Console(width=max(console.width, _LEAST_WIDTH))
+
+
+@functools.cache
+def stderr_console() -> Console:
+    """Return the console on standard error."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -85,16 +96,25 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def table_of(
-    rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]], left: Iterable[str] = (), **options: Any
+    rows: Iterable[Row],
+    columns: Mapping[str, Callable[[Row], str]],
+    left: Iterable[str] = (),
+    *,
+    title: str | None = None,
+    is_open: bool = False,
 ) -> Table:
     """Return a table with one line per row.
 
     Args:
         columns: head -> function that returns the cell of a row.
         left: heads of left-aligned columns; the first of them is not wrapped.
-        options: arguments of rich's `Table`.
+        title: stands above it.
+        is_open: it has no lines but the one below the heads.
     """
-    table, left = Table(**options), tuple(left)
+    from rich import box
+    from rich.table import Table
+
+    table, left = Table(title=title, box=box.SIMPLE if is_open else box.HEAVY_HEAD), tuple(left)
     for head in columns:
         justify: Any = "left" if head in left else "right"
         table.add_column(head, justify=justify, no_wrap=head in left[:1], overflow="fold")
@@ -203,8 +223,9 @@ def print_error(message: str) -> None:
 
 def print_message(message: str, style: str | None = None, *, is_prose: bool = True) -> None:
     """Print a message on standard error; in a terminal, prose is wrapped at words."""
-    is_exact = not (is_prose and STDERR.is_terminal)
-    STDERR.print(message, style=style, highlight=False, soft_wrap=is_exact, markup=False)
+    console = stderr_console()
+    is_exact = not (is_prose and console.is_terminal)
+    console.print(message, style=style, highlight=False, soft_wrap=is_exact, markup=False)
 
 
 _SAMPLING = field_options(SamplingParams)

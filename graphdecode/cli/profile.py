@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from graphdecode.cli.options import ConfigOption, settings_of, table_of, wide_console, with_settings
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from graphdecode.profiling.comparison import PointChange
 
 

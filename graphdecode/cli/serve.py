@@ -17,7 +17,6 @@ import typer
 from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
-    STDERR,
     ConfigOption,
     ModelOption,
     TokenizerOption,
@@ -25,6 +24,7 @@ from graphdecode.cli.options import (
     print_error,
     print_message,
     settings_of,
+    stderr_console,
     with_options,
     with_settings,
 )
@@ -83,7 +83,7 @@ def service_maker(
         settings,
         limits,
         version=__version__,
-        progress=STDERR.is_terminal,
+        progress=stderr_console().is_terminal,
     )
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.cli.options import ConfigOption, settings_of, with_settings
@@ -68,6 +66,9 @@ def check(
     The module has the step's StepBuffers as `buffers`; optionally `constants`, which the step only reads; and
     optionally `between_steps`, a function without arguments that the host calls between two steps.
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from graphdecode.graphs import check as find_hazards
 
     step, buffers, constants, between_steps, _ = _load(target)
