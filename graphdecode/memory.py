@@ -34,6 +34,16 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def collector_spared() -> Iterator[None]:
+    """Keep the collector from what is loaded by now: a scan of it would take as long as several steps."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def advise(spans: Iterable[tuple[int, int]], advice: int) -> None:
     """Call Linux's `madvise` for spans of addresses; errors are ignored."""
     madvise = ctypes.CDLL(None).madvise

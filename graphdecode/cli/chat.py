@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import re
@@ -266,6 +265,7 @@ def chat(
         if lora is not None and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=1)
         from graphdecode import LLM, LoRARequest, SamplingParams
+        from graphdecode.memory import collector_spared
         from graphdecode.text import Conversation, render_chat
 
         given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
@@ -275,8 +275,7 @@ def chat(
         render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)
         settings = fitted(settings, [1], None, outputs=1, trained_length=checkpoint.trained_length)
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
-        gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
-    with llm:
+    with llm, collector_spared():
         params = replace(llm.default_chat_params(), **given)
         conversation = Conversation(
             llm,

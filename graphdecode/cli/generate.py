@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import textwrap
@@ -64,6 +63,7 @@ def generate(
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(config, **overrides)
     from graphdecode import LLM, SamplingParams
+    from graphdecode.memory import collector_spared
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
     requested = SamplingParams(**given)  # fails before the model is loaded
@@ -73,8 +73,10 @@ def generate(
         check_record(record_batches)
     checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
     settings = _sized(settings, checkpoint, texts, requested)
-    with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
-        gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
+    with (
+        LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm,
+        collector_spared(),
+    ):
         params = replace(llm.get_default_sampling_params(), **given)
         ready = time.perf_counter()
         try:
