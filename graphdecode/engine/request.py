@@ -110,7 +110,7 @@ class RequestRules:
             RequestError: names the value and its range.
         """
         params = request.sampling_params
-        self.check_sampling(params, request.bad_words_token_ids, has_form=request.grammar is not None)
+        self.check_sampling(params, request.bad_words_token_ids, is_structured=request.grammar is not None)
         self.check_prompt(request.prompt_token_ids, params.max_tokens)
 
     def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
@@ -129,7 +129,9 @@ class RequestRules:
         if wrong:
             raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
 
-    def check_sampling(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, has_form: bool) -> None:
+    def check_sampling(
+        self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, is_structured: bool
+    ) -> None:
         """Refuse sampling parameters that can never be served; see `check`."""
         if params.n != 1:
             raise RequestError(f"the engine generates one output per request: n must be 1, got {params.n}")
@@ -139,7 +141,7 @@ class RequestRules:
         for name in ("stop", "bad_words", "structured_outputs"):
             if value := getattr(params, name):
                 raise RequestError(f"the engine knows no text: {name} must be resolved above it, got {shown(value)}")
-        if has_form and params.allowed_token_ids is not None:
+        if is_structured and params.allowed_token_ids is not None:
             raise RequestError("structured_outputs: not together with allowed_token_ids, for one mask holds either")
         stop_ids = (*self.stop_ids(params), *self.held_back_ids(params))
         for name, count, key in (

@@ -119,9 +119,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise UnsupportedModelError(f"{path} is nested too deeply") from error
     except ValueError as error:  # not UTF-8, or not JSON
-        raise UnsupportedModelError(f"{path} is no JSON: {error}") from error
+        raise UnsupportedModelError(f"{path} is not JSON: {error}") from error
     if size > _MOST_BYTES:
         raise UnsupportedModelError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read")
     if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} is no JSON object")
+        raise UnsupportedModelError(f"{path} is not a JSON object")
     return content

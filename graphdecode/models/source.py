@@ -228,7 +228,7 @@ def resolve_model_path(model: str | Path) -> Path:
         raise ModelSourceError(f"model {shown(name)}: there is no such file, and {_elsewhere()}; {_here()}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or path.is_absolute():
         raise ModelSourceError(
-            f"model {shown(name)} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}"
+            f"model {shown(name)} is not a folder, {_elsewhere()}, not a repository id (owner/name); {_here()}"
         )
     return _fetched(name)
 
@@ -248,7 +248,7 @@ def refuse_pointer(file: Path) -> None:
 def require_file(path: Path) -> None:
     """Raise `ModelSourceError` if a path is not a regular file, such as a pipe, whose reading might never end."""
     if path.exists() and not path.is_file():
-        raise ModelSourceError(f"{path} is no plain file")
+        raise ModelSourceError(f"{path} is not a regular file")
 
 
 def _elsewhere() -> str:
@@ -281,8 +281,8 @@ def _one_of(models: list[str], place: str, otherwise: str) -> str:
 
 def _not_a_folder(name: str, file: Path) -> str:
     if file.suffix == ".safetensors":
-        return f"model {name!r} is no folder: give {str(file.parent)!r}, the one that holds it and its config.json"
-    return f"model {name!r} is no folder but a file; give {_EXPECTED}"
+        return f"model {name!r} is not a folder: give {str(file.parent)!r}, the one that holds it and its config.json"
+    return f"model {name!r} is not a folder but a file; give {_EXPECTED}"
 
 
 def _fetched(model: str) -> Path:
@@ -304,7 +304,7 @@ def _fetched(model: str) -> Path:
     except HFValidationError as error:
         if name.startswith(("/", "./", "../", "~")):
             raise ModelSourceError(f"model {name!r}: there is no such folder or file") from error
-        raise ModelSourceError(f"model {name!r} is no folder, and no name of a repository: {error}") from error
+        raise ModelSourceError(f"model {name!r} is not a folder, and not a repository id: {error}") from error
     except GatedRepoError as error:
         raise ModelSourceError(
             f"model {name!r} is gated: accept its terms on the hub and log in with `hf auth login`"
@@ -314,7 +314,7 @@ def _fetched(model: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ModelSourceError(
-            f"model {name!r} is no folder, {_elsewhere()}, not in the cache ({constants.HF_HUB_CACHE}), and it "
+            f"model {name!r} is not a folder, {_elsewhere()}, not in the cache ({constants.HF_HUB_CACHE}), and it "
             f"could not be fetched from the hub: is there a network? ({reason}) {_here()}"
         ) from error
 

@@ -181,7 +181,7 @@ def _state(name: str, tensors: Mapping[str, Stored], read: Read) -> dict[str, An
     try:
         state = json.loads(bytes(int(value) for value in read(name + _STATE, ())))
     except ValueError as error:
-        raise CheckpointError(f"{name}{_STATE} is no JSON: {error}") from error
+        raise CheckpointError(f"{name}{_STATE} is not JSON: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{name}{_STATE} is no JSON object")
+        raise CheckpointError(f"{name}{_STATE} is not a JSON object")
     return state
