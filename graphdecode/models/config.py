@@ -1,5 +1,6 @@
 """The configuration of a decoder, and the fields of config.json that most families share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = [  # for families
     "common_fields",
     "count",
     "flag",
+    "layer_kinds",
     "layer_ropes",
     "layer_windows",
     "number",
@@ -157,11 +159,16 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
 def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
     """Return whether each layer has a window: `layer_types`, or by default `otherwise`."""
     kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
-    if not isinstance(kinds, list) or len(kinds) != len(otherwise) or any(kind not in _LAYER_TYPES for kind in kinds):
+    return [kind == _LAYER_TYPES[True] for kind in layer_kinds(kinds, len(otherwise), _LAYER_TYPES)]
+
+
+def layer_kinds(kinds: Any, layers: int, known: Sequence[str]) -> list[str]:
+    """Return `layer_types`; raise UnsupportedModelError unless it names a known kind for each layer."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise UnsupportedModelError(
-            f"layer_types must name {len(otherwise)} layers, each one of {', '.join(_LAYER_TYPES)}, got {shown(kinds)}"
+            f"layer_types must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
         )
-    return [kind == _LAYER_TYPES[True] for kind in kinds]
+    return kinds
 
 
 def layer_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int, ...]:

@@ -214,7 +214,7 @@ def resolve_model_path(model: str | Path) -> Path:
                 f"({package.megabytes} MB, {package.licence})"
             )
         return file
-    name, path = str(model), _expanded(Path(model))
+    name, path = str(model), Path(os.path.expanduser(model))  # unlike pathlib, keeps an unknown user
     if name and os.path.isdir(path):  # pathlib's `is_dir` raises for too long a name
         return _gguf_in(path) or path
     if os.path.isfile(path):
@@ -258,13 +258,6 @@ def _elsewhere() -> str:
 
 def _here() -> str:
     return f"this machine has {', '.join(model.name for model in local_models())}"
-
-
-def _expanded(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError:  # an unknown user
-        return path
 
 
 def _gguf_in(path: Path) -> Path | None:

@@ -51,10 +51,7 @@ class ReplacedTensors:
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a quantized weight of the source; None if a plain one replaces it."""
-        found: QuantizedWeight | None = None
-        if name not in self._given:
-            found = self._source.read_quantized(name, expert)
-        return found
+        return None if name in self._given else self._source.read_quantized(name, expert)
 
 
 def copy_finite(name: str, out: Tensor, tensor: Tensor) -> None:

@@ -234,10 +234,7 @@ class Gemma4(Sparse, Gemma2):
             layers=(True,) * fields["num_hidden_layers"],
         )
 
-    def weights(self, config: ModelConfig) -> WeightMap:
-        return self._weights(config, is_stacked=False)
-
-    def _weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+    def sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         assert isinstance(config, Gemma4Config)
         places, width = Llama.weights(self, config), config.num_hidden_layers * config.input_size
         if width:
@@ -252,7 +249,7 @@ class Gemma4(Sparse, Gemma2):
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source, whose layers with shared keys may have unused weights."""
-        places = self._weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
+        places = super().weights_in(config, tensors)
         for index, keys in enumerate(config.layer_keys):
             names = [f"model.layers.{index}.self_attn.{module}.weight" for module in _OF_KEYS]
             unread = [Part(name, tensors[name].shape) for name in names if name in tensors]

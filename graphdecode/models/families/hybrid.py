@@ -11,7 +11,7 @@ from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.kernels.recurrent.selective_scan import ScanWeights
 from graphdecode.models.blocks import Mixer, Norm
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag, layer_kinds
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.recurrent_blocks import Mamba2
 from graphdecode.models.split_blocks import JointlyNormedMamba2
@@ -80,11 +80,7 @@ def recurrent_layers(
     Raises:
         UnsupportedModelError: the number of kinds is wrong, or a kind is unknown.
     """
-    known = (*recurrent, *attention)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise UnsupportedModelError(
-            f"layer_types must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
-        )
+    kinds = layer_kinds(kinds, layers, (*recurrent, *attention))
     states = tuple(state if kind in recurrent else None for kind in kinds)
     return states if any(states) else ()
 

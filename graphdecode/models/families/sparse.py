@@ -55,11 +55,11 @@ class Sparse(Llama):
         )
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        return self._sparse_weights(config, is_stacked=False)
+        return self.sparse_weights(config, is_stacked=False)
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source, whose experts may be stacked."""
-        return self._sparse_weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
+        return self.sparse_weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
         """Return a layer's experts, or its MLP."""
@@ -113,7 +113,8 @@ class Sparse(Llama):
         places |= product(f"{at}experts.gate_up", gate_up, hidden, split=0, bias=self.has_biases)
         return places | product(f"{at}experts.down", down, width, split=1, bias=self.has_biases)
 
-    def _sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+    def sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+        """Return the weight map, with stacked experts or separate ones."""
         places = super().weights(config)
         for index, is_sparse in enumerate(config.experts.layers if config.experts is not None else ()):
             if is_sparse:
