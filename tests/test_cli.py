@@ -128,7 +128,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
         (["generate"], "there is no prompt"),
         (["generate", "hello"], "give prompts with --prompt"),
         (["generate", "-p", "a", "--prompts-file", "none.txt"], "none.txt"),
-        (["generate", "-p", "a", "--model", "no-such-model"], "'no-such-model' is no folder"),
+        (["generate", "-p", "a", "--model", "no-such-model"], "'no-such-model' is not a folder"),
         (["generate", "-p", "a", "--config", "none.toml"], "error: none.toml: no such file or directory"),
         (["generate", "-p", "a", "--max-tokens", "0"], "--max-tokens must be an integer >= 1"),
         (

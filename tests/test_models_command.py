@@ -41,7 +41,7 @@ def test_each_model_is_listed_with_what_it_takes(folder: Path) -> None:
     assert records["demo"]["place"] == "shipped"
     assert "holds no model.safetensors" in records["broken"]["error"]
     assert records["packed"]["format"] == "gguf"
-    assert "m.gguf is no GGUF file" in records["packed"]["error"]
+    assert "m.gguf is not a GGUF file" in records["packed"]["error"]
 
 
 def test_the_table_says_what_cannot_run_and_why() -> None:

@@ -307,7 +307,7 @@ def test_the_files_own_dtype_counts_unless_an_option_overrides_it(tmp_path: Path
         ("x\n", [], r"b\.toml: .*line 1"),
         ("[capacity]\nmax_batch_size = 0\n", [], r"b\.toml:2: \[capacity\] max_batch_size must be an integer in"),
         ("", ["--model", "shape:llama-7t"], "unknown shape 'shape:llama-7t'"),
-        ("", ["--model", "no-such-model"], "'no-such-model' is no folder"),
+        ("", ["--model", "no-such-model"], "'no-such-model' is not a folder"),
         ("", ["--dtype", "int4"], "dtype must be auto"),
         ("", ["--device", "tpu"], "device must be auto, cpu or cuda"),
     ],

@@ -147,7 +147,7 @@ def test_vllms_names_mean_our_settings(renamed: LLM) -> None:
 def test_another_folders_tokenizer_may_be_taken() -> None:
     with LLM("demo", tokenizer="demo", max_num_seqs=1, max_model_len=32, enforce_eager=True) as llm:
         assert llm.tokenizer.name_or_path.endswith("demo")
-    with pytest.raises(GraphdecodeError, match="'no-such-folder' is no folder"):
+    with pytest.raises(GraphdecodeError, match="'no-such-folder' is not a folder"):
         LLM("demo", tokenizer="no-such-folder")
 
 

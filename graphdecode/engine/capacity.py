@@ -21,13 +21,13 @@ from graphdecode.memory import free_bytes, total_bytes
 from graphdecode.models import ModelShape, adapter_bytes
 
 # estimates for graphs
-_NODE_BYTES = 16 * 2**10  # of the driver, per kernel
+_NODE_BYTES = 16 * 2**10  # memory of the driver, per kernel
 _LAYER_NODES = 12  # kernels of a layer
-_TOKEN_WIDTHS = 16  # intermediates of a token in the shared pool, in rows of the hidden size
-_LEDGER_BYTES = 64  # host memory per page: its number, its count, its places in lists
+_TOKEN_WIDTHS = 16  # intermediates of a token in the shared pool, in multiples of the hidden size
+_LEDGER_BYTES = 64  # host memory per page: its number, its count, its list entries
 _SLOT_BYTES = 64  # per row, or token of a prompt, besides what depends on the model
-_TOP_BYTES = 8  # of a top token in slots and rings: its id and its log-probability
-_RING_BYTES = 16  # of a token in the rings, with its log-probability and rank
+_TOP_BYTES = 8  # per top token in slots and rings: its id and its log-probability
+_RING_BYTES = 16  # per token in the rings, with its log-probability and rank
 _NO_SAMPLING = SamplingCapacity(0, 0, 0, 0)
 _REQUESTS = {  # key -> slots that grow with it
     "max_logprobs": "the likeliest tokens",
@@ -43,12 +43,12 @@ class Capacity:
 
     max_sequence_length: int  # tokens of one sequence, prompt and output
     pages_per_row: int  # pages of such a sequence
-    total_num_pages: int  # of the pool, without its trash page
+    total_num_pages: int  # pages of the pool, without the trash page
     token_bytes: int  # keys and values of one token in all layers
-    page_bytes: int  # of one page, in all layers with full pages
+    page_bytes: int  # one page, in all layers with full pages
     token_limit: int  # tokens of one sequence that owns the whole pool
-    rolling: RollingPages | None = None  # of layers with a window; None: all layers have full pages
-    rolling_page_bytes: int = 0  # of one rolling page, in all of these layers
+    rolling: RollingPages | None = None  # rings of layers with a window; None: all layers have full pages
+    rolling_page_bytes: int = 0  # one rolling page, in all of these layers
 
     @property
     def rolling_bytes(self) -> int:
@@ -72,16 +72,19 @@ def plan_capacity(
 ) -> Capacity:
     """Return the capacity; `total_num_pages = "auto"` fills the free memory, less an estimate for graphs.
 
-    "auto" takes at most the pages of all rows at full length; an ArgumentError if not even one fits.
+    "auto" takes at most the pages of all rows at full length.
 
     Args:
-        settings: rows, lengths and pages, and the type of keys and values.
-        model: its shape.
-        dtype: of the model.
-        device: of keys and values.
+        settings: rows, lengths, pages, and the dtype of the cache.
+        model: the model's shape.
+        dtype: the model's dtype.
+        device: where the cache is.
         available_bytes: free memory; None: as the device reports.
         may_roll: whether model and step support rolling pages, which layers with a window get if that saves memory.
             Draft models, registered steps and checkpoints of recurrent states need full pages.
+
+    Raises:
+        ArgumentError: not even one page fits.
     """
     config = settings.buckets
     widths = (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
@@ -131,14 +134,14 @@ def _rolling_pages(
 ) -> RollingPages | None:
     """Return the rings of layers with a window; None if there are none, or a ring is no shorter than a row."""
     has_state = [state is not None for state in model.recurrent] or [False] * len(model.windows)
-    of_layers = zip(model.windows, has_state, model.kept_keys, strict=False)  # an adopted module's are not known yet
+    of_layers = zip(model.windows, has_state, model.kept_keys, strict=False)  # unknown so far for an adopted module
     layers = tuple(window >= 0 and not state and keys is not None for window, state, keys in of_layers)
     window = max((window for window, rolls in zip(model.windows, layers, strict=True) if rolls), default=0)
     # the window of a pass's first query, and the tokens that the pass writes; a mixed step's row writes one more
     pages = -(-(window + max(prefill_tokens, *widths) + 1) // config.page_size)
     if not any(layers) or pages >= pages_per_row:
         return None
-    ahead = 2 * config.steps_per_launch * max(widths)  # of a launch and the next one
+    ahead = 2 * config.steps_per_launch * max(widths)  # tokens of a launch and the next one
     return RollingPages(layers, config.max_batch_size, pages, config.page_size, window, ahead)
 
 
@@ -161,7 +164,7 @@ def draft_states_of(settings: EngineConfig) -> int:
 
 
 def draft_state_bytes_of(settings: EngineConfig, model: ModelShape) -> int:
-    """Return the bytes of the recurrent states behind drafts."""
+    """Return the bytes of the recurrent states after drafts."""
     return draft_states_of(settings) * _state_bytes(model)
 
 
@@ -184,10 +187,10 @@ def graph_bytes(config: BucketConfig, model: ModelShape, widths: Collection[int]
 def plan_checked_capacity(
     settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device, *, may_roll: bool = True
 ) -> Capacity:
-    """Return the capacity, see `plan_capacity`, and check it against the machine's memory.
+    """Return the capacity (see `plan_capacity`), checked against the machine's memory.
 
     Raises:
-        ArgumentError: the machine's memory is too small; names the key that takes most.
+        ArgumentError: the memory is too small; the message names the key that takes most.
     """
     memory = total_bytes(device)
     capacity = plan_capacity(settings, model, dtype, device, may_roll=may_roll)
@@ -216,7 +219,7 @@ def _needs(
     pages, states = capacity.total_num_pages, config.max_automaton_states
     tables = 4 * positions * model.head_dim + 16 * rows * capacity.pages_per_row
 
-    def sampling_bytes(**capacity: int) -> int:  # of the slots of a row
+    def sampling_bytes(**capacity: int) -> int:  # slots of one row
         specs = sampling_slots(_NO_SAMPLING._replace(**capacity), vocab_size)
         return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
 

@@ -14,7 +14,7 @@ from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 
 
 class ConstraintError(GraphdecodeError):
-    """A grammar cannot be compiled, or not be followed further."""
+    """A grammar cannot be compiled or followed further."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,12 @@ class TokenAutomaton:
     classes: np.ndarray  # int32 [vocab], the class of each token; tokens of one class have the same transitions
     following: np.ndarray  # int32 [states, classes], the next state; -1: none
     masks: np.ndarray  # int32 [states, ceil(vocab / 32)], bit i of word w is set if token 32 w + i is allowed
-    accepts: np.ndarray  # bool [states], the output may end
-    completes: np.ndarray  # bool [states], nothing can follow
+    accepts: np.ndarray  # bool [states], whether the output may end
+    completes: np.ndarray  # bool [states], whether nothing can follow
 
 
 class Guide(NamedTuple):
-    """The automaton of a structured output, and its present state."""
+    """The automaton of a structured output, and its current state."""
 
     automaton: TokenAutomaton
     state: int
@@ -38,18 +38,18 @@ class Guide(NamedTuple):
 class Constraint(ABC):
     """The state of one constrained output."""
 
-    num_words: int  # of a mask
+    num_words: int  # length of a mask
 
     @property
     def guide(self) -> Guide | None:
-        """The equivalent automaton for the device; None if the grammar is no finite automaton."""
+        """The equivalent automaton for the device; None if the grammar is not a finite automaton."""
         return None
 
     @abstractmethod
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write the mask of allowed tokens, int32 [ceil(vocab / 32)]: bit i of word w is for token 32 w + i.
 
-        `stop_ids` end the output, and are allowed where it may end. A ConstraintError if the mask takes too long.
+        `stop_ids` are allowed where the output may end. Raises ConstraintError if the mask takes too long.
         """
 
     @classmethod
@@ -79,7 +79,7 @@ Constrain: TypeAlias = Callable[[str], Constraint]  # grammar -> constraint; rai
 
 
 class AtLeast(Constraint):
-    """A constraint that also forbids tokens that end the output before `min_tokens`, if others are allowed."""
+    """Also forbids the tokens that end the output before `min_tokens`, unless no others are allowed."""
 
     def __init__(self, constraint: Constraint, min_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.num_words = -(-vocab_size // MASK_BITS)

@@ -1,4 +1,4 @@
-"""The engine's public face: requests of tokens in, events of tokens out, from any thread."""
+"""The engine's public interface: requests in, events out, from any thread."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in Sp
 
 
 class Engine:
-    """Generates tokens for many requests at once. It handles no text, and starts no thread.
+    """Generates tokens for many requests at once. It handles no text and starts no thread.
 
-    All methods may be called from any thread. The caller of `step` does the work of all. `add`, `finish` and `abort` do
-    not wait for another thread's step: they take effect before the next step, or at once if none is running.
+    All methods may be called from any thread. `step` does the work, in the thread that calls it. `add`, `finish` and
+    `abort` do not wait for a running step: they take effect before the next one, or at once if none is running.
 
     Args:
-        runner: the model, its cache and its graphs, which are attributes here, too.
+        runner: the model, its cache and its graphs, which become attributes.
         seed: default for requests without a seed; an integer of 64 bits.
         target_itl_ms: largest time between two tokens of a row in milliseconds, kept by smaller chunks; 0: no limit.
 
     Attributes:
-        rules: the limits of requests, as data that other processes can hold, too.
+        rules: the limits of requests, as data that other processes can use.
         stats: counts since the engine was made.
         adapters: loaded adapters by name; they are loaded and unloaded while the engine runs.
-        constrain: makes a constraint of a grammar; None: grammars are refused. Set by the owner of the tokenizer.
+        constrain: compiles a grammar to a constraint; None: grammars are refused. Set by the owner of the tokenizer.
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
@@ -56,7 +56,7 @@ class Engine:
         self.runner, self.seed = runner, seed
         self.model, self.cache, self.capacity, self.graphs = runner.model, runner.cache, runner.capacity, runner.graphs
         self.vocab_size = self.model.config.vocab_size
-        # a token that is not in the vocabulary ends nothing
+        # a token outside the vocabulary is never sampled
         eos_token_ids = tuple(token for token in self.model.config.eos_token_ids if token < self.vocab_size)
         self.rules = RequestRules(
             self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
@@ -75,7 +75,7 @@ class Engine:
         self._undelivered: list[Event] = []  # errors that the next step returns
         self._asleep: set[str] = set()
         self._has_weights = True  # False: `sleep(level=2)` has dropped them
-        self._broken: str | None = None  # set during a change of state: found set, the change was interrupted
+        self._broken: str | None = None  # set during a change of state; still set later: it was interrupted
         self._closed = False
 
     @property
@@ -101,7 +101,7 @@ class Engine:
     def add(self, request: Request, constraint: Constraint | None = None) -> int:
         """Add a request, and return its id in `step`'s events.
 
-        `constraint` is that of the request's grammar; None: it is made here if there is a grammar.
+        `constraint`: the compiled grammar of the request; None: it is compiled here.
 
         Raises:
             RequestError: it can never be served; nothing has changed.
@@ -155,7 +155,7 @@ class Engine:
         self._sequences[request_id] = sequence
         if adapter is not None:
             self.adapters.stats.requests[adapter.name] += 1
-        # one that was aborted before it started is not scheduled
+        # not scheduled if it was aborted before it started
         self._inbox.append(lambda: None if sequence.finished else self.scheduler.add(sequence))
         self._try_inbox()
         return request_id
@@ -195,7 +195,7 @@ class Engine:
 
     def _remove(self, sequence: Sequence, num_tokens: int | None) -> None:
         was_there = self.loop.remove(sequence)
-        self._has_aborted = True  # what was in flight has given it tokens
+        self._has_aborted = True  # launches in flight have produced events for it
         if num_tokens is not None:
             self.stats.generated_tokens -= sequence.num_generated - num_tokens
             self.stats.finished_answers += was_there
@@ -210,7 +210,7 @@ class Engine:
                 self._stepping.release()
 
     def _take_inbox(self) -> None:
-        if self._broken is not None:  # by an exception that nothing could catch, such as a second Ctrl-C
+        if self._broken is not None:  # by an exception that could not be caught, such as a second Ctrl-C
             self._fail_all(self._broken)
         while self._inbox:
             self._broken = _INTERRUPTED
@@ -244,7 +244,7 @@ class Engine:
                 raise ClosedError("this engine was closed")
             self._take_inbox()
             if (self._asleep or not self._has_weights) and self.loop.has_work:
-                self._fail_all(self._why_not() or _INTERRUPTED)  # added while the engine fell asleep
+                self._fail_all(self._why_not() or _INTERRUPTED)  # added while `sleep` ran
             while self._finished_ids:
                 self._sequences.pop(self._finished_ids.pop(), None)
             self._broken = _INTERRUPTED
@@ -263,7 +263,7 @@ class Engine:
         return events
 
     def capture_waiting(self) -> bool:
-        """If idle, capture one graph that waits for that (`capture_when="idle"`); return whether one was captured."""
+        """If idle, capture one graph of `capture_when="idle"`; return whether one was captured."""
         with self._stepping:
             return not (self._closed or self.has_work or self._why_not()) and self.runner.capture_waiting()
 
@@ -339,14 +339,14 @@ class Engine:
             self._asleep -= woken
 
     def _why_not(self) -> str | None:
-        """Return why no request can be served; None if requests can be."""
+        """Return why no request can be served; None if they can."""
         if self._asleep:
             return f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake_up() first"
         return None if self._has_weights else "sleep(level=2) has dropped the weights: update_weights(...) first"
 
     @contextlib.contextmanager
     def _while_idle(self, what: str) -> Iterator[None]:
-        """Hold back steps; an EngineStateError if there is work."""
+        """Block steps meanwhile; raise EngineStateError if there is work."""
         with self._stepping:
             if self._closed:
                 raise ClosedError("this engine was closed")

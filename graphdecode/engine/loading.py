@@ -67,9 +67,9 @@ def load_runner(
 
     Args:
         model: a checkpoint folder, a repository id, `"demo"`, or a shape such as `"shape:llama-3.1-8b"`.
-        config: all settings, those of the buckets alone, or the path of a file.
+        config: all settings, only those of the buckets, or the path of a file.
         progress: show a bar on standard error while loading.
-        ranks: that share the model; each of them calls this.
+        ranks: the ranks that share the model; each of them calls this.
         keywords: settings that override those of `config`; see `EngineConfig`.
     """
     settings = EngineConfig.of(config, **keywords)
@@ -110,7 +110,7 @@ def load_runner(
         if known.get(key) is None:
             known.put(key, True)
         return runner
-    Runner.close(runner)  # of this rank alone: the others do the same
+    Runner.close(runner)  # only this rank: the others do the same
     del runner, decoder, draft
     why = f"{model}: activations exceed 65504, the largest number in float16, so it is computed in float32"
     warnings.warn(f"{why}; dtype='float32' avoids this warning", RuntimeWarning, stacklevel=2)
@@ -129,14 +129,14 @@ def _finite_key(model: str | Path, settings: EngineConfig) -> str:
 
 @dataclass(frozen=True)
 class WeightReload:
-    """Loads other values of a model's weights, by the path and the options by which it was loaded.
+    """Loads new values of a model's weights, with the options that it was loaded with.
 
     Attributes:
-        name: of the model, for `open_source`.
-        model: that the values are for; nothing of it changes here.
+        name: the model's name, for `open_source`.
+        model: the model to update; it is not changed here.
         load: `load_model` with its options.
-        settings: of the engine.
-        given: names of the tensors whose values are in no file.
+        settings: the engine's settings.
+        given: names of tensors that were given in memory.
     """
 
     name: str | Path
@@ -146,7 +146,7 @@ class WeightReload:
     given: frozenset[str] = frozenset()
 
     def __call__(self, weights: str | Path | NamedTensors) -> tuple[Model, WeightReload]:
-        """Return a model of the same layout with other values, and the reload that follows it; see `Engine`."""
+        """Return a model of the same layout with the new values, and the next reload."""
         name, given = self.name, {}
         if isinstance(weights, (str, Path)):
             name = resolve_model_path(weights)
@@ -171,7 +171,7 @@ def _load_outside(settings: EngineConfig) -> None:
 
 
 def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
-    """Return the shape of one rank's part of a model; an ArgumentError if it cannot be loaded or split."""
+    """Return the shape of one rank's shard of a model; raise ArgumentError if it cannot be loaded or split."""
     shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     draft = settings.draft_model if settings.speculation == "model" else None
     _check_draft(settings, None if draft is None else describe_model(draft))
@@ -188,8 +188,8 @@ def load_engine(
 ) -> Engine:
     """Load a model, warm up and capture the graphs; see `load_runner`.
 
-    `ranks` share the model, and outlive the engine; None: they are started if the settings ask for some, and end with
-    the engine. A RankError if one fails.
+    `ranks` share the model and outlive the engine; None: they are started if the settings ask for them, and end with
+    the engine. Raises RankError if one fails.
     """
     _load_outside(config)
     if config.tensor_parallel_size == 1:
@@ -212,7 +212,7 @@ def load_engine(
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:
-    """Start the processes that the settings ask for, or join those that torchrun has started.
+    """Start the other ranks' processes, or join those that torchrun has started.
 
     In torchrun's processes other than rank 0, this runs until rank 0 ends the group, and exits.
     """
@@ -245,7 +245,7 @@ def captured_runner(
 
 
 def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[StepSetting], Step]:
-    """Return the maker of the step that the settings ask for; `draft` is the draft model of the method "model"."""
+    """Return the constructor of the step that the settings ask for; `draft`: the draft model, if any."""
     if settings.step_kind is not None:
         return step_maker(settings.step_kind)
     if settings.speculation == "off":
@@ -282,11 +282,10 @@ def make_runner(
 ) -> Runner:
     """Allocate a loaded model's cache and buffers; see `load_runner`.
 
-    `step` makes another kind of step than the settings ask for; `draft` is the draft model, whose cache has as many
-    pages.
+    `step` overrides the settings' kind of step. The cache of the draft model `draft` has as many pages.
     """
     settings, device = EngineConfig.of(config, **keywords), decoder.device
-    share = 1.0  # of the memory: the rest is for the draft model's cache, and other ranks on this CPU
+    share = 1.0  # share of the memory; the rest is for the draft model's cache, and other ranks on this CPU
     if draft is not None:
         target, small = (
             sum(keys.heads * keys.head_dim for keys in each.config.kept_keys if keys is not None)

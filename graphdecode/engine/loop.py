@@ -34,11 +34,11 @@ class _InFlight(NamedTuple):
     logprobs: int | None  # largest number of top tokens that a row asked for
     prefilled: int  # prompt tokens that were computed right before it
     since: float  # when that began
-    found: list[tuple[int, int]]  # of its first step, row by row: drafts, match length
+    found: list[tuple[int, int]]  # before its first step, row by row: drafts, match length
 
 
 class EngineLoop:
-    """Schedules, launches and reads, one round per `step`.
+    """Schedules, launches and reads.
 
     On a GPU a launch is read while the next one (`lookahead`) runs over the same rows. Before rows change, all launches
     in flight are read.
@@ -55,7 +55,7 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._in_flight: deque[_InFlight] = deque()
         self._staged: list[Sequence] = []
-        self._has_adapters = False  # whether any staged row has one
+        self._has_adapters = False  # whether any staged row has an adapter
         self._repeated: LaunchPlan | None = None  # the plan of a steady step
         self._logprobs: int | None = None  # largest number of top tokens that a staged row asked for
         self._masked_rows: _Constrained = {}  # staged rows whose masks the host fills
@@ -65,8 +65,8 @@ class EngineLoop:
         self._steps_with_pages = 0  # steps for which the staged rows have pages, beyond those launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.setting.prefill_tokens, target_itl_ms / 1000)
-        self._to_prefill: list[tuple[Sequence, PromptChunk]] = []  # in this round
-        self._mixed: list[tuple[Sequence, PromptChunk]] = []  # those that the next launch takes
+        self._to_prefill: list[tuple[Sequence, PromptChunk]] = []  # chunks of this step
+        self._mixed: list[tuple[Sequence, PromptChunk]] = []  # chunks that the next launch takes
         self._prefilled = 0  # prompt tokens since the last launch
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
@@ -76,7 +76,7 @@ class EngineLoop:
         if drafting is not None:
             widths = runner.graphs.ladder.queries
             self.pace = DraftPace(widths, is_fixed=drafting.is_fixed, is_cheap=drafting.is_cheap)
-        self._found: list[tuple[int, int]] = []  # of the next step, row by row: drafts, match length
+        self._found: list[tuple[int, int]] = []  # before the next step, row by row: drafts, match length
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +94,7 @@ class EngineLoop:
         return True
 
     def step(self) -> list[Event]:
-        """Run one round: at most one prefill, one launch, and the reading of one earlier launch."""
+        """Run at most one prefill and one launch, and read one earlier launch."""
         self._since, self._prefilled = time.perf_counter(), 0
         if self.scheduler.waiting or self.scheduler.prefilling:
             self._schedule_prompts()
@@ -125,7 +125,7 @@ class EngineLoop:
         return events
 
     def _schedule_prompts(self) -> None:
-        """Choose the prompt chunks of this round; if no mixed step can take them, compute them at once."""
+        """Choose the prompt chunks of this step; prefill them now if no mixed step can take them."""
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
         self._to_prefill = chunks
         self._prefilled = sum(len(chunk.token_ids) for _, chunk in chunks)
@@ -155,7 +155,7 @@ class EngineLoop:
         return found
 
     def _needs_launch(self) -> bool:
-        """Whether any row needs more tokens than the launches in flight will give it."""
+        """Whether any row needs more tokens than the launches in flight produce."""
         if not self._in_flight or self.scheduler.decoding != self._staged:
             return True
         ahead = sum(batch.launch.num_steps for batch in self._in_flight)
@@ -310,7 +310,7 @@ class EngineLoop:
         error: str | None = None
         for step in steps:
             token = step.tokens[row]
-            if token == ENDED_BEFORE:  # or the draft before it was rejected
+            if token == ENDED_BEFORE:  # or the previous draft was rejected
                 continue
             if token < 0 or sequence.failure is not None:
                 error = sequence.fail(sequence.failure or token)

@@ -38,7 +38,7 @@ class RequestMetrics:
 
 
 class DraftCounts(NamedTuple):
-    """Counts of verified and accepted drafts, and of accepted ones by position in a run of drafts."""
+    """Counts of verified and accepted drafts, and of accepted ones by draft position."""
 
     drafted: int
     accepted: int
@@ -47,7 +47,7 @@ class DraftCounts(NamedTuple):
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made; the names of `spec_decode_*` are vLLM's.
+    """Counts since the engine was made; `spec_decode_*` are named as in vLLM.
 
     Attributes:
         generated_tokens: sampled tokens that were kept.
@@ -56,8 +56,8 @@ class EngineStats:
         mixed_steps: decode steps with prompt chunks.
         batch_sizes: live rows -> decode steps.
         bucket_steps: bucket -> decode steps.
-        step_seconds: of the last decode steps: from the launch, or the read of the step before if later, to the read.
-        launch_seconds: host time of the last launches; on a CPU, of the whole step.
+        step_seconds: times of the last decode steps: from the launch, or the previous read if later, to the read.
+        launch_seconds: host times of the last launches; on a CPU, of the whole step.
     """
 
     generated_tokens: int = 0
@@ -75,7 +75,7 @@ class EngineStats:
     spec_decode_num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def count_drafts(self, verified: int, accepted: int) -> None:
-        """Count a run of drafts of one row."""
+        """Count one row's drafts of a step."""
         self.spec_decode_num_drafts += 1
         self.spec_decode_num_draft_tokens += verified
         self.spec_decode_num_accepted_tokens += accepted

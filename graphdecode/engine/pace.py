@@ -1,4 +1,4 @@
-"""Draft length and chunk size of the next round, by the times of earlier ones."""
+"""Draft length and chunk size of the next step, by the times of earlier ones."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _TIMES_KEPT = 9  # per kind of step, for the median
 _LEAST_TIMES = 3  # fewer measurements are not used
 _FORGOTTEN_AFTER = 200  # launches without a kind of step, after which its times are measured again
 _DECAY = 0.98  # weight of an observation after each later one
-_PRIOR = (1.0, 0.6)  # drafts and right drafts that are counted at first, so that drafts are tried
-_PATIENCE = (128, 2048)  # plain launches, at first and at most, before drafts that are not cheap are tried again
+_PRIOR = (1.0, 0.6)  # initial counts of drafts and accepted ones, so that drafts are tried
+_PATIENCE = (128, 2048)  # plain launches before expensive drafts are tried again, at first and at most
 _TRIAL = 4  # launches
-_TRIAL_WEIGHT = 0.1  # of earlier observations in a trial
-_GUESSED_SHARE = 0.06  # of a step's time per additional query, if nothing was measured
+_TRIAL_WEIGHT = 0.1  # weight of earlier observations in a trial
+_GUESSED_SHARE = 0.06  # of a step's time, per additional query, if nothing was measured
 _FIRST_CHUNK = 32  # tokens of the first chunk between steps
 _LEAST_CHUNK = 8  # tokens, however long a step takes
-_CHUNK_WEIGHT = 0.3  # of the last time in the averages
+_CHUNK_WEIGHT = 0.3  # weight of the last time in the averages
 
 
 class DraftPace:
     """Chooses the queries per row of the next launch, among `widths`, by the expected tokens per second.
 
-    The chance of a draft is a moving average of acceptance at its match length; the time of a step is the median of the
-    last ones of its kind. Plain steps show whether a cheap draft would have been right, so that speculation is switched
-    off and on at no cost. Drafts that are not cheap are tried again for a few launches, after an interval that doubles
-    with each trial that does not pay.
+    The acceptance rate of a draft is a moving average at its match length; the time of a step is the median of the last
+    ones of its kind. Plain steps show whether a cheap draft would have been accepted, so that speculation is switched
+    off and on at no cost. Expensive drafts are tried again for a few launches, after an interval that doubles with each
+    trial that does not pay.
     """
 
     def __init__(self, widths: Sequence[int], *, is_fixed: bool = False, is_cheap: bool = True) -> None:
@@ -40,7 +40,7 @@ class DraftPace:
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._last_run: dict[tuple[int, int], int] = {}
         self._launches = 0
-        self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # match length -> drafts, right ones
+        self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # match length -> drafts, accepted ones
 
     def choose(self, bucket: int, found: Sequence[tuple[int, int]], most: int) -> int:
         """Return the queries per row, at most `most`, for the next launch of `bucket` rows.
@@ -54,7 +54,7 @@ class DraftPace:
         widths = [width for narrower, width in pairwise([0, *widths]) if narrower <= drafts]
         if self._is_fixed:
             return widths[-1]
-        if not self._is_cheap:  # measure one width after the other, from plain steps on
+        if not self._is_cheap:  # measure one width after the other, plain steps first
             known = sum(self._is_known(bucket, width) for width in widths)
             if known == 0:
                 return 1
@@ -69,7 +69,7 @@ class DraftPace:
         return best if self._is_cheap else self._best_or_trial(best, widths)
 
     def _best_or_trial(self, best: int, widths: Sequence[int]) -> int:
-        """Return the choice, or the smallest width with drafts if none were fed for long."""
+        """Return `best`, or the smallest width with drafts if none were verified for long."""
         if best > 1:
             if self._plain > self._patience:  # the trial succeeded
                 self._patience = max(self._patience // 2, _PATIENCE[0])
@@ -85,12 +85,12 @@ class DraftPace:
         return widths[1]
 
     def chance(self, matched: int) -> float:
-        """Return the probability that a draft with this match length is right."""
+        """Return the probability that a draft with this match length is accepted."""
         drafts, right = self._seen[matched]
         return right / drafts
 
     def step_seconds(self, bucket: int, width: int) -> float:
-        """Return the time of a step, or a low estimate from other widths, so that it is tried."""
+        """Return the time of a step, or a low estimate from other widths, so that the width is tried."""
         if self._is_known(bucket, width) and not self._is_forgotten(bucket, width):
             return median(self._times[bucket, width])
         known = {known: median(self._times[bucket, known]) for known in self.widths if self._is_known(bucket, known)}
@@ -150,7 +150,7 @@ class ChunkBudget:
     def __init__(self, largest: int, target_seconds: float) -> None:
         self._largest, self.target_seconds = largest, target_seconds
         self._step_seconds: float | None = None
-        self._token_seconds: float | None = None  # of a prompt's token
+        self._token_seconds: float | None = None  # time of one prompt token
 
     def tokens(self, *, others_wait: bool) -> int:
         """Return how many prompt tokens to compute now; fewer if rows are decoding (`others_wait`)."""

@@ -1,4 +1,4 @@
-"""Prefill: chunks of prompts, many tokens of some rows in one pass."""
+"""Prefill: chunks of prompts, many tokens of several rows in one pass."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from graphdecode.models import Chunks
 _CHUNKS = "chunks"  # the staging block
 _DUMMY_TOKEN = 1
 _PROBED_TOKENS = 16
-_SCORED_TOKENS = 128  # logits that are held at once while scoring
-_ALIGNED_ROWS = 4  # int32 in 16 bytes: slices at a multiple of it take the same kernels as slices at 0
+_SCORED_TOKENS = 128  # logits in memory at a time while scoring
+_ALIGNED_ROWS = 4  # int32 in 16 bytes: slices at multiples of it use the same kernels as slices at 0
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class PromptChunk:
     """Some tokens of one sequence, to be computed."""
 
     token_ids: Sequence[int]
-    start: int  # tokens of the sequence that are cached already
-    memory: SequenceMemory  # of the sequence, with pages for these tokens
-    scored: Sequence[int] = ()  # if log-probabilities are wanted: the successor of each token of the chunk
+    start: int  # tokens of the sequence that are already cached
+    memory: SequenceMemory  # includes pages for these tokens
+    scored: Sequence[int] = ()  # the successor of each token, if log-probabilities are requested
     num_logprobs: int = 0  # number of top tokens for each
 
     @property
@@ -46,11 +46,11 @@ class PromptChunk:
 
 
 class Prompts:
-    """Computes keys and values of prompts; logits only to score them, since a decode step feeds the last token.
+    """Computes keys and values of prompts, and logits only to score them: a decode step feeds the last token.
 
     Attributes:
         buffers: slots of a pass; their rows are tokens.
-        shapes: passes that have graphs; none with `batch_invariant`, which attends token by token.
+        shapes: shapes that have graphs; none with `batch_invariant`, which attends token by token.
     """
 
     def __init__(self, setting: StepSetting) -> None:
@@ -108,7 +108,7 @@ class Prompts:
         return self._model.prefill(chunks, self._caches, self._attention)
 
     def dummies(self) -> list[list[PromptChunk]]:
-        """Return passes of 1, 2, 4, ... tokens into the trash page, up to the largest, which compile all kernels."""
+        """Return passes of 1, 2, 4, ... tokens into the trash page, which compile all kernels."""
         most = min(self.max_tokens, self._longest * self._rows)
         passes = []
         for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
@@ -125,7 +125,7 @@ class Prompts:
         return bool(self._model.logits(passed, 0, count).isfinite().all())
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:
-        """Stage some chunks."""
+        """Write chunks into the slots."""
         staged, setting = self.buffers.staging(_CHUNKS), self._setting
         end = 0
         for row, chunk in enumerate(chunks):
@@ -148,13 +148,13 @@ class Prompts:
         self.buffers.upload(_CHUNKS, end)
 
     def score(self, chunks: Sequence[PromptChunk], passed: Any) -> list[StepLogprobs | None]:
-        """Return the log-probabilities of each chunk of a pass that wants them."""
+        """Return the log-probabilities of each scored chunk of a pass; None for the others."""
         begins = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
         placed = zip(chunks, begins, strict=False)
         return [self._scored(chunk, passed, begin) if chunk.scored else None for chunk, begin in placed]
 
     def _scored(self, chunk: PromptChunk, passed: Any, begin: int) -> StepLogprobs:
-        """Return the log-probabilities of a chunk at `begin` of the pass, by the operator of decode steps."""
+        """Return the log-probabilities of a chunk at `begin` of the pass, by the decode step's operator."""
         device, width = self._model.device, chunk.num_logprobs
         found = StepLogprobs([], [], [], [])
         targets = torch.tensor(chunk.scored, dtype=torch.int64).to(device)

@@ -2,7 +2,7 @@
 
     python -m graphdecode.engine.rank_process LINK LIFE BOARD
 
-The descriptors are those of `follower_of`. It ends with rank 0.
+The arguments are the file descriptors of `follower_of`. The process ends with rank 0.
 """
 
 from __future__ import annotations

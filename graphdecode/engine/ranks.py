@@ -1,4 +1,4 @@
-"""Tensor parallelism: rank 0 schedules, and sends the other ranks every staged change and launch."""
+"""Tensor parallelism: rank 0 schedules, and sends every staged change and launch to the other ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from graphdecode.models.adapters import Adapter
 from graphdecode.models.split import split_adapter
 from graphdecode.models.updates import NamedTensors, as_named_tensors
 
-# loads a model, and captures its graphs
+# loads a model and captures its graphs
 Load: TypeAlias = Callable[[str, EngineConfig, Ranks], Runner]
 
 
@@ -42,10 +42,10 @@ class Command(IntEnum):
     HALF_STAGED = 4
     UNLOAD = 5
     END = 6
-    ADAPTER = 7  # slot; the matrices, cut for the receiver
+    ADAPTER = 7  # slot; the receiver's shard of the matrices
     WEIGHTS = 8  # whether they are named tensors in a file, or a model; its path or name
     SLEEP = 9  # whether the weights sleep, too
-    STATE = 10  # rows of recurrent states: from which, to which
+    STATE = 10  # rows of recurrent states: source, destination
 
 
 class LeadingRunner(Runner):
@@ -60,7 +60,7 @@ class LeadingRunner(Runner):
         self.ranks, self.ends_ranks = leader, True
 
     def lead(self, *, ends_ranks: bool) -> None:
-        """Send commands from now on; until here, all ranks have run the same code."""
+        """Send commands from now on; before this call, all ranks run the same code."""
         self.ends_ranks = ends_ranks
         for number, buffers in enumerate((self.buffers, self.prompts.buffers)):
             buffers.relay = lambda change, number=number: self._relay(number, change)
@@ -72,7 +72,7 @@ class LeadingRunner(Runner):
         self.ranks.send(Command.CHANGE, (number, len(name), len(change.numbers)), payload)
 
     def capture_waiting(self) -> bool:
-        """Return False: ranks capture together, when a step needs a graph."""
+        """Return False: ranks capture a graph together, when a step needs it."""
         return False
 
     @contextmanager
@@ -105,7 +105,7 @@ class LeadingRunner(Runner):
             self.ranks.send(Command.HALF_STAGED)
 
     def write_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot on all ranks, each its part; see `Runner.write_adapter`."""
+        """Write each rank's shard of an adapter into a slot; see `Runner.write_adapter`."""
         assert self.model.adapters is not None
         parts, count = self.model.adapters.parts, self.ranks.count
         with self._together():
@@ -115,7 +115,7 @@ class LeadingRunner(Runner):
             super().write_adapter(slot, split_adapter(adapter, parts, 0, count))
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
-        """Copy other values into the weights of all ranks, or of none; see `Engine.update_weights`."""
+        """Update the weights of all ranks, or of none; see `Engine.update_weights`."""
         named = None if isinstance(weights, (str, Path)) else as_named_tensors(weights)
         with tempfile.TemporaryDirectory(prefix="graphdecode-") as folder:
             source = Path(folder) / "named.safetensors" if named is not None else weights
@@ -128,14 +128,14 @@ class LeadingRunner(Runner):
             self.take_weights(*loaded)
 
     def give_memory_back(self, *, weights: bool) -> int:
-        """Give memory of all ranks back; return the bytes of all. See `Runner.give_memory_back`."""
+        """Release memory on all ranks; return the bytes of all. See `Runner.give_memory_back`."""
         nbytes = super().give_memory_back(weights=weights)  # first: it may refuse
         with self._together():
             self.ranks.send(Command.SLEEP, (weights, 0, 0))
             return self.ranks.total(nbytes)
 
     def close(self) -> None:
-        """Release the graphs of all ranks; end the other ranks, or have them wait for another model."""
+        """Release the graphs of all ranks; end the other ranks, or let them wait for another model."""
         super().close()
         if self.ends_ranks:
             self.ranks.close(Command.END)

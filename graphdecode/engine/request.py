@@ -1,4 +1,4 @@
-"""Requests and events of the engine, in tokens; and the limits of requests."""
+"""The engine's requests and events, in tokens, and the limits of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, Samplin
 
 
 class RequestError(ArgumentError):
-    """A request that the engine can never serve; it was refused before anything changed."""
+    """A request that the engine can never serve; nothing was changed."""
 
 
 class ContextLengthError(RequestError):
@@ -31,11 +31,11 @@ class Request:
         sampling_params: with `n` 1, and without stop texts, bad words, structured outputs and truncation, which the
             caller resolves. Without a seed, one is derived from the engine's and the request's id.
         bad_words_token_ids: the tokens of `bad_words`.
-        grammar: of the structured output, for the engine's `constrain`.
+        grammar: grammar of the structured output, for the engine's `constrain`.
         priority: the lowest is served first and preempted last.
-        start_tag: within a priority, the lowest is served first (start-time fair queuing); of equals, the first added.
-        adapter: name of a loaded adapter; None: the model without any.
-        is_checked: the engine's `rules` were checked already.
+        start_tag: within a priority, the lowest is served first (start-time fair queuing); ties: the first added.
+        adapter: name of a loaded adapter, or None.
+        is_checked: whether the engine's `rules` were already checked.
     """
 
     prompt_token_ids: Sequence[int]
@@ -51,8 +51,8 @@ class Request:
 class TokenLogprobs(NamedTuple):
     """Log-probabilities (natural logarithm) at the position of one token.
 
-    `sampled` is the token's, `rank` its rank in the vocabulary from 1 (of equals the lower id is first), `top` the most
-    likely tokens with theirs.
+    `sampled` is the token's, `rank` its rank in the vocabulary from 1 (ties: the lower id first), `top` the most likely
+    tokens with theirs.
     """
 
     sampled: float
@@ -61,19 +61,19 @@ class TokenLogprobs(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The outcome of one step of the engine for one request.
+    """One step's output for one request.
 
     Attributes:
         request_id: what `Engine.add` returned.
         token_ids: the new tokens, including the one that ended the output.
-        logprobs: one entry for each of them, if they were asked for.
+        logprobs: one entry per token, if requested.
         finish_reason: "stop" or "length" with the last tokens, "error" if the request failed, else None.
         stop_reason: the token of `stop_token_ids` that ended the output; None for end-of-sequence.
-        metrics: times and counts of the request so far.
-        error: message of the failure.
-        prompt_logprobs: with the first tokens, if they were asked for: of each prompt token from the second.
+        metrics: the request's times and counts so far.
+        error: the error message.
+        prompt_logprobs: with the first tokens, if requested: of each prompt token from the second.
         error_code: "form_too_complex" if the structured output could not be followed further.
-        completes: the last token completed the structured output; it is text, and no end-of-sequence token.
+        completes: the last token completed the structured output, and is text, not an end-of-sequence token.
     """
 
     request_id: int
@@ -89,16 +89,16 @@ class Event(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether it holds only log-probabilities of the prompt, and others follow."""
+        """Whether it holds only log-probabilities of the prompt; further events follow."""
         return self.prompt_logprobs is not None and not self.token_ids and self.finish_reason is None
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The limits of requests, as plain data: other processes check requests with it before they send them."""
+    """The limits of requests, as plain data: other processes check requests before they send them."""
 
     vocab_size: int
-    eos_token_ids: tuple[int, ...]  # end an output unless the request ignores them
+    eos_token_ids: tuple[int, ...]  # tokens that end an output unless the request ignores them
     capacity: Capacity
     page_size: int  # tokens of a page of the cache
     sampling: SamplingCapacity  # limits of sampling parameters
@@ -107,10 +107,10 @@ class RequestRules:
         """Refuse a request that can never be served.
 
         Raises:
-            RequestError: says what does not fit, and the range.
+            RequestError: names the value and its range.
         """
         params = request.sampling_params
-        self.check_sampling(params, request.bad_words_token_ids, has_form=request.grammar is not None)
+        self.check_sampling(params, request.bad_words_token_ids, is_structured=request.grammar is not None)
         self.check_prompt(request.prompt_token_ids, params.max_tokens)
 
     def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
@@ -129,7 +129,9 @@ class RequestRules:
         if wrong:
             raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
 
-    def check_sampling(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, has_form: bool) -> None:
+    def check_sampling(
+        self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, is_structured: bool
+    ) -> None:
         """Refuse sampling parameters that can never be served; see `check`."""
         if params.n != 1:
             raise RequestError(f"the engine generates one output per request: n must be 1, got {params.n}")
@@ -139,7 +141,7 @@ class RequestRules:
         for name in ("stop", "bad_words", "structured_outputs"):
             if value := getattr(params, name):
                 raise RequestError(f"the engine knows no text: {name} must be resolved above it, got {shown(value)}")
-        if has_form and params.allowed_token_ids is not None:
+        if is_structured and params.allowed_token_ids is not None:
             raise RequestError("structured_outputs: not together with allowed_token_ids, for one mask holds either")
         stop_ids = (*self.stop_ids(params), *self.held_back_ids(params))
         for name, count, key in (
@@ -175,14 +177,14 @@ class RequestRules:
             )
 
     def _beyond(self, tokens: Sequence[int]) -> list[Any]:
-        """Return the values that are no token ids; fast if there are none."""
+        """Return the values that are not token ids; fast if there are none."""
         are_ints = type(tokens) is list and set(map(type, tokens)) == {int}
         if are_ints and 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             return []
         return [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < self.vocab_size)]
 
     def counted(self, logprobs: int | None) -> int | None:
-        """Return how many log-probabilities are asked for; -1 means the whole vocabulary."""
+        """Return how many log-probabilities are requested; -1 means the whole vocabulary."""
         return self.vocab_size if logprobs == -1 else logprobs
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -191,7 +193,7 @@ class RequestRules:
         return tuple(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
 
     def held_back_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens that are masked before `min_tokens` but end no output (ignored end-of-sequence tokens)."""
+        """Return the ignored end-of-sequence tokens, which are masked before `min_tokens` but end no output."""
         if not (params.min_tokens and params.ignore_eos):
             return ()
         return tuple(token for token in self.eos_token_ids if token not in (params.stop_token_ids or ()))

@@ -37,23 +37,23 @@ from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
 from graphdecode.models.updates import NamedTensors, copy_weights
 
 _NO_GUARD = nullcontext()
-# returns a model with other values, and what the next call goes to once they are in place
+# returns a model with the new values, and the reload to use after they are copied
 Reload: TypeAlias = Callable[["str | Path | NamedTensors"], "tuple[Model, Reload]"]
 
 
 class LaunchPlan(NamedTuple):
-    """A launch of what is staged, the same on all ranks."""
+    """A launch of the staged rows and chunks, the same on all ranks."""
 
-    wanted: StepShape  # the step before padding; in halves if the host writes masks in between
+    wanted: StepShape  # shape before padding; in halves if the host writes masks in between
     steps: int = 1  # at most `steps_per_launch`; fewer run if all rows finish earlier. 1 with chunks, or in halves
     chunks: Sequence[PromptChunk] = ()
-    catches_up: bool = False  # the chunks are for the draft model alone: tokens that plain steps fed
+    catches_up: bool = False  # the chunks are only for the draft model: tokens that plain steps fed
 
     @classmethod
     def of_chunks(
         cls, chunks: Sequence[PromptChunk], rows: int = 0, *, catches_up: bool = False, has_adapters: bool = False
     ) -> LaunchPlan:
-        """Return the plan of a pass of chunks, with `rows` in a mixed step, some of which may have adapters."""
+        """Return the plan of a pass of chunks, or with `rows` of a mixed step; the rows may have adapters."""
         has_adapters = has_adapters or any(chunk.memory.adapter != NO_ADAPTER for chunk in chunks)
         shape = StepShape(rows, 1, sum(len(chunk.token_ids) for chunk in chunks), has_adapters=has_adapters)
         return cls(shape, 1, chunks, catches_up)
@@ -73,7 +73,7 @@ class LaunchPlan(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Steps that are in flight."""
+    """Steps in flight."""
 
     num_rows: int  # live rows
     steps: range  # their ring entries, counted from the first step; steps that did not run leave no tokens
@@ -90,7 +90,7 @@ class Launch(NamedTuple):
 
 
 def with_adapters(shapes: Sequence[StepShape], model: Model) -> list[StepShape]:
-    """Return shapes, and the same with adapters where a model has room for some."""
+    """Return shapes, and the same with adapters if the model has slots for them."""
     adapted = [] if model.adapters is None else [shape._replace(has_adapters=True) for shape in shapes]
     return [*shapes, *adapted]
 
@@ -108,10 +108,10 @@ class Runner:
     """The model, its cache, a kind of step and its graphs.
 
     Attributes:
-        graphs: of steps and prompts, by shape; its buckets are those of steps with one query per row.
-        buffers: slots of the step.
+        graphs: graphs of steps and prompts, by shape; its buckets are those of steps with one query per row.
+        buffers: the step's slots.
         prompts: prefill passes, with their slots.
-        reload: loads other values of the weights, in the same layout; None: nobody knows where they are from.
+        reload: loads new values of the weights, in the same layout; None: the model was not loaded by name.
     """
 
     reload: Reload | None = None
@@ -154,11 +154,11 @@ class Runner:
             self.prompts.run(chunks)
 
     def device_guard(self) -> AbstractContextManager[object]:
-        """Make the model's device the current one."""
+        """Make the model's device current."""
         return _NO_GUARD if self.is_cpu else on_device(self.model.device)
 
     def stage(self, rows: Sequence[RowInputs] = (), chunks: Sequence[PromptChunk] = ()) -> None:
-        """Stage rows, if the membership changed, and chunks of the next launch."""
+        """Stage rows, if the batch has changed, and chunks of the next launch."""
         with self.device_guard():
             if rows:
                 self.step.stage(rows)
@@ -166,7 +166,7 @@ class Runner:
                 self.prompts.stage(chunks)
 
     def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
-        """Launch what is staged; with `meanwhile`, the two halves of one step, and that host work between them."""
+        """Launch what is staged; with `meanwhile`, run that host work between the two halves of one step."""
         first, started, wanted, done = self.steps_launched, time.perf_counter(), plan.wanted, None
         with self.device_guard():
             if not wanted.rows:
@@ -187,7 +187,7 @@ class Runner:
         return Launch(wanted.rows, range(first, self.steps_launched), shape.rows, started, done, wanted.queries)
 
     def _prefill(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
-        """Run a pass of prompts alone; scored ones run without a graph, since their logits are read on the host."""
+        """Run a prefill pass; scored prompts run without a graph, since the host reads their logits."""
         scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
         chunks = self.prompts.chunks(plan.wanted, len(plan.chunks))
         is_scored = any(chunk.scored for chunk in plan.chunks)
@@ -221,17 +221,17 @@ class Runner:
         return {kind: report for kind, report in found.items() if kind != "mixed" or report.buckets}
 
     def write_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot of the model, in place."""
+        """Write an adapter into a slot of the model, in place."""
         assert self.model.adapters is not None
         with self.device_guard():
             self.model.adapters.write(slot, adapter)
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
-        """Copy other values into the weights; see `Engine.update_weights`."""
+        """Update the weights; see `Engine.update_weights`."""
         self.take_weights(*self.load_weights(weights))
 
     def load_weights(self, weights: str | Path | NamedTensors) -> tuple[Model, Reload]:
-        """Return what `take_weights` takes; nothing is changed yet."""
+        """Return the arguments of `take_weights`; nothing is changed yet."""
         if self.reload is None:
             raise NotSupportedError("weights are updated of a model that was loaded by its name alone")
         with self.device_guard():

@@ -1,4 +1,4 @@
-"""The scheduler: rows and pages by priority, then by order of arrival; the last is preempted when pages run out."""
+"""The scheduler: rows and pages by priority, then arrival; the last sequence is preempted when pages run out."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ _SERVICE_ORDER = attrgetter("service_order")
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and its tokens so far.
+    """A request in the engine: its prompt and output so far.
 
-    Keys and values are kept for all tokens but the last: the last one, of a prompt too, is fed to the next decode step,
-    which writes its keys and values and samples its successor.
+    The last token, also of a prompt, is fed to the next decode step, which writes its keys and values and samples its
+    successor.
     """
 
-    request_id: int  # names it, in the engine and in the cache
+    request_id: int  # its id in the engine and the cache
     token_ids: list[int]  # prompt and output
-    params: SamplingParams  # of the request
+    params: SamplingParams
     prompt_length: int  # tokens of the prompt
-    max_length: int  # tokens that prompt and output may have together
-    stop_ids: tuple[int, ...]  # tokens that end it
-    eos_token_ids: tuple[int, ...]  # those of them that are the model's
-    sampling: RowSampling  # sampling slots of its row
-    metrics: RequestMetrics  # times and counts
+    max_length: int  # limit of prompt and output together
+    stop_ids: tuple[int, ...]  # tokens that end the output
+    eos_token_ids: tuple[int, ...]  # the model's own stop tokens among them
+    sampling: RowSampling  # values of its row's sampling slots
+    metrics: RequestMetrics
     service_order: tuple[int, float, int] = (0, 0.0, 0)  # priority, start tag, id; the lowest first
-    constraint: Constraint | None = None  # of its structured output, if any
+    constraint: Constraint | None = None  # of the structured output, if any
     adapter: LoadedAdapter | None = None
-    slot: int = NO_ADAPTER  # its adapter's, while it has a row
-    cached_length: int = 0  # tokens whose keys and values are in the cache; recorded nowhere else
+    slot: int = NO_ADAPTER  # its adapter's slot, while it has a row
+    cached_length: int = 0  # tokens whose keys and values are in the cache
     drafted_length: int = 0  # tokens whose keys a draft model has computed
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
     stop_reason: int | None = None  # the request's stop token that ended it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second prompt token on, so far
     prompt_reported: bool = False  # whether an event has carried `prompt_logprobs`
-    failure: ConstraintError | None = None  # why the constraint cannot be followed further, which ends the output
+    failure: ConstraintError | None = None  # why the constraint cannot be followed further; ends the output
     error_code: str | None = None  # see `Event.error_code`
-    is_complete: bool = False  # whether the constraint has ended the output, by a token that is part of its text
+    is_complete: bool = False  # whether the constraint ended the output by a token of text
 
     @property
     def unscored(self) -> bool:
-        """Whether prompt log-probabilities are still missing, so that the whole prompt has to be computed."""
+        """Whether prompt log-probabilities are missing, so that the whole prompt has to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
@@ -80,11 +80,11 @@ class Sequence:
         return len(self.token_ids) - self.prompt_length
 
     def length_ahead(self, tokens_ahead: int) -> int:
-        """Return its cached length after `tokens_ahead` more tokens."""
+        """Return the cached length after `tokens_ahead` more tokens."""
         return min(self.cached_length + tokens_ahead, self.max_length)
 
     def accept(self, token_id: int) -> None:
-        """Append a sampled token, whose step has cached the one before, and decide whether it ends the output."""
+        """Append a sampled token, and decide whether it ends the output."""
         tokens, constraint = self.token_ids, self.constraint
         self.cached_length = len(tokens)
         tokens.append(token_id)
@@ -97,7 +97,7 @@ class Sequence:
             self.finish_reason = "length"
 
     def fail(self, why: int | ConstraintError) -> str:
-        """End it because no token can be sampled (see NO_CHOICE, or its constraint); return the error message."""
+        """End the output because no token can be sampled (NO_CHOICE, or the constraint); return the message."""
         self.finish_reason = "error"
         if self.constraint is not None and why == WITHOUT_FINITE:
             why = ConstraintError("its grammar cannot be followed further: bad_words forbid all")
@@ -117,7 +117,7 @@ class Sequence:
 
 
 class Scheduler:
-    """Holds all sequences: waiting for a row and pages, prefilling, or decoding (row i is `decoding[i]`)."""
+    """All sequences: waiting for a row and pages, prefilling, or decoding (row i is `decoding[i]`)."""
 
     def __init__(self, cache: PagedKVCache, adapters: EngineAdapters, *, max_batch_size: int) -> None:
         self.cache, self.adapters, self.max_batch_size = cache, adapters, max_batch_size
@@ -141,7 +141,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_SERVICE_ORDER)
 
     def next_chunks(self, budget: int) -> list[tuple[Sequence, PromptChunk]]:
-        """Return the chunks to prefill now, at most `budget` tokens; admit sequences as rows and pages allow."""
+        """Return the chunks to prefill now, at most `budget` tokens; admit sequences while rows and pages last."""
         chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
@@ -150,7 +150,7 @@ class Scheduler:
             candidate = self.waiting[place]
             if candidate.adapter is not None:
                 slot = None if slots_are_full else self.adapters.acquire(candidate.adapter)
-                if slot is None:  # requests without an adapter may pass; others would keep the slot from this one
+                if slot is None:  # requests without an adapter may pass; others would take the slot from this one
                     slots_are_full, place = True, place + 1
                     continue
                 candidate.slot = slot
@@ -166,7 +166,7 @@ class Scheduler:
         end = min(len(tokens) - 1, start + budget)
         if end <= start:
             return 0
-        if border is not None:  # the state behind the next border has to exist
+        if border is not None:  # the state at the next checkpoint has to exist
             end = min(end, (start // border + 1) * border)
         scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
         likely = sequence.params.prompt_logprobs or 0
@@ -174,7 +174,7 @@ class Scheduler:
         return end - start
 
     def memory_of(self, sequence: Sequence) -> SequenceMemory:
-        """Return what a sequence with a row owns."""
+        """Return the device memory of a sequence with a row."""
         name = sequence.request_id
         return SequenceMemory(self.cache.pages_of(name), self.cache.state_row_of(name), sequence.slot)
 
@@ -192,10 +192,10 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages; if there are too few, change nothing and return False."""
-        # a prompt that is scored is computed whole: cached tokens have no logits
+        # a scored prompt is computed whole: cached tokens have no logits
         root = b"" if sequence.adapter is None else sequence.adapter.prefix_root
         cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids, root)
-        # one page stays free for each running sequence that may grow: admission must not cause preemption
+        # one page stays free for each running sequence that may grow, so that admission causes no preemption
         spare = sum(map(self._may_grow, self.admitted))
         try:
             self.cache.reserve(sequence.request_id, len(sequence.token_ids))
@@ -219,7 +219,7 @@ class Scheduler:
         return True
 
     def prefilled(self, chunks: list[tuple[Sequence, PromptChunk]]) -> list[Sequence]:
-        """Record computed chunks. Complete prompts move to `decoding`; those with nothing to generate are returned."""
+        """Record computed chunks; move complete prompts to `decoding`, return those with nothing to generate."""
         for sequence, chunk in chunks:
             sequence.cached_length = sequence.drafted_length = chunk.end
             self.publish(sequence)
@@ -230,24 +230,24 @@ class Scheduler:
         return complete
 
     def save_states(self, chunks: list[tuple[Sequence, PromptChunk]]) -> None:
-        """Keep the recurrent states behind chunks that end at a checkpoint, right after these were launched."""
+        """Save the recurrent states of chunks that end at a checkpoint, right after these were launched."""
         for sequence, chunk in chunks:
             self.cache.save_state(sequence.request_id, chunk.end, sequence.token_ids)
 
     def saves_last(self, sequence: Sequence, chunk: PromptChunk) -> bool:
-        """Whether a prompt's last chunk ends at a checkpoint: a decode step in the same pass would change the state."""
+        """Whether a prompt's last chunk ends at a checkpoint; a decode step in the same pass would change the state."""
         border = self.cache.checkpoint_tokens
         return border is not None and chunk.end % border == 0 and chunk.end == len(sequence.token_ids) - 1
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the full pages of a sequence's cached tokens available as prefixes."""
+        """Add a sequence's full pages to the prefix cache."""
         self.cache.publish(sequence.request_id, sequence.cached_length, sequence.token_ids)
 
     def reserve(self, tokens_ahead: int) -> bool:
         """Reserve pages for the next tokens of each decoding sequence; return whether any pages changed.
 
         If pages are plentiful, every sequence takes one more as soon as any needs one, so that the page table changes
-        once per page length. At a CacheFullError some sequences may have got theirs.
+        once per page length. On CacheFullError some sequences may have new pages.
         """
         changed = [self._reserve(sequence, tokens_ahead) for sequence in self.decoding]
         if any(changed) and self.cache.available_pages >= 2 * len(self.decoding):
@@ -326,9 +326,9 @@ class Scheduler:
             sequence.slot = NO_ADAPTER
 
     def draft_gaps(self, sequences: Iterable[Sequence], max_tokens: int) -> list[list[PromptChunk]]:
-        """Return the chunks that a draft model has not computed yet, in passes of at most `max_tokens`.
+        """Return the chunks that the draft model has not computed yet, in passes of at most `max_tokens`.
 
-        One missing token is no gap: drafting begins with the last two.
+        One missing token does not count: drafting begins with the last two.
         """
         passes: list[list[PromptChunk]] = []
         room = 0

@@ -1,4 +1,4 @@
-"""Linear layers in the forms that a weight can take, and which of them is fastest, measured."""
+"""Linear layers: the weight forms, and the measured choice of the fastest."""
 
 from graphdecode.linear.forms import FORMS, linear_of, load_linear, register_form
 from graphdecode.linear.weight_form import FormOptions, Shard, Stored, WeightForm

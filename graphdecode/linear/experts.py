@@ -1,6 +1,6 @@
 """The weights of a layer's experts: one product of all experts, read expert by expert.
 
-Plain ones are in panels on a CPU with compiled kernels; quantized ones are in panels on a CPU, in tiles on a GPU.
+Plain weights are in panels on a CPU with compiled kernels; quantized weights are in panels on a CPU, in tiles on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stor
 
 
 class Gate(NamedTuple):
-    """The activation of a gated product, in the arguments of `expert_linear`; "none": the product is not gated."""
+    """The activation of a gated product; see `Routed`. "none": the product is not gated."""
 
     gate: str = "none"
     alpha: float = 1.0
@@ -47,10 +47,9 @@ class ExpertNames(NamedTuple):
     """The tensors of one product of all experts in a source.
 
     Attributes:
-        weights: the tensors of one expert after another, to be fused along their rows; or one stack, with all experts
-            along its first dimension.
+        weights: the tensors of each expert in turn, to be fused along their rows; or one stack [experts, ...].
         experts: number of experts.
-        is_gated: the first half of the outputs is the gate of the second.
+        is_gated: the first half of the outputs gates the second.
         interleaved: in stacks, gate and input alternate (gpt-oss).
         transposed: stacks are [experts, in_features, out_features].
     """
@@ -81,7 +80,7 @@ class ExpertForm(StoredForm):
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights, one after another; None if this form does not support them."""
+        """Read all experts' weights; None if this form does not support them."""
 
     @abstractmethod
     def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
@@ -97,7 +96,7 @@ def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
 
 
 def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions) -> Iterator[Tensor]:
-    """Yield each expert's weight [out_features, in_features], the gate first, in new memory."""
+    """Yield each expert's weight [out_features, in_features], gate first, in new memory."""
     for expert in range(names.experts):
         if not names.is_stack:
             yield read_fused(source, names.of(expert), options.dtype, options.device)
@@ -112,7 +111,7 @@ def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions
 
 @dataclass(frozen=True)
 class PlainExperts(ExpertForm):
-    """Weights [experts, out_features, in_features], or the same in panels; see `expert_linear`."""
+    """Weights [experts, out_features, in_features], or in panels; see `expert_linear`."""
 
     path = "plain"
     weight: Tensor
@@ -120,7 +119,7 @@ class PlainExperts(ExpertForm):
 
     @classmethod
     def load(cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> PlainExperts:
-        """Read all experts' weights, dequantized, one at a time."""
+        """Read all experts' weights, dequantized."""
         whole: Tensor | None = None
         for expert, weight in enumerate(plain_weights(source, names, options)):
             own = expert_panels(weight, names.is_gated) if can_panel(weight) else weight.unsqueeze(0)
@@ -146,7 +145,7 @@ class ExpertPanels(ExpertForm):
     path = "panels"
     weight: QuantizedPanels
     columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: in order
-    layout: str  # the path of their `QuantizedWeight`
+    layout: str  # `QuantizedWeight.path`
     batch_invariant: bool
     gives_floats = True
 
@@ -154,10 +153,10 @@ class ExpertPanels(ExpertForm):
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights; None unless all are quantized in one kind."""
+        """Read all experts' weights; None unless all are quantized alike."""
         if KeptPanels.why_not(options):
             return None
-        firsts: list[QuantizedWeight] = []  # of each expert
+        firsts: list[QuantizedWeight] = []  # per expert
 
         def made() -> Iterator[QuantizedPanels | None]:
             for parts in _experts(source, names, KeptPanels):
@@ -186,18 +185,18 @@ class ExpertPanels(ExpertForm):
 
 @dataclass(frozen=True)
 class ExpertTiles(ExpertForm):
-    """Quantized weights in tiles, the rows of one expert after another, dequantized in the product."""
+    """Quantized weights in tiles, expert by expert, dequantized in the product."""
 
     path = "tiles"
     tiles: WeightTiles
-    major: int  # of the GPU's compute capability
+    major: int  # major compute capability of the GPU
     is_invariant: bool  # a pair's bits do not depend on the number of pairs
 
     @classmethod
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
-        """Read all experts' weights; None unless all are quantized in one kind that tiles support."""
+        """Read all experts' weights; None unless all are quantized alike, and tiles support that."""
         if KeptTiles.why_not(options):
             return None
         held: list[WeightTiles] = []
@@ -219,12 +218,12 @@ class ExpertTiles(ExpertForm):
 
 
 def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iterator[tuple[QuantizedWeight, ...]]:
-    """Yield each expert's weight, with a gate both halves; () if it is not quantized, or in several kinds."""
+    """Yield each expert's weight, both halves if gated; () if it is not quantized, or not all of it alike."""
     for expert in range(names.experts):
         own = LinearNames(names.of(expert))
         parts: list[QuantizedWeight | None] = []
         if form.keeps(source, own):
-            with suppress(ArgumentError):  # a shard's part begins within a group
+            with suppress(ArgumentError):  # a shard begins within a group
                 if names.is_stack and isinstance(source, QuantizedSource):
                     parts = [source.read_quantized(own.weights[0], expert=expert)]
                 else:
@@ -234,7 +233,7 @@ def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iter
 
 
 def _halves_of(rows: int, names: ExpertNames) -> tuple[slice, ...]:
-    """Return the rows of an expert's weight; with a gate, those of each half."""
+    """Return the rows of an expert's weight, or if gated of each half."""
     if not names.is_gated:
         return (slice(0, rows),)
     if names.is_stack and names.interleaved:

@@ -1,4 +1,4 @@
-"""The registry of weight forms, and the choice among them."""
+"""The registry of weight forms, and the choice between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMS: list[type[WeightForm]] = [  # in order of preference
 
 
 def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
-    """Register a weight form, which is preferred to all others; `replace` one of the same `path` or `quantize`.
+    """Register a weight form, the new first choice; `replace` one of the same `path` or `quantize`.
 
     Raises:
         ArgumentError: the name is taken.
@@ -52,11 +52,11 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[ty
     """Return the available forms, the preferred one first.
 
     Args:
-        options: of the forms.
+        options: options of the forms.
         others: further values of `quantize`, for the error message.
 
     Raises:
-        ValueError: `quantize` is unknown, or not available.
+        ValueError: `quantize` is unknown or not available.
     """
     wanted = options.quantize
     asked = [form for form in _known_forms() if form.quantize == wanted or (wanted is None and form.is_of_source)]
@@ -76,7 +76,7 @@ def has_form(options: FormOptions) -> bool:
 
 
 def load_linear(source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
-    """Read a layer's tensors in the form that a decode step reads fastest."""
+    """Read a layer's tensors in the fastest form for decode steps."""
     form, choices = quantized_form(source, names, options), Choices()
     if form is None:
         form, choices = _chosen(fused_shape(source, names.weights), bool(names.biases), options)
@@ -84,9 +84,9 @@ def load_linear(source: TensorSource, names: LinearNames, options: FormOptions) 
 
 
 def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
-    """Read one product's weights of all experts of a layer; quantized ones stay so if a form supports that.
+    """Read one product's weights of all experts of a layer; they stay quantized if a form supports that.
 
-    `bias` is [experts, out_features], the gate first, or None. A ValueError if experts have no form `quantize`.
+    `bias` is [experts, out_features], gate first, or None. Raises ValueError if experts have no form `quantize`.
     """
     if options.quantize not in (None, KeptPanels.quantize):
         raise ArgumentError(f"quantize={options.quantize!r} is not available for a model with experts")
@@ -95,25 +95,25 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-    """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
+    """Return a plain weight [out_features, in_features] in the fastest form for decode steps."""
     form, choices = _chosen(tuple(weight.shape), bias is not None, options)
     return _with(form.of(weight, bias, options), choices)
 
 
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
-    """Return the product with a plain weight that was read before; a quantized one is read again."""
+    """Return the product with the tied embedding; a quantized one is read again."""
     if quantized_form(source, names, options) is not None:
         return load_linear(source, names, options)
     return linear_of(weight, None, options)
 
 
 def quantized_form(source: TensorSource, names: LinearNames, options: FormOptions) -> type[WeightForm] | None:
-    """Return the form that keeps a layer's weights quantized as stored; None: they are read as plain ones."""
+    """Return the form that keeps a layer's weights quantized as stored; None: they are read as plain weights."""
     return next((form for form in check_options(options) if form.keeps(source, names)), None)
 
 
 def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
-    """Return the preferred form of plain weights, or if it is measured the fastest, with the measurements."""
+    """Return the first available form of plain weights, or the fastest of the measured forms."""
     available = check_options(options)
     candidates = [form for form in available if not form.is_of_source] or available
     measured = {form.path: form for form in candidates if form.is_measured}

@@ -1,6 +1,6 @@
-"""GGUF's block types as codes, tables and scales; see ggml's `ggml-common.h`.
+"""GGUF's block types as codes, tables and scales (ggml's `ggml-common.h`).
 
-Codes and scales are not changed: two-level scales stay integers times a factor.
+Codes and scales keep their values: two-level scales stay integers times a factor.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from graphdecode.kernels.linear.weight_tiles import WeightTiles, six_bit_words, 
 from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard
 
-_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
-_NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
+_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # in eight bytes
+_NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of e2m1, which makes them integers
 
 
 class BlockType(NamedTuple):
-    """A type of weights in GGUF files."""
+    """A tensor type of GGUF files."""
 
     name: str  # ggml's, such as "Q4_K"
-    values: int  # of a block; 1 for plain types
-    nbytes: int  # of a block
+    values: int  # values per block; 1 for plain types
+    nbytes: int  # bytes per block
 
     def size(self, values: int) -> int:
-        """Return the bytes of `values` values, whole blocks."""
+        """Return the bytes of `values` values in whole blocks."""
         return values // self.values * self.nbytes
 
 
@@ -52,11 +52,11 @@ class _Layout(NamedTuple):
     """The layout of the blocks of one type.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
         table: value of each code; None for signed bytes.
-        tile_code: the code in tiles; None if there is none.
-        codes: returns the codes [rows, blocks, values] of blocks, uint8 [rows, blocks, nbytes]; or the offset of 16
-            bytes in a block, with 16 codes in the lower half bytes, and 16 in the upper ones.
+        tile_code: the code in tiles; None: tiles do not support it.
+        codes: returns the codes [rows, blocks, values] of blocks, uint8 [rows, blocks, nbytes]; or the offset in a
+            block of 16 bytes that hold 16 codes in their low nibbles and 16 in their high ones.
         numbers: returns scales and minima of the groups, [rows, blocks * groups], of the same blocks.
     """
 
@@ -73,7 +73,7 @@ def _halves(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(stored: Tensor) -> Tensor:
-    """Return the half bytes [..., 2 * n] of bytes [..., n], all low ones first."""
+    """Return the nibbles [..., 2 * n] of bytes [..., n], all low ones first."""
     eights = stored.clone(memory_format=torch.contiguous_format).view(torch.int64)
     return torch.cat((eights & _LOW_NIBBLES, eights >> 4 & _LOW_NIBBLES), dim=-1).view(torch.uint8)
 
@@ -93,7 +93,7 @@ def _scale_and_least(blocks: Tensor) -> tuple[Numbers, Numbers]:
 
 
 def _five_bits(at: int) -> Callable[[Tensor], Tensor]:
-    """Return a reader of codes whose fifth bits are at an offset of a block."""
+    """Return a reader of codes whose fifth bits are at offset `at` of a block."""
 
     def codes(blocks: Tensor) -> Tensor:
         fifth = blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
@@ -103,8 +103,8 @@ def _five_bits(at: int) -> Callable[[Tensor], Tensor]:
 
 
 def _mxfp4_scale(blocks: Tensor) -> tuple[Numbers, None]:
-    exponents = blocks[..., 0].to(torch.int16)  # of twice the scale; bf16 is the upper half of a float
-    below = torch.where(exponents == 0, 0x20, 0x40)  # 2^-128 and 2^-127, which have no leading one
+    exponents = blocks[..., 0].to(torch.int16)  # of twice the scale; bf16 is the upper half of a float32
+    below = torch.where(exponents == 0, 0x20, 0x40)  # 2^-128 and 2^-127 are subnormal
     scales = torch.where(exponents < 2, below.to(torch.int16), (exponents - 1) << 7)
     return Numbers(scales.view(torch.bfloat16)), None
 
@@ -185,16 +185,16 @@ _LAYOUTS = {
     "IQ4_XS": _Layout(4, _NON_LINEAR, None, _iq4_xs_codes, _iq4_xs_scales),
     "MXFP4": _Layout(4, (*_FP4, *(-value for value in _FP4)), "e2m1", 1, _mxfp4_scale),
 }
-GGUF_BLOCKS = frozenset(_LAYOUTS)  # that can be put in panels
-TILED_BLOCKS = frozenset(kind for kind, layout in _LAYOUTS.items() if layout.tile_code)  # that can be put in tiles
+GGUF_BLOCKS = frozenset(_LAYOUTS)  # types that panels support
+TILED_BLOCKS = frozenset(kind for kind, layout in _LAYOUTS.items() if layout.tile_code)  # types that tiles support
 
 
 @dataclass(frozen=True)
 class GgufBlocks(QuantizedWeight):
-    """A weight in blocks of one of GGUF's types.
+    """A weight in GGUF blocks.
 
     Attributes:
-        stored: uint8 [out_features, bytes of a row], whole blocks.
+        stored: uint8 [out_features, bytes per row], whole blocks.
         block_type: one of GGUF_BLOCKS.
     """
 
@@ -263,5 +263,5 @@ class GgufBlocks(QuantizedWeight):
 
     @property
     def _blocks(self) -> Tensor:
-        """Bytes [out_features, blocks, bytes of a block]."""
+        """uint8 [out_features, blocks, bytes per block]."""
         return self.stored.contiguous().view(len(self.stored), -1, BLOCK_OF[self.block_type].nbytes)

@@ -1,6 +1,6 @@
-"""Weights quantized in groups: a scale, and perhaps a zero point, for some columns of a row.
+"""Weights quantized in groups: some columns of a row share a scale, and perhaps a zero point.
 
-Checkpoints of compressed-tensors, GPTQ, AWQ, fp8 and MXFP4 are read as these. `Groups.dequantized` is the reference of
+Checkpoints of compressed-tensors, GPTQ, AWQ, fp8 and MXFP4 are read as these. `Groups.dequantized` is the reference for
 every product.
 """
 
@@ -20,9 +20,9 @@ from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard
 
 Code = Literal["integer", "e4m3", "e2m1", "nf4"]
-GROUP_TYPES = frozenset({"INT4", "INT8", "FP8", "MXFP4", "NF4"})  # what `Stored.dtype` says of groups
-KEPT_GROUPS = GROUP_TYPES - {"NF4"}  # whose codes mean integers, or float8
-_PART_OF_ROW = 128  # columns that share a scale in tiles where all do, and a zero
+GROUP_TYPES = frozenset({"INT4", "INT8", "FP8", "MXFP4", "NF4"})  # values of `Stored.dtype`
+KEPT_GROUPS = GROUP_TYPES - {"NF4"}  # codes are integers or float8
+_PART_OF_ROW = 128  # group size in tiles if all columns share a scale and there are zeros
 
 # by code; e2m1: OCP Microscaling Formats, 2023, 5.3.3; nf4: Dettmers et al., 2023 (QLoRA), appendix E
 TABLES: dict[str, tuple[float, ...]] = {
@@ -37,20 +37,20 @@ TABLES: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class Groups(QuantizedWeight):
-    """A weight [out_features, in_features] in groups; groups that do not divide the columns end with a shorter one.
+    """A weight [out_features, in_features] in groups; the last group of a row may be shorter.
 
     Column `c` of row `r` is `(value(codes[r, c]) - zero) * scales[r // rows_of_scale, c // group_size]`, and is
-    multiplied with the input feature `order[c]`, or `c`. `value` is the integer itself, what stands in `TABLES`, or the
-    float8; there are zeros for integers alone.
+    multiplied with the input feature `order[c]`, or `c`. `value` is the integer itself, the entry of `TABLES`, or the
+    float8; only integers have zeros.
 
     Attributes:
-        code: what codes are.
-        bits: of a code, 4 or 8.
-        codes: uint8 [out_features, in_features * bits / 8], the lower half of a byte first; or float8_e4m3fn for e4m3.
+        code: kind of the codes.
+        bits: bits of a code, 4 or 8.
+        codes: uint8 [out_features, in_features * bits / 8], the low nibble first; or float8_e4m3fn for e4m3.
         scales: [out_features / rows_of_scale, groups], both rounded up; float32, float16, bfloat16 or float8_e8m0fnu.
-        zeros: uint8 [out_features, groups], the codes of 0; None: that is 2 ** (bits - 1) everywhere.
+        zeros: uint8 [out_features, groups], the codes of 0; None: all are 2 ** (bits - 1).
         group_size: columns that share a scale.
-        rows_of_scale: rows that do; zeros are by row.
+        rows_of_scale: rows that share a scale; zeros are by row.
         order: int32 [in_features], the input feature of each column; None: in order.
     """
 
@@ -76,7 +76,7 @@ class Groups(QuantizedWeight):
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
     def values(self) -> Tensor:
-        """Return the values before scaling, float32 [out_features, in_features], columns not reordered."""
+        """Return the unscaled values, float32 [out_features, in_features], columns not reordered."""
         if self.code == "e4m3":
             return self.codes.float()
         codes = self.codes if self.bits == 8 else unpacked(self.codes)
@@ -87,7 +87,7 @@ class Groups(QuantizedWeight):
         return codes.float() - self.zeros.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
     def explicit_zeros(self) -> Tensor:
-        """Return the codes of 0 of integers, uint8 [out_features, groups]."""
+        """Return the codes of 0, uint8 [out_features, groups], of integers."""
         if self.zeros is not None:
             return self.zeros
         groups = math.ceil(self.shape[1] / self.group_size)
@@ -113,7 +113,7 @@ class Groups(QuantizedWeight):
         )
 
     def by_row(self) -> Groups:
-        """Return the same weight with scales for each row."""
+        """Return the same weight with a scale per row."""
         if self.rows_of_scale == 1:
             return self
         scales = _bytes(self.scales).repeat_interleave(self.rows_of_scale, dim=0)[: self.shape[0]]
@@ -134,14 +134,14 @@ class Groups(QuantizedWeight):
         return replace(self, codes=self.codes[rows], scales=self.scales[blocks], zeros=zeros)
 
     def for_panels(self, *, by_values: bool) -> Groups | None:
-        """Return it in groups that divide the columns, with scales by row; None if groups are too small."""
+        """Return the weight in groups that divide the columns, with scales by row; None if groups are too small."""
         columns = self.shape[1]
         even = self.by_row()._evenly()
         if self.code == "nf4" or columns % BLOCK or (even.group_size < columns and even.group_size % LEAST_GROUP):
             return None
         if even.zeros is None or even.bits < 8 or (by_values and bool(even.zeros.all())):
             return even
-        return replace(even, scales=even.scales.float())  # 128 - 0 is no int8
+        return replace(even, scales=even.scales.float())  # 128 - 0 does not fit int8
 
     def _evenly(self) -> Groups:
         """Return the same weight in groups that divide the columns."""
@@ -174,7 +174,7 @@ class Groups(QuantizedWeight):
         return quantized_panels(codes, 4, torch.arange(-half, half, dtype=torch.int8), Numbers(scales), mins)
 
     def for_tiles(self) -> Groups | None:
-        """Return it with scales by row; None if tiles do not support code or group size."""
+        """Return the weight with scales by row; None if tiles do not support code or group size."""
         group = 0 if self.group_size >= self.shape[1] else self.group_size
         return None if self.code == "nf4" or not can_tile(group) else self.by_row()
 
@@ -216,12 +216,12 @@ class Groups(QuantizedWeight):
 
 
 def packed(codes: Tensor) -> Tensor:
-    """Return codes of 4 bits, uint8 [..., n], two a byte, [..., n / 2]."""
+    """Pack codes of 4 bits, uint8 [..., n], two per byte, [..., n / 2]."""
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """Return what `packed` packed."""
+    """Inverse of `packed`."""
     return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
 
 
@@ -232,7 +232,7 @@ def _same_order(one: Groups, other: Groups) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return floats of 8 bits as bytes, which can be repeated and put together; others as they are."""
+    """Return 8-bit floats as bytes, which torch can repeat and concatenate; others unchanged."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 

@@ -32,7 +32,7 @@ class Kept(WeightForm):
 
     Attributes:
         kinds: values of `Stored.dtype` that are supported.
-        plain: the form of all other weights.
+        plain: the form for all other weights.
     """
 
     quantize = "gguf"
@@ -45,11 +45,11 @@ class Kept(WeightForm):
     def of_parts(
         cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
-        """Return the form of a weight in parts, one below another; None if one is not supported."""
+        """Return the form of a weight in parts, concatenated by rows; None if one is not supported."""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a weight that is not quantized in the plain form."""
+        """Return an unquantized weight in the plain form."""
         return cls.plain.of(weight, bias, options)
 
     @classmethod
@@ -74,7 +74,7 @@ class Kept(WeightForm):
 
 @dataclass(frozen=True)
 class KeptPanels(Kept):
-    """A quantized weight in panels; fused tensors of several types are parts, each with a product of its own."""
+    """A quantized weight in panels; fused tensors of several types are parts, each with its own product."""
 
     path = "panels"
     kinds: ClassVar[set[str]] = {*GGUF_BLOCKS, *KEPT_GROUPS}
@@ -82,7 +82,7 @@ class KeptPanels(Kept):
     parts: tuple[QuantizedPanels, ...]
     sizes: tuple[int, ...]  # output features of the parts
     order: Tensor | None  # int32 [in_features], the input feature of each column; None: in order
-    layout: str  # the path of its `QuantizedWeight`
+    layout: str  # `QuantizedWeight.path`
     batch_invariant: bool
     gives_floats = True
 

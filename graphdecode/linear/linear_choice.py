@@ -28,7 +28,7 @@ _FILE = "choices.json"
 
 
 def processor_name(device: torch.device) -> str:
-    """Return the name of a GPU, or that of the CPU with instruction set and number of threads."""
+    """Return the name of the GPU, or of the CPU with instruction set and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -53,7 +53,7 @@ def software() -> str:
 
 
 class ChoiceCache:
-    """A JSON file of measured choices by key, in `folder` (None: `cache_folder()`); errors of the file are ignored."""
+    """A JSON file of measured choices by key, in `folder` (None: `cache_folder()`); file errors are ignored."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._file = (folder or cache_folder()) / _FILE
@@ -65,7 +65,7 @@ class ChoiceCache:
         return self._choices.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Store a JSON value, and keep the entries of other processes."""
+        """Store a JSON value; entries of other processes are kept."""
         self._own[key] = value
         self._choices = self._read() | self._own  # own entries again: a concurrent write may have dropped them
         with suppress(OSError):
@@ -77,14 +77,14 @@ class ChoiceCache:
     def _read(self) -> dict[str, Any]:
         try:
             choices = json.loads(self._file.read_text())
-        except (OSError, ValueError, RecursionError):  # not there, no JSON, or nested too deeply
+        except (OSError, ValueError, RecursionError):  # missing, not JSON, or nested too deeply
             return {}
         return choices if isinstance(choices, dict) else {}
 
 
 Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
 _REPETITIONS = 7
-_MARGIN = 1.15  # by which a path must be faster than a preferred one: noise must not decide
+_MARGIN = 1.15  # by which a path must be faster than a preferred one, so that noise does not decide
 _COUNTERS = 1 << 16
 _LEAST_BYTES = 1 << 20
 _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
@@ -95,10 +95,10 @@ class LinearChoice:
     """The path of one layer shape at one number of rows, with its measurements.
 
     Attributes:
-        path: the form's; of a plain weight on a GPU "plain" or "small".
-        config: of the small path.
+        path: the form's path; for a plain weight on a GPU "plain" or "small".
+        config: configuration of the small path.
         us: microseconds of one product; None: not measured.
-        gb_per_s: bytes of the weight by that time.
+        gb_per_s: bytes of the weight over that time.
         runner_up: the second fastest path.
         runner_up_us: its microseconds.
     """
@@ -129,7 +129,7 @@ class LinearChoice:
         return cls(**{**plain, "config": None if config is None else SmallLinearConfig(*config)})
 
     def as_report(self) -> dict[str, Any]:
-        """Return the known fields, for the capture report."""
+        """Return the fields that are not None, for the capture report."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return known | ({} if self.config is None else {"config": str(self.config)})
 
@@ -141,8 +141,9 @@ class LinearTuner:
     """Times the paths of a linear layer on this machine, once per device, shape, dtype, threads and batch sizes.
 
     Args:
-        model_bytes: all weights that a step reads. If they exceed a cache, each timed run finds the weight evicted.
-        cache: on disk; None: choices are kept in this object alone.
+        model_bytes: weights that a step reads. If they exceed the CPU's cache, weights are evicted before each timed
+            run.
+        cache: the cache on disk; None: choices are kept only in this object.
     """
 
     def __init__(self, model_bytes: int = 0, cache: ChoiceCache | None = None) -> None:
@@ -155,7 +156,7 @@ class LinearTuner:
         self._clock: GraphClock | None = None
 
     def counters(self, device: torch.device) -> Tensor:
-        """Return the counters that all small products on a GPU share, since they run one after another."""
+        """Return the counters that all small products on a GPU share; the products run one after another."""
         if device not in self._counters:
             self._counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         return self._counters[device]
@@ -167,7 +168,7 @@ class LinearTuner:
         batch_sizes: tuple[int, ...],
         paths: Mapping[str, Callable[[], Product]],
     ) -> Choices:
-        """Return the fastest path on a CPU, one for all batch sizes, by the geometric mean of their times.
+        """Return the fastest path on a CPU, one for all batch sizes, by the geometric mean of the times.
 
         `paths`: name -> function that makes the product, the preferred one first.
         """
@@ -198,8 +199,8 @@ class LinearTuner:
     ) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
 
-        More than 64 rows, and weights below 1 MiB (less time to read than to launch), are left to cuBLAS. `fused` is
-        what the step fuses with the product.
+        More than 64 rows, and weights below 1 MiB (read faster than launched), are left to cuBLAS. `fused`: what the
+        step fuses with the product.
         """
 
         def measure(rows: int) -> Choices:
@@ -207,7 +208,7 @@ class LinearTuner:
                 if self._clock is None:  # one stream: cuBLAS keeps a workspace for each
                     self._clock = GraphClock(weight.device)
                 config, times = fastest_product(weight, bias, rows, self._clock, fused)
-            except Exception as error:  # such as out of memory: cuBLAS needs no measurement
+            except Exception as error:  # such as out of memory: use cuBLAS
                 message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
                 return {rows: LinearChoice("plain")}

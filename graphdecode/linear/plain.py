@@ -1,8 +1,8 @@
-"""Forms of weights that are not quantized in the source: row-major, in panels, packed by oneDNN, or rounded to int8.
+"""Forms of plain weights: row-major, in panels, packed by oneDNN, or rounded to int8.
 
-Row-major weights are multiplied by torch on a CPU; on a GPU by cuBLAS, or by `small_linear` if that measured faster.
-One configuration of `small_linear` for any number of rows is batch-invariant. Panels are for compiled CPU kernels;
-oneDNN's packing is for CPUs without them.
+Row-major weights are multiplied by torch on a CPU; on a GPU by cuBLAS, or by `small_linear` if measured faster. One
+configuration of `small_linear` for any number of rows is batch-invariant. Panels are for compiled CPU kernels, oneDNN's
+packing for CPUs without them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Plain(WeightForm):
     path = "plain"
     is_measured = True
     weight: Tensor  # [out_features, in_features]
-    counters: Tensor | None = None  # int32, the workspace of small products with splits; all weights share it
-    config: SmallLinearConfig | None = None  # for any number of rows (batch-invariant)
+    counters: Tensor | None = None  # int32, workspace of small products with splits, shared by all weights
+    config: SmallLinearConfig | None = None  # batch-invariant: for any number of rows
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Plain:
-        """Return the weight, on a GPU with its batch-invariant or its measured configurations."""
+        """Return the weight, on a GPU with its batch-invariant or measured configurations."""
         if not weight.is_cuda:
             return cls(weight.shape, bias, weight)
         counters = options.tuner.counters(weight.device)
@@ -77,10 +77,10 @@ class Plain(WeightForm):
 
 @dataclass(frozen=True)
 class Panels(WeightForm):
-    """A weight in panels; not measured, since threads of oneDNN beside the kernels' own cost more than they gain."""
+    """A weight in panels; not measured, since oneDNN's threads beside the kernels' own cost more than they gain."""
 
     path = "native"
-    panels: Tensor  # by `to_panels`
+    panels: Tensor  # from `to_panels`
     gives_floats = True
 
     @classmethod
@@ -106,7 +106,7 @@ class Packed(WeightForm):
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: oneDNN does not support dtype, device or float32 results."""
+        """Return why oneDNN does not support dtype, device or float32 results."""
         if options.in_floats and options.dtype != torch.float32:
             return "writes no float32"
         probe = torch.empty(0, dtype=options.dtype, device=options.device)

@@ -1,7 +1,7 @@
 """Quantized weights as stored: the interface of all layouts of codes and scales.
 
-A layout is one class, which converts its values to panels for a CPU and to tiles for a GPU. Neither sources nor forms
-know which layouts there are.
+Each layout is one class, which converts its weights to panels for a CPU and to tiles for a GPU. Sources and forms are
+independent of the layouts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, joined_
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, joined_tiles
 from graphdecode.linear.weight_form import LinearNames, Shard, TensorSource
 
-_PANEL_ROWS, _TILE_ROWS = 1024, 4096  # are converted at once, in tens of MB of scratch memory
+_PANEL_ROWS, _TILE_ROWS = 1024, 4096  # rows converted at a time, in tens of MB of scratch memory
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's operators with one thread: packing weights is many small ones, which on a busy machine wait for
-    each other's threads ten times as long as they compute.
-    """
+    """Run torch with one thread: the many small operators that pack weights wait long for threads on a busy machine."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -36,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 
 class QuantizedWeight(ABC):
-    """A quantized weight [out_features, in_features]: a frozen dataclass, whose tensors may be views of a file.
+    """A quantized weight [out_features, in_features]: a frozen dataclass whose tensors may be views of a file.
 
     Attributes:
         path: name in reports.
@@ -53,7 +51,7 @@ class QuantizedWeight(ABC):
 
     @property
     def kind(self) -> str:
-        """Fused weights of one kind are joined to one."""
+        """Fused weights of the same kind are joined."""
         return self.path
 
     @abstractmethod
@@ -62,7 +60,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def part(self, shard: Shard) -> Self:
-        """Return some rows, or some columns, in shared memory if possible.
+        """Return a shard of the rows or columns, in shared memory if possible.
 
         Raises:
             ValueError: columns begin or end within a group, or are reordered.
@@ -71,22 +69,22 @@ class QuantizedWeight(ABC):
     @classmethod
     @abstractmethod
     def joined(cls, parts: Sequence[Self]) -> Self | None:
-        """Join weights of one kind along their rows; None if they differ otherwise."""
+        """Join weights of one kind along their rows; None if they do not match."""
 
     def _split(self, count: int) -> Iterator[Self]:
         for begin in range(0, self.shape[0], count):
             yield self.rows(slice(begin, min(begin + count, self.shape[0])))
 
     def panels(self, *, by_values: bool = True) -> QuantizedPanels | None:
-        """Return the weight in panels for a CPU, or None if that is not supported.
+        """Return the weight in panels for a CPU; None if that is not supported.
 
-        `by_values`: numbers may have fewer bits if the values allow it; if not, panels of one kind are alike.
+        `by_values`: the layout may depend on the values; False: all panels of one kind have the same layout.
         """
         ready = self.for_panels(by_values=by_values)
         return None if ready is None else joined_panels([some.some_panels() for some in ready._split(_PANEL_ROWS)])
 
     def tiles(self) -> WeightTiles | None:
-        """Return the weight in tiles for a GPU, columns not reordered, or None if that is not supported."""
+        """Return the weight in tiles for a GPU, columns not reordered; None if that is not supported."""
         ready = self.for_tiles()
         return None if ready is None else joined_tiles([some.some_tiles() for some in ready._split(_TILE_ROWS)])
 
@@ -109,21 +107,18 @@ class QuantizedWeight(ABC):
 
 @runtime_checkable
 class QuantizedSource(TensorSource, Protocol):
-    """A source whose tensors may be quantized; the dtype of such a tensor is the layout's name for it."""
+    """A source whose tensors may be quantized; their `Stored.dtype` is then the layout's name."""
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a matrix as stored; None if it is not quantized.
 
-        `expert`: that expert's matrix [out_features, in_features] of a stack, which is listed as [experts, in_features,
-        out_features]. Tensors may be views of a mapped file: copy what is kept.
+        `expert`: return that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
+        in_features, out_features]. Tensors may be views of a mapped file: copy what is kept.
         """
 
 
 def read_parts(source: TensorSource, names: LinearNames) -> list[QuantizedWeight] | None:
-    """Return a layer's tensors, neighbours of one kind joined.
-
-    None if one is not quantized, or neighbours of one kind cannot be joined.
-    """
+    """Return a layer's tensors, adjacent ones of one kind joined; None if one is not quantized or cannot be joined."""
     if not isinstance(source, QuantizedSource):
         return None
     found = [source.read_quantized(name) for name in names.weights]

@@ -1,7 +1,7 @@
 """Times products of a few rows on this GPU: each candidate is captured in a graph, timed and checked.
 
-A graph holds several products over copies of the weight, so that no cache helps. Before each product a norm writes the
-activations; what a step fuses with the product is part of it. Not yet run on a GPU: tests replace the clock.
+A graph holds several products over copies of the weight, so that caches do not help. A norm writes the activations
+before each product; fused operators are timed with it. Not yet run on a GPU: tests replace the clock.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 
 _COLD_BYTES = 256 << 20  # more than any L2 cache
-_CALLS = 8  # products in one graph at least
-_COPIES = 64  # of one weight at most: a model of such weights fits a cache whole
+_CALLS = 8  # fewest products in one graph
+_COPIES = 64  # most copies of a weight: a model of smaller weights fits the cache
 _EPS = 1e-5
-_VARIED = 2  # best candidates that are also timed without prefetch, without an early start and with the norm inside
-_LEAST_SECONDS = 1e-7  # below the clock's resolution
+_VARIED = 2  # best candidates, also timed without prefetch, without early start and with the norm inside
+_LEAST_SECONDS = 1e-7  # the clock's resolution is coarser
 _ROUNDS = 9
-_PLAIN_MARGIN = 1.02  # by which another product must be faster than cuBLAS
-# largest difference of two products, as a share of the largest result: cuBLAS may reduce in 16 bits, or use TF32
+_PLAIN_MARGIN = 1.02  # by which a candidate must be faster than cuBLAS
+# largest difference of two products, relative to the largest result: cuBLAS may reduce in 16 bits or use TF32
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -36,7 +36,7 @@ class GraphClock:
 
     Attributes:
         units: multiprocessors of the device.
-        has_pdl: whether a kernel can begin before the previous one ends.
+        has_pdl: whether kernels support programmatic dependent launch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class GraphClock:
         graph = torch.cuda.CUDAGraph()
         times = []
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for call in calls[:2]:  # compile, and load onto the device
+            for call in calls[:2]:  # compile and load
                 call()
             torch.cuda.synchronize(self._device)
             graph.capture_begin(capture_error_mode="thread_local")
@@ -78,9 +78,9 @@ class FusedForm(NamedTuple):
     epilogue: str = "store"
 
 
-FUSED_FORMS = {  # by the last part of a weight's place in the model
+FUSED_FORMS = {  # by the last part of a weight's name in the model
     "qkv": FusedForm(is_normed=True),
-    "gate_up": FusedForm(is_normed=True, epilogue="silu"),  # all activations take as long
+    "gate_up": FusedForm(is_normed=True, epilogue="silu"),  # all activations take the same time
     "o": FusedForm(epilogue="add"),
     "down": FusedForm(epilogue="add"),
     "lm_head": FusedForm(is_normed=True),
@@ -90,7 +90,7 @@ FUSED_FORMS = {  # by the last part of a weight's place in the model
 class Contest:
     """One layer shape at one number of rows, and the candidates' products over copies of its weight.
 
-    cuBLAS is timed with the further launches for norm, activation and sum. `cold_bytes`: least size of all copies.
+    cuBLAS is timed with extra launches for norm, activation and sum. `cold_bytes`: least size of all copies.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Contest:
         with contextlib.suppress(torch.OutOfMemoryError):  # fewer copies: warmer caches for all candidates
             self._weights += [weight.clone() for _ in range(copies - 1)]
         self._bias, self._fused = bias, fused
-        generator = torch.Generator(weight.device).manual_seed(rows)  # the user's own draws stay as they are
+        generator = torch.Generator(weight.device).manual_seed(rows)  # leaves the user's random state alone
         out_features, in_features = weight.shape
         width = out_features if fused.epilogue in ("store", "add") else out_features // 2
 
@@ -126,11 +126,11 @@ class Contest:
         rms_norm(self._x, self._source, self._gain, _EPS)
 
     def activations_alone(self) -> list[Callable[[], None]]:
-        """Return calls without a product, whose time is subtracted."""
+        """Return calls without a product; their time is subtracted."""
         return [self._write_activations] * len(self._outs)
 
     def calls(self, config: SmallLinearConfig | None) -> list[Callable[[], None]]:
-        """Return calls of one candidate; None: cuBLAS."""
+        """Return the calls of one candidate; None: cuBLAS."""
         rows, out_features = self._product.shape
         needed = 0 if config is None else config.counters(rows, out_features)
         counters = torch.zeros(needed, dtype=torch.int32, device=self._x.device) if needed else None
@@ -165,14 +165,14 @@ class Contest:
             act_mul(out, self._product, epilogue)
 
     def _run(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Run calls once, over results that are NaN, or the residual."""
+        """Reset the results to NaN, or the residual, and run calls once."""
         for out in self._outs:
             out.copy_(self._residual) if self._fused.epilogue == "add" else out.fill_(torch.nan)
         for call in calls:
             call()
 
     def problem(self, config: SmallLinearConfig) -> str | None:
-        """Return what is wrong with a candidate's results, or None."""
+        """Return what is wrong with a candidate's results; None if nothing is."""
         self._run(self.calls(config))
         wide, expected = self._outs[0].float(), self._expected.float()
         error, largest = (wide - expected).abs().max().item(), expected.abs().max().item()
@@ -190,9 +190,9 @@ def fastest_product(
     clock: GraphClock,
     fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
 ) -> tuple[SmallLinearConfig | None, dict[str, float]]:
-    """Time cuBLAS and every candidate; return the winner (None: cuBLAS) and the seconds of all by name.
+    """Time cuBLAS and every candidate; return the fastest (None: cuBLAS) and all times in seconds by name.
 
-    A candidate that fails, or whose result is wrong, is left out with a warning. `rows` is in 1..64.
+    A candidate that fails or gives a wrong result is left out with a warning. `rows` is in 1..64.
     """
     contest = Contest(weight, bias, rows, fused)
     nothing_s = clock.seconds(contest.activations_alone())

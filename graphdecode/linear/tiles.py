@@ -1,4 +1,4 @@
-"""Quantized weights in tiles, for a GPU; products fuse norm and epilogue."""
+"""Quantized weights in tiles, for a GPU; their products fuse norm and epilogue."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProdu
 
 @dataclass(frozen=True)
 class Tiles(WeightForm):
-    """A weight in tiles; fused tensors of several types are parts, each with a product of its own."""
+    """A weight in tiles; fused tensors of several types are parts, each with its own product."""
 
     path = "tiles"
     parts: tuple[WeightTiles, ...]
-    counters: Tensor  # int32, the workspace of products with splits; all weights share it
+    counters: Tensor  # int32, workspace of products with splits, shared by all weights
     units: int  # multiprocessors of the GPU
-    early: bool  # kernels can begin early
-    major: int  # of its compute capability
+    early: bool  # kernels support programmatic dependent launch
+    major: int  # its major compute capability
     is_invariant: bool  # a row's bits do not depend on the number of rows
     order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
@@ -50,7 +50,7 @@ class Tiles(WeightForm):
         options: FormOptions,
         order: Tensor | None = None,
     ) -> Self:
-        """Return a weight of parts one below another."""
+        """Return a weight of parts, concatenated by rows."""
         device = options.device
         properties = torch.cuda.get_device_properties(device)
         return cls(
@@ -70,7 +70,7 @@ class Tiles(WeightForm):
         self._product(x.shape[0]).write(out, x)
 
     def fused(self, rows: int) -> FusedProduct | None:
-        """Return the product, unless the input has to be reordered first."""
+        """Return the product; None if the input has to be reordered first."""
         return self._product(rows) if self.order is None else None
 
     def choice(self, rows: int) -> LinearChoice:
@@ -79,7 +79,7 @@ class Tiles(WeightForm):
 
     @property
     def row_table(self) -> RowTable | None:
-        """The weight, if it is one part with columns in order."""
+        """The weight, if it has one part and its columns are in order."""
         return RowTable(self.parts[0], self.out_features) if len(self.parts) == 1 and self.order is None else None
 
     @property
@@ -120,7 +120,7 @@ class Int8Tiles(Tiles):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return the weight rounded to int8, with a scale for each row; see `quantize_int8`."""
+        """Return the weight rounded to int8, with a scale per row; see `quantize_int8`."""
         codes, scales = quantize_int8(weight, options.row_maxima)
         tiles = tiled(codes.view(torch.uint8), "s8", scales[:, None], 0)
         return cls.of_tiles(weight.shape, bias, [tiles], options)

@@ -1,7 +1,7 @@
 """The interface of weight forms: how a linear layer's weight is read and laid out, and its product.
 
-A decode step multiplies a few rows with every weight, so its time is that of reading the weights. `forms.py` lists the
-forms, and chooses.
+A decode step multiplies a few rows with every weight: its time is that of reading the weights. `forms.py` lists the
+forms and chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphdecode.kernels.model.embedding import quantized_embedding, tiled_embed
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 from graphdecode.linear.small_linear_timing import FusedForm
 
-ROWS_AT_ONCE = 512  # of a fused product, by its workspace
+ROWS_AT_ONCE = 512  # most rows of a fused product, which its workspace limits
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Shard:
     """One of `count` parts of a tensor along an axis, equal up to one row or column.
 
     Attributes:
-        rank: which part, from 0.
-        count: of parts.
+        rank: index of the part.
+        count: number of parts.
         axis: 0 splits a weight's rows, 1 its columns.
         begin: first row or column that is split.
-        size: how many are split; None: all from `begin` on.
-        within: a shard along another axis, of which this is a part.
+        size: rows or columns that are split; None: all from `begin` on.
+        within: a shard along another axis, of which this is a shard.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Shard:
     within: Shard | None = None
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the part's indices in a tensor of a shape."""
+        """Return the shard's indices in a tensor of a shape."""
         size = shape[self.axis] - self.begin if self.size is None else self.size
         bounds = [self.begin + size * rank // self.count for rank in (self.rank, self.rank + 1)]
         slices = [] if self.within is None else list(self.within.slices(shape))
@@ -54,7 +54,7 @@ class Shard:
 
 
 class Stored(NamedTuple):
-    """Shape and type of a tensor in a source."""
+    """Shape and dtype of a tensor in a source."""
 
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, such as "BF16", or the source's own
@@ -68,11 +68,11 @@ class TensorSource(Protocol):
         """All tensors."""
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a shard of it, into `out`, converted to its dtype; reads no more than that."""
+        """Write a tensor, or a shard of it, into `out`, converted to its dtype; nothing else is read."""
 
 
 class LinearNames(NamedTuple):
-    """A layer's tensors, which are fused along their rows in this order."""
+    """A layer's tensors, fused along their rows in this order."""
 
     weights: tuple[str, ...]
     biases: tuple[str, ...] = ()
@@ -88,17 +88,17 @@ class FusedProduct(NamedTuple):
     product: Callable[..., None]
 
     def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
-        """Write the product for `x` of any number of rows into `out`."""
+        """Write the product for any number of rows `x` into `out`."""
         for begin in range(0, x.shape[0], ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
             self.product(out[rows], x[rows], **fused)
 
     def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
-        """Write the product for the RMSNorm of `x` [rows, in_features], with fp32 gains, into `out`."""
+        """Write the product for RMSNorm(x), x [rows, in_features], with float32 gains, into `out`."""
         self.write(out, x, gain=gain, eps=eps)
 
     def gated(self, out: Tensor, x: Tensor, gain: Tensor | None, eps: float, activation: str) -> None:
-        """Write `activation(gate) * up` of that product into `out` [rows, out_features / 2]; no gain is no norm."""
+        """Write `activation(gate) * up` of that product into `out` [rows, out_features / 2]; None: no norm."""
         self.write(out, x, gain=gain, eps=eps, epilogue=activation)
 
     def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
@@ -107,13 +107,13 @@ class FusedProduct(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """A quantized embedding, whose rows are dequantized as they are gathered."""
+    """A quantized embedding; rows are dequantized when gathered."""
 
     weight: QuantizedPanels | WeightTiles
     vocab_size: int
 
     def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
-        """Write `scale` times the tokens' rows into `out` [tokens, columns]; see `embedding`."""
+        """Write `scale` times the rows of `tokens` into `out` [tokens, columns]; see `embedding`."""
         if isinstance(self.weight, WeightTiles):
             tiled_embedding(out, tokens, self.weight, live, scale)
         else:
@@ -125,16 +125,16 @@ class FormOptions:
     """Options of weight forms.
 
     Attributes:
-        device: of the weight.
-        dtype: of the activations.
+        device: device of the weight.
+        dtype: dtype of the activations.
         tuner: measures products, once per shape.
         batch_sizes: rows of decode steps to measure.
-        quantize: name of forms that round weights; None: none.
-        batch_invariant: one product for any number of rows, so that a row's bits do not depend on the others: slower on
-            a GPU for many rows, and on a CPU for one or two rows with quantized weights.
-        row_maxima: for a shard of columns: takes the largest magnitudes of its rows, float32 [out_features], and
-            returns those of the whole matrix, so that rows are rounded alike.
-        in_floats: products are written in float32, whatever the dtype of the activations.
+        quantize: name of the forms that quantize weights; None: none.
+        batch_invariant: use one product for any number of rows, so that a row's bits do not depend on the others;
+            slower on a GPU for many rows, and on a CPU for one or two rows with quantized weights.
+        row_maxima: for a shard of columns: maps its rows' largest magnitudes, float32 [out_features], to those of the
+            whole matrix, so that all ranks round alike.
+        in_floats: products are written in float32.
         fused: what a step on a GPU fuses with the product.
 
     Raises:
@@ -158,12 +158,12 @@ class FormOptions:
 
 @dataclass(frozen=True)
 class StoredForm(ABC):
-    """Weights in the layout that a product reads; a frozen dataclass, whose fields hold the tensors.
+    """Weights in the layout that a product reads: a frozen dataclass whose fields hold the tensors.
 
     Attributes:
         path: the form's name in reports.
-        shape: [out_features, in_features]; of experts [experts, out_features, in_features].
-        bias: [out_features], of experts [experts, out_features], or None.
+        shape: [out_features, in_features]; for experts [experts, out_features, in_features].
+        bias: [out_features], for experts [experts, out_features], or None.
     """
 
     path: ClassVar[str]
@@ -172,12 +172,12 @@ class StoredForm(ABC):
 
     @property
     def gives_floats(self) -> bool:
-        """Whether writing the product in float32, as it was accumulated, costs nothing."""
+        """Whether writing the product in float32, its accumulator's dtype, is free."""
         return False
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that the product only reads: constants of a recorded step."""
+        """All tensors that the product only reads."""
         workspace = {id(tensor) for tensor in self.workspace}
         own = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
         return [tensor for tensor in own if id(tensor) not in workspace]
@@ -203,8 +203,8 @@ class WeightForm(StoredForm):
 
     Attributes:
         quantize: value of `FormOptions.quantize` that selects this form.
-        is_of_source: it keeps weights quantized as stored, and is used for them without `quantize`, too.
-        is_measured: the fastest of the available measured forms is used.
+        is_of_source: it keeps weights quantized as stored, and is used for them also without `quantize`.
+        is_measured: the fastest available measured form is used.
         choices: measurements by number of rows.
     """
 
@@ -222,7 +222,7 @@ class WeightForm(StoredForm):
     @classmethod
     @abstractmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a plain weight [out_features, in_features] in this form; the caller drops its own reference."""
+        """Return a plain weight [out_features, in_features] in this form; the caller drops its reference."""
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
@@ -245,7 +245,7 @@ class WeightForm(StoredForm):
         """
 
     def fused(self, rows: int) -> FusedProduct | None:
-        """Return a product for this many rows that fuses norm or epilogue, or None."""
+        """Return a product for this many rows that fuses norm or epilogue; None if there is none."""
         return None
 
     @property
@@ -268,7 +268,7 @@ class WeightForm(StoredForm):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or the tensors of a form, or those in nested tuples."""
+    """Yield a tensor, a form's tensors, or those in nested tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, StoredForm):
@@ -279,13 +279,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def fused_shape(source: TensorSource, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the shape of tensors, fused along their first dimension."""
+    """Return the shape of tensors fused along their first dimension."""
     shapes = [source.tensors[name].shape for name in names]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def read_fused(source: TensorSource, names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return tensors, fused along their first dimension, in new memory."""
+    """Return tensors fused along their first dimension, in new memory."""
     fused = torch.empty(fused_shape(source, names), dtype=dtype, device=device)
     sizes = [source.tensors[name].shape[0] for name in names]
     for name, out in zip(names, fused.split(sizes), strict=True):

@@ -1,4 +1,4 @@
-"""Products that transform the output of another form, and those whose weight several ranks share."""
+"""Products that transform the output of another form, and products that ranks share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 @dataclass(frozen=True)
 class Wrapped(WeightForm):
-    """A product that transforms the output of `form`; it has no fused product."""
+    """A product that transforms the output of `form`; it is not fused."""
 
     form: WeightForm
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Raise TypeError: the weight is in another form."""
+        """Raise TypeError: a wrapper is made of a form, not a weight."""
         raise TypeError(f"{cls.__name__} is made of another form")
 
     @property
@@ -36,7 +36,7 @@ class Wrapped(WeightForm):
 
 @dataclass(frozen=True)
 class Scaled(Wrapped):
-    """`scale * product + shift` of each output.
+    """`scale * product + shift`, per output.
 
     Attributes:
         scale: float32 [out_features].
@@ -59,8 +59,8 @@ class Summed(Wrapped):
     """Each rank has some columns of the weight, and the same columns of `x`; the products are summed (all-reduce).
 
     Attributes:
-        collectives: of the ranks.
-        place: in the model.
+        collectives: the ranks' collectives.
+        place: name in the model.
     """
 
     path = "summed"
@@ -82,7 +82,7 @@ class Summed(Wrapped):
 
 @dataclass(frozen=True)
 class Gathered(Summed):
-    """Each rank has some rows of the weight; all get all outputs (all-gather)."""
+    """Each rank has some rows of the weight; the outputs are gathered on all (all-gather)."""
 
     path = "gathered"
 

@@ -1,4 +1,4 @@
-"""Decoders written as a step over fixed memory, and the loading of checkpoints."""
+"""Decoder models, and the loading of checkpoints."""
 
 from graphdecode.models.checkpoint import generation_defaults
 from graphdecode.models.config import ModelConfig, ModelShape, UnsupportedModelError

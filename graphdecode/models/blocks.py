@@ -1,7 +1,7 @@
-"""Building blocks of layers: norms, attention, MLPs and experts, and the residual stream that runs through them.
+"""Building blocks of layers: norms, attention, MLPs and experts, and the residual stream through them.
 
-A block is a frozen dataclass of weight forms, tensors, smaller blocks and plain values: a model's tensors are found by
-walking through its blocks.
+A block is a frozen dataclass of weight forms, tensors, inner blocks and plain values; a model's tensors are found by
+walking its blocks.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
-_OPEN_GATE = 100.0  # its sigmoid is 1 in float32
+_OPEN_GATE = 100.0  # sigmoid(100) is 1 in float32
 
 
 class Tokens(NamedTuple):
-    """The tokens of a pass, with their rows and positions."""
+    """The tokens of a pass."""
 
     ids: Tensor  # int64 [t]
     rows: Tensor  # int32 [t]
     positions: Tensor  # int32 [t]
     live: Tensor  # int32 [1]
-    page_table: Tensor  # int32 [b, pages of a row]
-    state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
-    rolling_table: Tensor | None = None  # int32 [b, pages of a row], of layers with rolling pages
-    adapters: Tensor | None = None  # int32 [b], the slots of the rows' adapters; None: no row has one
-    # where drafts are verified, each in a row of its own; see `StateTokens`
-    scan_rows: Tensor | None = None  # int32 [t], the row of `state_rows` of each token; None: as in `rows`
-    kept_states: Tensor | None = None  # int32 [t], where the state behind each token goes
+    page_table: Tensor  # int32 [b, pages per row]
+    state_rows: Tensor | None = None  # int32 [b], rows of the recurrent states
+    rolling_table: Tensor | None = None  # int32 [b, pages per row], for layers with rolling pages
+    adapters: Tensor | None = None  # int32 [b], adapter slots; None: no row has one
+    # set when drafts are verified, each in its own row; see `StateTokens`
+    scan_rows: Tensor | None = None  # int32 [t], index into `state_rows`; None: `rows`
+    kept_states: Tensor | None = None  # int32 [t], state row for the state after each token
 
     def adapter_span(self, begin: int) -> AdapterSpan | None:
-        """Return the tokens, of which the pass has `begin` before them, with their adapters; None: no row has one."""
+        """Return the tokens, at `begin` of the pass, with their adapters; None if no row has one."""
         if self.adapters is None:
             return None
         return AdapterSpan(slice(begin, begin + self.ids.shape[0]), self.rows, self.live, self.adapters)
 
 
 def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
-    """Return the page table of a layer's cache, given `Tokens`, `Chunks` or a step's batch."""
+    """Return the page table for a layer's cache, from `Tokens`, `Chunks` or a step's batch."""
     table: Tensor = tokens.rolling_table if cache.is_rolling else tokens.page_table
     return table
 
@@ -70,10 +70,10 @@ def append_tokens(q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, rop
 
 
 class Block:
-    """Part of a model; see the file's docstring."""
+    """Part of a model; see the module's docstring."""
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and value of each field that is no block, in this block and its inner ones."""
+        """Yield name and value of each field that is not a block, here and in inner blocks."""
         for name, value in vars(self).items():
             if isinstance(value, Block):
                 yield from value.leaves()
@@ -91,7 +91,7 @@ class Block:
         return [tensor for _, value in self.leaves() for tensor in tensors_in(value)]
 
     def read_bytes(self, rows: int | None = None) -> int:
-        """Return the bytes of products and norms that a step of `rows` rows reads; None: every expert has a token."""
+        """Return the bytes of products and norms that a step of `rows` rows reads; None: with all experts."""
         children = [value for value in vars(self).values() if isinstance(value, (Block, WeightForm))]
         return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in children)
 
@@ -114,17 +114,17 @@ class Norm(Block):
 
 
 class ResidualStream:
-    """A pass through the layers: the residual stream, and the output of the last block, not yet added to it.
+    """A pass through the layers: the residual stream, and the last block's output, not yet added to it.
 
-    Blocks read `hidden`, of the model's dtype. Their output is float32 if products can write that at no cost, and so is
-    the residual if that is free (`Stem.residual`). Evaluation is lazy: a norm is computed when `hidden` is read, unless
-    a product includes it in its launch, and the last product of a block when `output` is read.
+    Blocks read `hidden`, in the model's dtype. Their output is float32 if products can write that for free, and so is
+    the residual (`Stem.residual`). Evaluation is lazy: a norm is computed when `hidden` is read, unless a product fuses
+    it, and a block's last product when `output` is read.
 
     Args:
-        parts: the tokens of the pass; those of a second part (mixed steps) follow those of the first in all tensors.
-        stem: embeds them; if there is one part, in one launch with the first norm.
-        attend: attention over a layer's cache, with the tokens' keys and values in it.
-        append_and_attend: append and attention, in one launch if possible.
+        parts: the tokens of the pass; in mixed steps, the second part's follow the first's in all tensors.
+        stem: the embedding; with one part, fused with the first norm.
+        attend: attention over a layer's cache, which has the tokens' keys and values.
+        append_and_attend: append and attention, fused if possible.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ResidualStream:
         self._parts = parts
         self.attend = attend
         self.append_and_attend = append_and_attend
-        # not None: the residual is not computed yet; a stem with an embedding of its own computes it at once
+        # not None: the residual is not computed yet; stems that override the embedding compute it at once
         is_plain = type(stem).run is Stem.run and type(stem).embed is Stem.embed
         is_plain &= stem.adapted is None or parts[0].adapters is None
         self._stem: Stem | None = stem if is_plain and len(parts) == 1 else None
@@ -150,11 +150,11 @@ class ResidualStream:
         spans = [part.adapter_span(span.start) for span, part in self.parts()]
         self._adapters = [span for span in spans if span is not None]
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
-        self._norm: Norm | None = None  # of the residual, not computed yet
-        self._product: tuple[WeightForm, Tensor] | None = None  # the output of a block, not computed yet
-        self._output: Tensor | None = None  # the same, computed
+        self._norm: Norm | None = None  # norm of the residual, not computed yet
+        self._product: tuple[WeightForm, Tensor] | None = None  # output of a block, not computed yet
+        self._output: Tensor | None = None  # output of a block, computed
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}  # intermediates that layers share
-        self._is_whole = True  # the residual includes the output of all blocks
+        self._is_whole = True  # the residual includes all blocks' outputs
         self._post_norm: Norm | None = None
         self._scale = 1.0
 
@@ -166,14 +166,14 @@ class ResidualStream:
         return self._parts[0]
 
     def state_parts(self) -> Iterator[tuple[slice, StateTokens]]:
-        """Yield the span of each part's tokens, and the rows of their recurrent states."""
+        """Yield the span of each part's tokens, and their recurrent states."""
         for span, part in self.parts():
-            assert part.state_rows is not None  # the engine gives them to a model that has states
+            assert part.state_rows is not None  # the engine sets them for models with states
             rows = part.rows if part.scan_rows is None else part.scan_rows
             yield span, StateTokens(rows, part.positions, part.live, part.state_rows, part.kept_states)
 
     def parts(self) -> Iterator[tuple[slice, Tokens]]:
-        """Yield each part's tokens, and where they stand among all."""
+        """Yield the span of each part's tokens, and the tokens."""
         begin = 0
         for part in self._parts:
             end = begin + part.ids.shape[0]
@@ -182,7 +182,7 @@ class ResidualStream:
 
     @property
     def live(self) -> Tensor:
-        """Number of live tokens, int32 [1]; with two parts all, since padding of the first is not last."""
+        """Number of live tokens, int32 [1]; all with two parts, since the first part's padding is not last."""
         if len(self._parts) == 1:
             return self._parts[0].live
         if self._all_live is None:
@@ -191,7 +191,7 @@ class ResidualStream:
 
     @property
     def residual(self) -> Tensor:
-        """[t, hidden], the sum of embedding and outputs."""
+        """[t, hidden], the sum of the embedding and all outputs."""
         if self._stem is not None:
             stem, self._stem = self._stem, None
             stem.embed(self._residual, self.tokens)
@@ -220,14 +220,14 @@ class ResidualStream:
         return self._output
 
     def output_buffer(self, *, in_floats: bool) -> Tensor:
-        """Return memory [t, hidden] for a block to write its output to, in float32 or the model's dtype."""
+        """Return memory [t, hidden] for a block's output, in float32 or the model's dtype."""
         self._norm = self._product = None
         is_hidden = not in_floats or self._hidden.dtype == torch.float32
         self._output = self._hidden if is_hidden else self.buffer(self._hidden.shape[1], torch.float32)
         return self._output
 
     def norm(self, norm: Norm | None) -> None:
-        """Add the last block's output to the residual; `hidden` is then the norm of the sum, or with None the sum."""
+        """Add the last block's output to the residual; `hidden` becomes the norm of the sum, or with None the sum."""
         self._add_product()
         if not self._is_whole:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -240,7 +240,7 @@ class ResidualStream:
         self._is_whole, self._post_norm, self._scale = False, None, 1.0
 
     def transform_output(self, norm: Norm | None = None, scale: float = 1.0) -> None:
-        """Norm and scale the last block's output when it is added to the residual, in the same launch."""
+        """Norm and scale the last block's output when it is added to the residual, fused."""
         self._post_norm, self._scale = norm, scale
 
     def project(self, linear: WeightForm, out: Tensor) -> None:
@@ -269,7 +269,7 @@ class ResidualStream:
         self._norm, self._product = None, (linear, x)
 
     def narrow(self, begin: int, end: int) -> ResidualStream:
-        """Return the stream of some tokens, in shared memory, for blocks that read neither rows nor pages."""
+        """Return the stream of a span of tokens, in shared memory, for blocks that read neither rows nor pages."""
         self._add_product()
         part = copy(self)
         part._residual, part._hidden = self.residual[begin:end], self.hidden[begin:end]
@@ -280,7 +280,7 @@ class ResidualStream:
         return part
 
     def _add_product(self) -> None:
-        """Compute the last block's output and the sum in one launch, if its product can."""
+        """Compute the last block's output and the sum in one launch, if its product supports that."""
         if self._product is None or self._post_norm is not None:
             return
         linear, x = self._product
@@ -290,7 +290,7 @@ class ResidualStream:
             self._product, self._is_whole = None, True
 
     def multiply(self, linear: WeightForm, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` into `out`, with what the adapters of the tokens' rows add."""
+        """Write the product for `x` into `out`, with the rows' adapters."""
         if self._adapters and isinstance(linear, Adapted):
             linear.adapt(out, x, self.buffer(linear.inner_size, torch.float32, "adapters"), self._adapters)
         else:
@@ -302,23 +302,23 @@ class ResidualStream:
         return linear.fused(self._residual.shape[0])
 
     def buffer_for(self, linear: WeightForm, use: str = "") -> Tensor:
-        """Return a `buffer` for a product, float32 if that costs nothing."""
+        """Return a `buffer` for a product, float32 if that is free."""
         return self.buffer(linear.out_features, torch.float32 if linear.gives_floats else None, use)
 
     def buffer(self, columns: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
-        """Return memory [t, columns] that all layers share; buffers that are live together differ in `use`."""
+        """Return memory [t, columns] that layers share; buffers in use together differ in `use`."""
         key = (use, columns, dtype or self._hidden.dtype)
         if key not in self._buffers:
             self._buffers[key] = self.empty(*key[1:])
         return self._buffers[key]
 
     def empty(self, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return new memory [t, columns]; None: of the model's dtype."""
+        """Return new memory [t, columns]; None: the model's dtype."""
         return self._hidden.new_empty((self._hidden.shape[0], columns), dtype=dtype)
 
 
 class Mixer(Block):
-    """The part of a layer in which tokens see earlier ones: attention, or an operator over a state."""
+    """Mixes tokens: attention, or an operator over a recurrent state."""
 
     @abstractmethod
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
@@ -327,14 +327,14 @@ class Mixer(Block):
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Rotary grouped-query attention over the layer's cache; queries and keys may be normed per head."""
+    """Rotary grouped-query attention over the layer's cache."""
 
     qkv: WeightForm  # [(heads + 2 kv_heads) * head_dim, hidden]
-    q_norm: Norm | None  # of each query head, or None
-    k_norm: Norm | None  # of each key head, or None
+    q_norm: Norm | None  # per query head
+    k_norm: Norm | None  # per key head
     o: WeightForm  # [hidden, heads * head_dim]
     head_dim: int  # channels of a head
-    cos_sin: Tensor  # float32 [positions, 2, pairs] of a head's first channels; the others are not rotated
+    cos_sin: Tensor  # float32 [positions, 2, pairs], for a head's first channels
     options: AttentionOptions  # scale, window, soft cap, sinks
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
@@ -358,7 +358,7 @@ class Attention(Mixer):
         return qkv
 
     def finish(self, stream: ResidualStream, attended: Tensor) -> None:
-        """Set the output projection of `attended` [t, heads * head_dim] as the output."""
+        """Make the output projection of `attended` [t, heads * head_dim] the output."""
         stream.set_output(self.o, attended)
 
     def rotation(self, qkv: Tensor) -> QKNormRope:
@@ -373,10 +373,10 @@ class Attention(Mixer):
 
 @dataclass(frozen=True)
 class SharedKeysAttention(Attention):
-    """Attention over the keys and values that an earlier layer has appended; its product gives queries alone."""
+    """Attention over an earlier layer's keys and values; its product gives only queries."""
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Attend over the other layer's cache."""
+        """Attend over the earlier layer's cache."""
         assert isinstance(cache, LayerCache)
         queries = self.project(stream)
         attended = stream.buffer(self.o.in_features).view(queries.shape[0], -1, self.head_dim)
@@ -410,11 +410,11 @@ class GatedMlp(FeedForward):
 
 
 class Layer(Block):
-    """A decoder layer: blocks in an order."""
+    """A decoder layer: a sequence of blocks."""
 
     @abstractmethod
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Run the blocks over the stream; the output of the last one is not added yet."""
+        """Run the blocks; the output of the last one is not added yet."""
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,7 @@ class Stem(Block):
 
     embedding: Tensor  # [vocab, hidden]
     scale: float = 1.0
-    adapted: AdaptedEmbedding | None = None  # room for adapters
+    adapted: AdaptedEmbedding | None = None  # slots for adapters
 
     def run(self, tokens: Tokens) -> Tensor:
         """Return the embedded tokens [t, hidden]; a stem with more operators overrides it."""
@@ -438,7 +438,7 @@ class Stem(Block):
         embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
 
     def residual(self, tokens: Tokens) -> Tensor:
-        """Return memory [t, hidden]: float32 on a CPU; the model's dtype on a GPU, where normed products read it."""
+        """Return memory [t, hidden]: float32 on a CPU; the model's dtype on a GPU, whose normed products read it."""
         dtype = self.embedding.dtype if self.embedding.is_cuda else torch.float32
         return self.embedding.new_empty((tokens.ids.shape[0], self.embedding.shape[1]), dtype=dtype)
 
@@ -465,11 +465,11 @@ class Head(Block):
 class Experts(Block):
     """The gated MLPs of a layer's experts; each expert's weights are read once for all its tokens."""
 
-    gate_up: ExpertForm  # of all experts, [hidden] to [2 * width], the gate first
-    down: ExpertForm  # of all experts, [width] to [hidden]
-    count: int  # of experts
+    gate_up: ExpertForm  # [experts, 2 * width, hidden], gate first
+    down: ExpertForm  # [experts, hidden, width]
+    count: int  # number of experts
     top_k: int  # experts per token
-    width: int  # intermediate channels of one
+    width: int  # intermediate size of an expert
     gate: Gate  # activation of `gate_up`'s halves
 
     def run(self, hidden: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
@@ -488,15 +488,15 @@ class Experts(Block):
 
 @dataclass(frozen=True)
 class SparseMlp(FeedForward):
-    """Router, experts, and an optional shared expert that every token takes."""
+    """Router, experts, and an optional shared expert."""
 
-    router: WeightForm  # [experts, hidden], and one more row if the shared expert has a gate
+    router: WeightForm  # [experts, hidden], plus one row if the shared expert is gated
     experts: Experts
     shared: GatedMlp | None
-    renormalize: bool  # whether the weights of a token's experts add up to 1
+    renormalize: bool  # whether the weights of a token's experts sum to 1
 
     def run(self, stream: ResidualStream) -> None:
-        """Read `hidden` and set the output, without a host read."""
+        """Read `hidden` and set the output."""
         rows, count = stream.hidden.shape[0], self.experts.count
         logits = stream.buffer_for(self.router, "router")
         stream.project(self.router, logits)
@@ -513,7 +513,7 @@ class SparseMlp(FeedForward):
     def outputs(
         self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
     ) -> Tensor:
-        """Return the experts' outputs for the pairs of `moe_route`, which `weights` will multiply."""
+        """Return the experts' outputs for the pairs of `moe_route`, still without `weights`."""
         return self.experts.run(hidden, order, offsets)
 
     def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -528,7 +528,7 @@ class SparseMlp(FeedForward):
 
 @dataclass(frozen=True)
 class DecoderLayer(Layer):
-    """A mixer, then an MLP, with norms before or behind each: `x + scale * after(block(before(x)))`."""
+    """A mixer, then an MLP, with norms before or after each: `x + scale * after(block(before(x)))`."""
 
     before_attention: Norm | None
     mixer: Mixer

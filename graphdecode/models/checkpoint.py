@@ -1,4 +1,4 @@
-"""A checkpoint folder as a source of weights: config.json, and safetensors, single or in shards; never a pickle."""
+"""A checkpoint folder as a source of weights: config.json and safetensors, single or in shards; never a pickle."""
 
 import json
 import struct
@@ -24,14 +24,14 @@ from graphdecode.models.source import installed_as, refuse_pointer, require_file
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
-_BARE = "model."  # prefix of tensors' names that checkpoints of a decoder without its head leave out
+_BARE = "model."  # prefix that checkpoints without a head leave out of tensor names
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # used by transformers if do_sample is true
 _ALWAYS = ("repetition_penalty",)
 GENERATION_FILE = "generation_config.json"
 
 
 def _what_is_missing(file: Path) -> str | None:
-    """Return how a safetensors file is truncated, in words; None if it is not, or that is unknown."""
+    """Return a message if a safetensors file is truncated, else None."""
     with suppress(OSError, ValueError, TypeError, KeyError, struct.error), file.open("rb") as opened:
         (header_bytes,) = struct.unpack("<Q", opened.read(8))
         held = file.stat().st_size
@@ -43,17 +43,17 @@ def _what_is_missing(file: Path) -> str | None:
 
 
 class Checkpoint:
-    """A folder, by its path or as a repository of the hub."""
+    """A checkpoint folder, by path or repository id."""
 
     def __init__(self, model: str | Path) -> None:
         self.folder = resolve_model_path(model)
         self.name = str(self.folder)
-        self._place_of: dict[str, tuple[Path, str]] = {}  # of a tensor: its file, and its name there
+        self._place_of: dict[str, tuple[Path, str]] = {}  # tensor -> its file, and its name there
         self._packed: dict[str, PackedTensor] = {}
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
-        """Return True: any name may be that of a folder."""
+        """Return True: any name may be a folder."""
         return True
 
     def config(self) -> ModelConfig:
@@ -78,7 +78,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of the files; quantized ones by the names and shapes of the original weights."""
+        """All tensors; quantized ones with the names and shapes of the original weights."""
         found: dict[str, Stored] = {}
         for file in (self._plain(name) for name in self._file_names()):
             refuse_pointer(file)
@@ -103,7 +103,7 @@ class Checkpoint:
         return plain | {name: packed.stored for name, packed in self._packed.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Copy one tensor, or a part of it, into `out`; safetensors' own are views of the mapped file."""
+        """Copy a tensor, or a shard of it, into `out`."""
         shape = self.tensors[name].shape
         if name in self._packed:
             self._packed[name].write(self._part, out, shard)
@@ -111,7 +111,7 @@ class Checkpoint:
             out.copy_(self._part(name, () if shard is None else shard.slices(shape), out.device))
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
-        """Return a matrix as it is stored; None if it is not quantized."""
+        """Return a matrix as stored; None if it is not quantized."""
         packed = self._packed.get(name) if name in self.tensors else None
         return None if packed is None else packed.groups(self._part, expert)
 
@@ -121,7 +121,7 @@ class Checkpoint:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
     def _is_bare(self, found: Mapping[str, Stored]) -> bool:
-        """Whether the files are those of a decoder without its head, as embedding models are saved."""
+        """Whether tensor names lack the prefix, as in embedding models."""
         embedding = "embed_tokens.weight"
         if embedding not in found or f"{_BARE}{embedding}" in found:
             return False
@@ -139,7 +139,7 @@ class Checkpoint:
 
     @property
     def quant_method(self) -> str | None:
-        """The `quant_method` of config.json; None: weights are plain."""
+        """`quant_method` of config.json; None: plain weights."""
         return None if self._method is None else self._method.name
 
     def _no_config(self) -> str:
@@ -176,18 +176,18 @@ class Checkpoint:
         strange = [name for name in names if name in ("", ".", "..") or any(sign in name for sign in "/\\\0")]
         if strange:
             raise CheckpointError(f"{index}: a shard is a file of the folder, got {shown(strange[0])}")
-        there = {file.name for file in folder.iterdir()}  # a name may be invalid for the file system
+        there = {file.name for file in folder.iterdir()}  # a shard's name may be invalid in the file system
         absent = [name for name in names if name not in there]
         if absent:
             raise CheckpointError(f"{folder} lacks the shards {', '.join(shown(name, plain=True) for name in absent)}")
         yield from names
 
     def _plain(self, name: str) -> Path:
-        """Return the path of a plain file of the folder; a link out of it is refused."""
+        """Return the path of a regular file of the folder; links out of it are refused."""
         file = self.folder / name
         require_file(file)
         target, home = file.resolve(), self.folder.resolve()
-        # the hub's cache has files in `blobs`, and links to them in `snapshots/<revision>`
+        # in the hub's cache, `snapshots/<revision>` has links to files in `blobs`
         blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
         if not target.is_relative_to(home) and (blobs is None or target.parent != blobs.resolve()):
             raise CheckpointError(f"{file} is a link to {target}, outside of its folder: copy the file")
@@ -195,9 +195,9 @@ class Checkpoint:
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:
-    """Return the sampling parameters of `generation_config.json`, as transformers understands them.
+    """Return the sampling parameters of `generation_config.json`, as transformers reads them.
 
-    Without `do_sample` decoding is greedy: temperature 0. Models of `graphdecode models install` have their own
+    Without `do_sample`, decoding is greedy: temperature 0. Models of `graphdecode models install` have their own
     defaults. Ranges are not checked.
     """
     package = installed_as(folder)

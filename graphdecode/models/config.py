@@ -1,5 +1,6 @@
-"""The configuration of a decoder, and the fields of a config.json that most families read alike."""
+"""The configuration of a decoder, and the fields of config.json that most families share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids
 from graphdecode.models.rope import RopeConfig
 
-__all__ = [  # what a family reads its configuration by
+__all__ = [  # for families
     "DTYPES",
     "ModelConfig",
     "UnsupportedModelError",
@@ -20,6 +21,7 @@ __all__ = [  # what a family reads its configuration by
     "common_fields",
     "count",
     "flag",
+    "layer_kinds",
     "layer_ropes",
     "layer_windows",
     "number",
@@ -37,86 +39,86 @@ class ExpertsConfig:
     """The experts of a model."""
 
     count: int  # experts of a layer
-    top_k: int  # experts of a token
-    intermediate_size: int  # channels inside of one
-    renormalize: bool  # whether the weights of a token's experts add up to 1
-    shared_intermediate_size: int = 0  # channels inside of the expert that every token takes; 0: there is none
-    layers: tuple[bool, ...]  # for each layer, whether it has experts; one without has an MLP
+    top_k: int  # experts per token
+    intermediate_size: int  # of an expert
+    renormalize: bool  # whether the weights of a token's experts sum to 1
+    shared_intermediate_size: int = 0  # of the shared expert; 0: there is none
+    layers: tuple[bool, ...]  # per layer, whether it has experts; others have an MLP
     alpha: float = 1.0  # of a clamped gate
-    limit: float = 0.0  # of a clamped gate; 0: the gate is not clamped
+    limit: float = 0.0  # of a clamped gate; 0: not clamped
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model, which follow from its configuration alone."""
+    """The sizes of a model."""
 
-    architecture: str  # Hugging Face's name of it
-    vocab_size: int  # logits of a token
-    num_hidden_layers: int  # layers, each with a cache of its own
+    architecture: str  # Hugging Face's name
+    vocab_size: int
+    num_hidden_layers: int
     num_attention_heads: int  # query heads
-    num_key_value_heads: int  # key and value heads
-    head_dim: int  # channels of a head
-    max_position_embeddings: int  # tokens that a sequence may have
-    windows: tuple[int, ...]  # for each layer, how many keys before a query's own are visible; -1 is all
-    eos_token_ids: tuple[int, ...]  # tokens that end an output
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int  # longest sequence, in tokens
+    windows: tuple[int, ...]  # per layer, visible keys before a query's own; -1: all
+    eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
-    # for each layer its recurrent state, if any; empty: no layer has one
+    # recurrent state of each layer, if any; empty: no layer has one
     recurrent: tuple[Recurrent | None, ...] = ()
-    # for each layer its keys and values; empty: all have `num_key_value_heads` of `head_dim`
+    # keys and values of each layer; empty: all have `num_key_value_heads` of `head_dim`
     layer_keys: tuple[Keys, ...] = ()
-    integer_quantized: bool = False  # its weights are quantized integers
+    integer_quantized: bool = False  # weights are quantized integers
 
     @property
     def kept_keys(self) -> list[Keys | None]:
-        """For each layer the keys and values that it keeps, if any."""
+        """The keys and values that each layer keeps, if any."""
         layers = self.num_hidden_layers
         keys = self.layer_keys or (Keys(self.num_key_value_heads, self.head_dim),) * layers
         with_keys = [state is None or state.beside_keys for state in self.recurrent] or [True] * layers
         return [each if own and each.shared_with is None else None for each, own in zip(keys, with_keys, strict=True)]
 
     def keeper(self, layer: int) -> int:
-        """Return the layer that keeps what a layer reads: itself, or the one whose keys and values it shares."""
+        """Return the layer whose keys and values a layer reads: itself, or the one that it shares them with."""
         shared_with = self.layer_keys[layer].shared_with if self.layer_keys else None
         return layer if shared_with is None else shared_with
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """Shapes and options of a decoder; a family with more of them has a subclass."""
+    """Shapes and options of a decoder; families may add more in a subclass."""
 
-    hidden_size: int  # channels of the residual stream
-    intermediate_size: int  # channels of the gated MLP
-    rms_norm_eps: float  # of all norms
+    hidden_size: int
+    intermediate_size: int  # of the gated MLP
+    rms_norm_eps: float
     activation: str  # "silu", "gelu" or "gelu_tanh"
-    rope: RopeConfig  # the rotary embedding
-    qkv_bias: bool = False  # the QKV product has a bias
-    o_bias: bool = False  # the output product of attention has one
-    mlp_bias: bool = False  # the MLP's products have one
-    tie_word_embeddings: bool  # the output layer is the embedding
-    # for each layer its rotary embedding, None without positions; empty: all have `rope`
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool
+    # rotary embedding of each layer, None: no positions; empty: all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
-    sm_scale: float | None = None  # multiplies the logits of attention; None: 1 / sqrt(head_dim)
+    sm_scale: float | None = None  # softmax scale; None: 1 / sqrt(head_dim)
     is_chunked: bool = False  # windows are chunks; see `AttentionOptions`
-    attention_soft_cap: float = 0.0  # caps these logits where it is > 0
-    experts: ExpertsConfig | None = None  # or None
-    embedding_scale: float = 1.0  # multiplies the embedded tokens
-    residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
-    logits_scale: float = 1.0  # multiplies the model's logits
-    logits_soft_cap: float = 0.0  # caps them where it is > 0
-    mixer: Any = None  # sizes of the mixer of layers with a recurrent state, of a type of its own
+    attention_soft_cap: float = 0.0  # 0: none
+    experts: ExpertsConfig | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of the outputs of attention and MLP
+    logits_scale: float = 1.0
+    logits_soft_cap: float = 0.0  # 0: none
+    mixer: Any = None  # sizes of the mixer with a recurrent state, a type of the family
 
     def keeps_state(self, layer: int) -> bool:
         """Whether a layer has a recurrent state, with or without keys and values."""
         return bool(self.recurrent) and self.recurrent[layer] is not None
 
     def attention_options(self, layer: int) -> AttentionOptions:
-        """Return the options of a layer's attention, without sinks, which are weights."""
+        """Return the options of a layer's attention; sinks are weights and not included."""
         is_chunked = self.is_chunked and self.windows[layer] >= 0
         return AttentionOptions(self.sm_scale, self.windows[layer], self.attention_soft_cap, is_chunked=is_chunked)
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that all families share, of files by transformers 4 or 5."""
+    """Return the fields of `ModelConfig` that all families share, from files of transformers 4 or 5."""
     if settings.get("quantization_config"):
         method = settings["quantization_config"]
         method = shown(method.get("quant_method") if isinstance(method, dict) else method, plain=True)
@@ -155,19 +157,24 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
 
 
 def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
-    """Return for each layer whether it has a window, by `layer_types`, whose default is `otherwise`."""
+    """Return whether each layer has a window: `layer_types`, or by default `otherwise`."""
     kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
-    if not isinstance(kinds, list) or len(kinds) != len(otherwise) or any(kind not in _LAYER_TYPES for kind in kinds):
+    return [kind == _LAYER_TYPES[True] for kind in layer_kinds(kinds, len(otherwise), _LAYER_TYPES)]
+
+
+def layer_kinds(kinds: Any, layers: int, known: Sequence[str]) -> list[str]:
+    """Return `layer_types`; raise UnsupportedModelError unless it names a known kind for each layer."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise UnsupportedModelError(
-            f"layer_types must name {len(otherwise)} layers, each one of {', '.join(_LAYER_TYPES)}, got {shown(kinds)}"
+            f"layer_types must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
         )
-    return [kind == _LAYER_TYPES[True] for kind in kinds]
+    return kinds
 
 
 def layer_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int, ...]:
     """Return `ModelShape.windows`; see `is_windowed`.
 
-    In transformers keys with `key > query - sliding_window` are visible: one less before the query's own.
+    In transformers, keys with `key > query - sliding_window` are visible, including the query's own.
     """
     if settings.get("sliding_window") is None:
         return (-1,) * len(otherwise)
@@ -176,18 +183,18 @@ def layer_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int,
 
 
 def switched_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int, ...]:
-    """Return `layer_windows` where `use_sliding_window` is true, else no windows."""
+    """Return `layer_windows` if `use_sliding_window` is true, else no windows."""
     is_on = flag(settings, "use_sliding_window", False)
     return layer_windows(settings, otherwise) if is_on else (-1,) * len(otherwise)
 
 
 def all_but_every(period: int, layers: int) -> list[bool]:
-    """Return for each layer whether it is not one of each `period`-th ones."""
+    """Return False for every `period`-th layer, True for the others."""
     return [(layer + 1) % period != 0 for layer in range(layers)]
 
 
 def layer_ropes(settings: dict[str, Any], fields: dict[str, Any], otherwise: list[bool]) -> dict[str, Any]:
-    """Return the field `layer_ropes` if layers with windows have their own rope; see `ropes_by_layer_type`."""
+    """Return the field `layer_ropes` of models whose layers with windows have their own rope."""
     local = RopeConfig.from_dict(settings["sliding_rope"], fields["max_position_embeddings"])
     windowed = is_windowed(settings, otherwise)
     return {"layer_ropes": tuple(local if window else fields["rope"] for window in windowed)}

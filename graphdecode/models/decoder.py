@@ -1,4 +1,4 @@
-"""The decoder, written as a step over fixed memory: decode and prefill share the layers."""
+"""The decoder; decode and prefill share its layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens_of(batch: Batch | Chunks) -> Tokens:
 
 
 def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
-    """Return the attention of a decode step's tokens over a layer's cache."""
+    """Return the attention of decode steps."""
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
         attention.run(out, q, cache.keys, cache.values, page_table_of(batch, cache), options, cache.scales)
@@ -54,7 +54,7 @@ def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
 
 
 def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> Attend:
-    """Return the attention of prompt chunks: token by token, or many queries at once."""
+    """Return the attention of prompt chunks; `attention` computes token by token, None many queries at once."""
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
         if attention is not None:
@@ -96,11 +96,11 @@ class Decoder(Model):
 
     @property
     def constants(self) -> list[Tensor]:
-        """Every tensor that a step only reads, each once."""
+        """All tensors that a step only reads, without duplicates."""
         return each_once(tensor for block in self.blocks for tensor in block.tensors)
 
     def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
-        """Yield the products of a step, each with its name within a layer."""
+        """Yield name and form of each product of a step."""
         fields = (field for block in self.blocks for field in block.leaves())
         yield from ((name, form) for name, form in fields if isinstance(form, (WeightForm, ExpertForm)))
 
@@ -139,7 +139,7 @@ class Decoder(Model):
             q = torch.empty_like(out[:count])
             append_tokens(q, cache, qkv[:count], of_chunks, rope)
             attend_to_chunks(out[:count], q, cache, options)
-            # last: a row whose prompt ends here attends to the keys of its chunk
+            # last: a row whose prompt ends in this pass attends to its chunk's keys
             pages = (cache.keys, cache.values, page_table_of(batch, cache))
             attention.append_and_run(out[count:], qkv[count:], *pages, rope, options, cache.scales)
 
@@ -154,7 +154,7 @@ class Decoder(Model):
             return self._run_layers([tokens_of(chunks)], caches, attend_chunks(chunks, attention))
 
     def logits(self, stream: ResidualStream, begin: int, end: int) -> Tensor:
-        """Return the logits of some tokens of a prefill; once, since they are computed in place. See `Model.logits`."""
+        """Return the logits of a span of tokens; only once, since they are computed in place. See `Model.logits`."""
         with torch.no_grad():
             return self.head.run(stream.narrow(begin, end))
 

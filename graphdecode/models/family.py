@@ -21,9 +21,9 @@ from graphdecode.models.weights import Weights
 
 @dataclass(frozen=True)
 class BlocksStem(Stem):
-    """A quantized embedding, whose rows are dequantized when gathered; `embedding` is empty: its dtype and columns."""
+    """A quantized embedding; rows are dequantized when gathered. `embedding` is empty, and gives dtype and columns."""
 
-    table: RowTable = field(kw_only=True)  # the embedding, which a tied output layer shares
+    table: RowTable = field(kw_only=True)  # shared with a tied output layer
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""
@@ -31,25 +31,25 @@ class BlocksStem(Stem):
 
 
 class Family(ABC):
-    """One architecture: its configuration, the map of its weights, and its layer."""
+    """One architecture: its configuration, weight map and layers."""
 
-    architecture: ClassVar[str]  # Hugging Face's name of it, as a config.json has it
-    norm_offset: ClassVar[float] = 0.0  # is added to the weights of all norms; 1 if checkpoints store `weight - 1`
-    # of tensors with all experts of a layer; see `ExpertNames`
+    architecture: ClassVar[str]  # Hugging Face's name in config.json
+    norm_offset: ClassVar[float] = 0.0  # added to all norm weights; 1 if checkpoints store `weight - 1`
+    # layout of stacked experts; see `ExpertNames`
     experts_interleaved: ClassVar[bool] = False
     experts_transposed: ClassVar[bool] = False
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Return the configuration of the fields of a config.json.
+        """Return the configuration, from the fields of config.json.
 
         Raises:
-            UnsupportedModelError: a field is missing, invalid, or requires what is not supported.
+            UnsupportedModelError: a field is missing, invalid or not supported.
         """
 
     @abstractmethod
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors of a model by their place in it, one for each expert."""
+        """Return the weight map, with separate tensors for each expert."""
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map that fits a source's tensors, for families whose checkpoints have several layouts."""
@@ -61,7 +61,7 @@ class Family(ABC):
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         """Read and return the embedding."""
-        # the scale is rounded to the dtype, as in training
+        # rounded to the dtype, as in training
         scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
         rows = weights.embedding_rows()
         if rows is not None:
@@ -75,7 +75,7 @@ class Family(ABC):
         return replace(stem, adapted=weights.embedding_adapters(config.vocab_size))
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
-        """Read and return the last norm and the output layer, which is the embedding if the map has none."""
+        """Read and return the final norm and the output layer, which is the embedding if tied."""
         final_norm = weights.norm("final_norm", config.rms_norm_eps)
         if config.logits_scale != 1.0:
             final_norm = replace(final_norm, weight=final_norm.weight * config.logits_scale)
@@ -92,7 +92,7 @@ def register_family(family: Family, *, replace: bool = False) -> None:
     """Register a model family.
 
     Raises:
-        ArgumentError: the architecture has one, and `replace` is False; or it is no `Family`.
+        ArgumentError: the architecture has one and `replace` is False, or it is not a `Family`.
     """
     if not isinstance(family, Family):
         raise ArgumentError(f"a family must be an object of a class that inherits from Family, got {shown(family)}")
@@ -104,13 +104,13 @@ _OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family
 
 
 def known_families() -> Mapping[str, Family]:
-    """Return the families by architecture, including those of other installed packages."""
+    """Return the families by architecture, including those of other packages."""
     _OUTSIDE.find()
     return FAMILIES
 
 
 def family_of(architecture: object) -> Family:
-    """Return the family of an architecture; an unknown one is an `UnsupportedModelError`."""
+    """Return the family of an architecture; raise UnsupportedModelError if it is unknown."""
     family = known_families().get(architecture) if isinstance(architecture, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
@@ -120,13 +120,13 @@ def family_of(architecture: object) -> Family:
 
 
 def config_of(settings: dict[str, Any]) -> ModelConfig:
-    """Return the configuration that the fields of a config.json describe; see `family_of` and `Family.config`."""
+    """Return the configuration, from the fields of config.json."""
     names = settings.get("architectures")
     return family_of(names[0] if isinstance(names, list) and names else names).config(settings)
 
 
 def edges(config: ModelConfig, *, embedding: str = "model.embed_tokens", final_norm: str = "model.norm") -> WeightMap:
-    """Return the places of embedding, last norm and output layer, given their modules in the source."""
+    """Return the weight map of embedding, final norm and output layer, given their modules in the source."""
     table = (config.vocab_size, config.hidden_size)
     places: WeightMap = {
         "embedding": (Part(f"{embedding}.weight", table, 0),),

@@ -1,6 +1,6 @@
-"""Readers of the fields of an untrusted configuration, such as a config.json.
+"""Readers of the fields of an untrusted configuration, such as config.json.
 
-Each raises an `UnsupportedModelError` that names the field, its value and what it must be; callers add the file's name.
+Each raises an `UnsupportedModelError` with the field, its value and what it must be; callers add the file's name.
 """
 
 import json
@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.source import refuse_pointer, require_file
 
-MOST = 2**31 - 1  # limit of fields that are not in `LIMITS`: an int32
-LIMITS = {  # several times those of the largest models; each layer and expert allocates before a tensor is read
+MOST = 2**31 - 1  # limit of fields that are not in `LIMITS` (int32)
+LIMITS = {  # several times the largest models; each layer and expert allocates memory before a tensor is read
     "vocab_size": 2**24,
     "hidden_size": 2**17,
     "intermediate_size": 2**20,
@@ -20,22 +20,22 @@ LIMITS = {  # several times those of the largest models; each layer and expert a
     "num_hidden_layers": 1024,
     "num_attention_heads": 4096,
     "num_key_value_heads": 4096,
-    "head_dim": 512,  # for which there are attention kernels
+    "head_dim": 512,  # limit of the attention kernels
     "num_experts": 4096,
     "num_local_experts": 4096,
     "n_routed_experts": 4096,
 }
 _MOST_TOKEN_IDS = 128  # the engine's default
 _MOST_NUMBER = 1e30  # well inside float32
-_MOST_BYTES = 256 * 2**20  # of a JSON file; the largest index of shards that there is has 10 MB
+_MOST_BYTES = 256 * 2**20  # of a JSON file; the largest known index has 10 MB
 
 
 class UnsupportedModelError(GraphdecodeError, ValueError):
-    """A checkpoint that this runtime cannot run; the message lists what is supported."""
+    """A model that is not supported; the message lists what is."""
 
 
 def count(settings: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
-    """Return a field that is an integer >= `least`, within `LIMITS`; `default`, if any, for one absent or null."""
+    """Return an integer field >= `least`, within `LIMITS`; `default`, if any, if it is absent or null."""
     value = _value(settings, name, default)
     if value is None:
         raise UnsupportedModelError(f"the field {name} is missing")
@@ -48,7 +48,7 @@ def count(settings: Mapping[str, Any], name: str, default: int | None = None, *,
 
 
 def number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a field that is a number above 0 and finite; `default`, if any, for one absent or null."""
+    """Return a finite number field > 0; `default`, if any, if it is absent or null."""
     value = settings.get(name)
     if value is None and default is not None:
         return default
@@ -58,7 +58,7 @@ def number(settings: Mapping[str, Any], name: str, default: float | None = None)
 
 
 def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return a field that is true or false; `default` for one absent or null."""
+    """Return a boolean field; `default` if it is absent or null."""
     value = _value(settings, name, default)
     if not isinstance(value, bool):
         raise UnsupportedModelError(f"{name} must be true or false, got {shown(value)}")
@@ -66,7 +66,7 @@ def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> str:
-    """Return a field that is one of `choices`."""
+    """Return a field whose value is one of `choices`."""
     value = settings.get(name)
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
@@ -76,7 +76,7 @@ def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> st
 
 
 def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return a field that is a token id or a list of them; () for one absent or null."""
+    """Return a field with a token id or a list of them; () if it is absent or null."""
     value = settings.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_is_integer, ids)):
@@ -90,7 +90,7 @@ def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number > 0 that fits in float32, as its inverse does; a bool is none."""
+    """Whether a value is a number > 0, not a bool, that fits float32, as does its inverse."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 / _MOST_NUMBER <= value <= _MOST_NUMBER
 
 
@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
-        UnsupportedModelError: it cannot be read, is too large, or holds no object.
+        UnsupportedModelError: it cannot be read, is too large, or does not hold an object.
         ModelSourceError: see `require_file` and `refuse_pointer`.
     """
     require_file(path)
@@ -118,10 +118,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UnsupportedModelError(f"{path}: {error.strerror}") from error
     except RecursionError as error:
         raise UnsupportedModelError(f"{path} is nested too deeply") from error
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise UnsupportedModelError(f"{path} is no JSON: {error}") from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise UnsupportedModelError(f"{path} is not JSON: {error}") from error
     if size > _MOST_BYTES:
         raise UnsupportedModelError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read")
     if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} is no JSON object")
+        raise UnsupportedModelError(f"{path} is not a JSON object")
     return content

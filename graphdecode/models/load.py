@@ -1,4 +1,4 @@
-"""From a source of weights to a decoder: each tensor straight to its place, no second copy of the model."""
+"""Loads a decoder from a source of weights, each tensor directly into its place."""
 
 import ctypes
 import math
@@ -51,23 +51,23 @@ from graphdecode.models.weights import Weights, can_adapt
 class Source(TensorSource, Protocol):
     """One model: its configuration, and its tensors."""
 
-    name: str  # of the model, for messages
+    name: str  # the model's name, for messages
 
     def __init__(self, model: str | Path) -> None: ...
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
-        """Whether a model's name is of this kind; whether the model exists is not checked."""
+        """Whether the model's name is of this kind; existence is not checked."""
 
     def config(self) -> ModelConfig:
-        """Return the configuration, without reading any tensor; `UnsupportedModelError` says why it cannot."""
+        """Return the configuration, without reading tensors; raise UnsupportedModelError if it is not supported."""
 
 
 SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first whose `opens` is true is used
 
 
 def register_source(source: type[Source], *, replace: bool = False) -> None:
-    """Register a kind of source; it comes before the known ones.
+    """Register a kind of source, which takes precedence over the known ones.
 
     Raises:
         ArgumentError: the name is taken, and `replace` is False.
@@ -82,20 +82,20 @@ _OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(
 def open_source(model: str | Path, replaced: Mapping[str, Tensor] | None = None) -> Source:
     """Return the source of a model: random weights of a shape, a GGUF file, a folder, or a registered kind.
 
-    `replaced` are tensors that take the place of some of the source's; see `ReplacedTensors`.
+    `replaced`: tensors that replace some of the source's; see `ReplacedTensors`.
     """
     _OUTSIDE.find()
     source = next(source for source in SOURCES if source.opens(model))(model)
     return cast(Source, ReplacedTensors(source, replaced)) if replaced else source
 
 
-_Compiled = Callable[[torch.dtype | None], object]  # returns a true value if there are compiled kernels for a dtype
-_TRIMMED_LAYERS = 4  # layers between two calls of `malloc_trim`, each of which takes milliseconds
+_Compiled = Callable[[torch.dtype | None], object]  # whether there are compiled kernels for a dtype
+_TRIMMED_LAYERS = 4  # layers between two calls of `malloc_trim`, which takes milliseconds
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False) -> AdoptedFolder | None:
-    """Return a source's model to be run by transformers; None if one of our families runs it."""
+    """Return the source's model to be run by transformers; None if a family of ours runs it."""
     if model_impl not in MODEL_IMPLS:
         raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
     folder: Path | None = getattr(source, "folder", None)
@@ -107,26 +107,26 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
     if model_impl == "auto":
         named = read_json(file).get("architectures") if file.exists() else None
         name = named[0] if isinstance(named, list) and named else None
-        if not isinstance(name, str) or name in known_families():  # ours report a missing name
+        if not isinstance(name, str) or name in known_families():  # the native path reports a missing name
             return None
     return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
 
 
 HUGE_PAGE = 2 << 20
-_LEAST_SHARE = 0.75  # of a huge page that weights must fill: the rest of it is wasted
-_JOINING = "graphdecode-huge-pages"  # name of the threads that do it
-_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: synchronous, and works where huge pages are only on request
+_LEAST_SHARE = 0.75  # of a huge page that weights must fill; the rest is wasted
+_JOINING = "graphdecode-huge-pages"  # name of the threads
+_COLLAPSE = 25  # MADV_COLLAPSE (Linux 6.1) is synchronous, and works if huge pages are only on request
 
 
 def join_pages(tensors: Iterable[Tensor]) -> None:
-    """Back tensors on a CPU with huge pages where the system has them; values and addresses do not change."""
+    """Back CPU tensors with huge pages if the system supports them; values and addresses do not change."""
     if sys.platform != "linux" or HUGE_PAGE % os.sysconf("SC_PAGE_SIZE"):
         return
     advise(filled_pages(storage_spans(tensors)), _COLLAPSE)
 
 
 def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans of huge pages that spans of addresses fill, or nearly so."""
+    """Return the spans of huge pages that address spans fill, or nearly fill."""
     filled: Counter[int] = Counter()
     for begin, end in spans:
         for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE)):
@@ -135,7 +135,7 @@ def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(first * HUGE_PAGE, last * HUGE_PAGE + HUGE_PAGE) for first, last in runs_of(full)]
 
 
-_SCALES = (  # names of the scales of keys and of values, after the prefix of a layer's attention
+_SCALES = (  # names of the scales of keys and values, after the prefix of a layer's attention
     ("k_scale", "v_scale"),  # compressed-tensors, llm-compressor
     ("attn.k_scale", "attn.v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
@@ -147,14 +147,14 @@ _SCALES = (  # names of the scales of keys and of values, after the prefix of a 
 
 
 def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tuple[str, str] | None]:
-    """Return for each layer the names of its scales, of keys and of values, if it has some."""
+    """Return for each layer the names of its key and value scales, if any."""
     of_layers = [f"model.layers.{layer}.self_attn." for layer in range(num_layers)]
     pairs = [[(at + key, at + value) for key, value in _SCALES] for at in of_layers]
     return [next((pair for pair in known if tensors.keys() >= set(pair)), None) for known in pairs]
 
 
 def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:
-    """Return the scales of keys and of values of each layer; 1.0 where the source says nothing."""
+    """Return the key and value scales of each layer; 1.0 by default."""
     found = cache_scale_names(source.tensors, num_layers)
     pairs = [[1.0, 1.0] if pair is None else [_scale(source, name, num_kv_heads) for name in pair] for pair in found]
     return [(key, value) for key, value in pairs]
@@ -174,11 +174,11 @@ def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
     return largest
 
 
-_EXPANDED = "none"  # value of `quantize` that dequantizes stored weights
+_EXPANDED = "none"  # value of `quantize` for dequantizing stored weights
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return an available device; `"auto"` means CUDA if there is one, else the CPU.
+    """Return an available device; `"auto"`: CUDA if available, else the CPU.
 
     Raises:
         ArgumentError: it is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
@@ -212,14 +212,14 @@ def resolve_dtype(
     integer_quantized: bool = False,
     compiles: bool = True,
 ) -> torch.dtype:
-    """Return the dtype to compute in: `"auto"` is the checkpoint's, or float32 on a CPU that is slow at it.
+    """Return the compute dtype; `"auto"`: the checkpoint's, or float32 on a CPU that is slow at it.
 
     Args:
-        dtype: by name, or `"auto"`; an unknown name is an `ArgumentError`.
+        dtype: a name or `"auto"`; raises ArgumentError if the name is unknown.
         checkpoint: the checkpoint's dtype.
-        device: that computes.
-        integer_quantized: the weights are quantized integers: `"auto"` is float16 on a CPU.
-        compiles: whether to compile kernels to find out; False trusts that a compiler would succeed.
+        device: the compute device.
+        integer_quantized: the weights are quantized integers; `"auto"` is then float16 on a CPU.
+        compiles: whether to compile kernels to find out; False assumes that a compiler succeeds.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
@@ -234,13 +234,13 @@ def resolve_dtype(
 
 
 def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
-    if dtype == torch.float16:  # only compiled kernels are fast at it, where an instruction converts it
+    if dtype == torch.float16:  # fast only in compiled kernels, with an instruction that converts it
         return bool(compiled(dtype)) and instructions().name != "portable"
     return dtype == torch.bfloat16 and _cpu_has_bf16(compiled)
 
 
 def _cpu_has_bf16(compiled: _Compiled) -> bool:
-    """Whether the processor multiplies bf16 natively; oneDNN counts emulation by AVX-512 as support."""
+    """Whether the processor multiplies bf16 natively; oneDNN also counts emulation by AVX-512."""
     has = instructions().has_bf16
     if compiled(torch.bfloat16 if has else None):
         return has
@@ -254,7 +254,7 @@ def _cpu_has_bf16(compiled: _Compiled) -> bool:
 def describe_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Return a model's configuration, without reading weights; arguments and errors are those of `load_model`."""
+    """Return a model's configuration, without reading weights; see `load_model` for arguments and errors."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     return source.config() if by_transformers is None else by_transformers.config
@@ -263,7 +263,7 @@ def describe_model(
 def check_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Do the same, and check which tensors there are, and their shapes."""
+    """Do the same, and check that the expected tensors are there, with their shapes."""
     source = open_source(model)
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
@@ -282,14 +282,14 @@ def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
 
 
 def adapter_bytes(config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype) -> int:
-    """Return the bytes of slots of adapters; at most, since families that scale a product's results adapt it not."""
+    """Return an upper bound of the bytes of adapter slots; products with scaled results are not adapted."""
     if isinstance(config, AdoptedConfig):
         return slots * max_rank * config.adapted_features * dtype.itemsize
     if not slots or not isinstance(config, ModelConfig):
         return 0
     weight_map = family_of(config.architecture).weights(config)
     adapted = [found for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
-    adapted += [weight_map["embedding"]] * 2  # the output layer, also if tied to it, has adapters of its own
+    adapted += [weight_map["embedding"]] * 2  # a tied output layer has its own adapters
     features = sum(len(found) * found[0].shape[1] + sum(part.shape[0] for part in found) for found in adapted)
     return slots * max_rank * features * dtype.itemsize
 
@@ -302,11 +302,9 @@ def weight_bytes(
     *,
     quantize: str | None = None,
 ) -> int:
-    """Return the bytes of all weights; quantized ones count as they are stored, without the scales of groups.
+    """Return the bytes of all weights; quantized ones count as stored, without the scales of groups.
 
-    Args:
-        model: where `config` is from, as for `load_model`; `quantize` likewise.
-        dtype: of weights that are not kept quantized.
+    `model` and `quantize` are as for `load_model`; `dtype` is that of weights that are not kept quantized.
     """
     source = open_source(model)
     if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
@@ -345,20 +343,20 @@ def load_model(
     Args:
         model: a folder, a `.gguf` file, a repository id, `"demo"`, or random weights: `"shape:llama-3.1-8b"`.
         device: where the weights go.
-        dtype: of weights and activations; see `resolve_dtype`.
-        max_sequence_length: positions of the rotary table; None means all that the model has.
-        batch_sizes: of the decode steps, for the choice of linear paths.
-        quantize: None keeps quantized weights as they are stored (blocks of GGUF where there are kernels for them;
-            `"gguf"` is an error where there are none); `"none"` dequantizes all; `"int8"`, `"int4"`, `"fp8"`, `"q8_0"`
-            and `"q4_k"` quantize plain weights while they are read.
-        quantize_group_size: columns that share a scale, for `"int4"` and `"int8"`; None: the usual ones.
-        batch_invariant: take only paths whose result for a row does not depend on the number of rows.
+        dtype: dtype of weights and activations; see `resolve_dtype`.
+        max_sequence_length: positions of the rotary table; None: the model's maximum.
+        batch_sizes: decode batch sizes, for the choice of linear paths.
+        quantize: None keeps quantized weights as stored (GGUF blocks only if there are kernels for them; `"gguf"`
+            requires these); `"none"` dequantizes all; `"int8"`, `"int4"`, `"fp8"`, `"q8_0"` and `"q4_k"` quantize plain
+            weights on load.
+        quantize_group_size: columns that share a scale, for `"int4"` and `"int8"`; None: the default.
+        batch_invariant: use only paths whose result for a row does not depend on the number of rows.
         model_impl: one of `MODEL_IMPLS`.
         trust_remote_code: whether transformers may run the Python code of a checkpoint.
         progress: show a bar on standard error.
-        shared: collectives of the ranks, to load the shard of one of them.
-        max_adapters, max_adapter_rank: slots of adapters in each product (0: none), and the largest rank of one.
-        replaced: plain tensors in place of some of the model's, by name, for a copy into another: no huge pages.
+        shared: the ranks' collectives, to load one rank's shard.
+        max_adapters, max_adapter_rank: adapter slots in each product (0: none), and their largest rank.
+        replaced: plain tensors that replace the model's, by name; the model is only copied from: no huge pages.
 
     Raises:
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
@@ -413,10 +411,7 @@ def _load_adopted(
     progress: bool,
     replaced: Mapping[str, Tensor] | None,
 ) -> Model:
-    """Load a model that transformers runs; an ArgumentError says that it has no form `quantize`.
-
-    `slots` are the slots of adapters, and their largest rank.
-    """
+    """Load a model that transformers runs; `slots`: number of adapter slots, and their largest rank."""
     if options.quantize != quantize:
         raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
     folder.check_files(source)
@@ -426,11 +421,11 @@ def _load_adopted(
 
 
 def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:
-    """Return options with the form that `quantize` means for a model; an ArgumentError says that it has none."""
+    """Return options with the form that `quantize` selects; raise ArgumentError if there is none."""
     device, sizes, quantize = options.device, options.batch_sizes, options.quantize
     if device.type == "cpu":
         native.library(options.dtype)  # starts all compilations at the same time
-        # one form of the weight serves all buckets: the smallest and the largest are measured
+        # one form serves all buckets: measure the smallest and the largest
         options = replace(options, batch_sizes=tuple(sorted({min(sizes), max(sizes)})))
     has_experts = isinstance(config, ModelConfig) and config.experts is not None
     if quantize in FORMS_OF and (group_size is not None or has_experts or not has_form(options)):
@@ -444,25 +439,25 @@ def _checked_options(options: FormOptions, config: ModelShape, group_size: int |
 def _rounded(
     source: Source, config: ModelConfig, options: FormOptions, quantize: str | None, group_size: int | None
 ) -> RoundedSource | None:
-    """Return a source that quantizes weights as they are read; None if `quantize` does not require one."""
+    """Return a source that quantizes weights on load; None if `quantize` does not need one."""
     if quantize is not None and options.quantize != quantize:
         rounded = quantized_on_load(source, config, quantize, group_size)
         kinds = {stored.dtype: name for name, stored in rounded.tensors.items() if stored.dtype not in PLAIN}
-        for kind, name in kinds.items():  # without a form for it, it would be dequantized again
+        for kind, name in kinds.items():  # without a form, it would be dequantized again
             if quantized_form(rounded, LinearNames((name,)), options) is None:
                 where = options.device.type
                 raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
         return rounded
     if group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
-    is_checkpoint = not _keeps_blocks(source)  # a GGUF file's types of the same name are blocks
+    is_checkpoint = not _keeps_blocks(source)  # types of the same name in a GGUF file are blocks
     if quantize and is_checkpoint and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
         raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are quantized already")
     return None
 
 
 def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
-    """Return `quantize`, or None if it names the method by which the weights are stored: that is the default."""
+    """Return `quantize`, or None if it names the method that the weights are stored in."""
     if quantize == "gguf" and not _keeps_blocks(source):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     stored = getattr(source, "quant_method", None)
@@ -483,7 +478,7 @@ class _Expanded:
 
 
 def _keeps_blocks(source: TensorSource) -> bool:
-    """Whether a source's quantized weights are blocks of GGUF."""
+    """Whether a source's quantized weights are GGUF blocks."""
     return bool(getattr(source, "keeps_blocks", False))
 
 
@@ -510,11 +505,11 @@ def _check_weights(source: Source, config: ModelConfig) -> None:
 def _build(
     config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], whole: WeightMap, progress: bool
 ) -> Decoder:
-    """Build a rank's shard, or all, of the model that has the tensors of `whole`."""
+    """Build a model, or a rank's shard of it; `whole` is the whole model's weight map."""
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
-    numbers = range(config.num_hidden_layers)  # bars share a lock of the process: none is made without `progress`
+    numbers = range(config.num_hidden_layers)  # bars take a process-wide lock: make none without `progress`
     for index in tqdm(numbers, desc="loading", unit="layer", disable=None, leave=False) if progress else numbers:
         layers.append(family.layer(config, weights, index))
         if index % _TRIMMED_LAYERS == 0:
@@ -523,7 +518,7 @@ def _build(
     decoder = Decoder(config, stem, layers, head, cache_scales=scales, adapters=weights.adapters)
     if weights.adapters is not None:
         weights.adapters.keep([*(form for _, form in decoder.products()), stem.adapted])
-        held = weights.adapters.parts  # adapters are read whole, and then split
+        held = weights.adapters.parts  # adapters are read whole, then split
         held.update({place: whole[place] for place, found in held.items() if found[0].split is not None})
     return decoder
 
@@ -531,14 +526,14 @@ def _build(
 def _with_memory_returned(model: Model, device: torch.device, *, joins_pages: bool) -> Model:
     return_free_memory()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV cache is sized by free memory, and linear tuning allocated much
+        torch.cuda.empty_cache()  # the KV cache is sized by free memory, and tuning has allocated much
     elif device.type == "cpu" and joins_pages:
         start_joining_pages(model)
     return model
 
 
 def start_joining_pages(model: Model) -> None:
-    """Call `join_pages` in another thread: addresses do not change, and the system copies half a gigabyte a second."""
+    """Call `join_pages` in a thread, since the system copies only half a gigabyte per second."""
     Thread(target=join_pages, args=([*model.constants],), name=_JOINING, daemon=True).start()
 
 
@@ -565,7 +560,7 @@ def _check_invariance(config: ModelShape, device: torch.device) -> None:
 
 
 def return_free_memory() -> None:
-    """Return freed heap memory to the system: holes left by packing weights grow to a fifth of the model."""
+    """Return freed heap memory to the system; packing weights leaves holes of up to a fifth of the model."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
         if trim is not None:

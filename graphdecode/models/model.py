@@ -18,28 +18,28 @@ from graphdecode.models.config import ModelShape
 
 
 class Chunks(NamedTuple):
-    """Chunks of prompts: many tokens of some rows, as `Model.prefill` takes them."""
+    """Chunks of prompts, for `Model.prefill`."""
 
-    token_ids: Tensor  # int64 [t], the rows' tokens one after another
+    token_ids: Tensor  # int64 [t], the rows' tokens concatenated
     rows: Tensor  # int32 [t], the row of each token
     positions: Tensor  # int32 [t]
     live: Tensor  # int32 [1], number of tokens; the rest is padding
-    cu_seqlens_q: Tensor  # int32 [b + 1], where each row's tokens begin
+    cu_seqlens_q: Tensor  # int32 [b + 1], offsets of the rows' tokens
     cu_seqlens_kv: Tensor  # int32 [b + 1], cumulative lengths including these tokens
     page_table: Tensor  # int32 [b, pages]
-    state_rows: Tensor | None = None  # int32 [b], the rows of their recurrent states
-    rolling_table: Tensor | None = None  # int32 [b, pages], of layers with rolling pages
-    adapters: Tensor | None = None  # int32 [b], the slots of the rows' adapters; None: no row has one
+    state_rows: Tensor | None = None  # int32 [b], rows of the recurrent states
+    rolling_table: Tensor | None = None  # int32 [b, pages], for layers with rolling pages
+    adapters: Tensor | None = None  # int32 [b], adapter slots; None: no row has one
 
 
 class Model(ABC):
-    """A decoder over a paged cache, whose step can be captured."""
+    """A decoder over a paged cache; its step can be captured."""
 
     config: ModelShape
-    dtype: torch.dtype  # of weights, activations and cache
+    dtype: torch.dtype  # of weights and activations
     device: torch.device
-    cache_scales: list[tuple[float, float]]  # of keys and values of each layer, for an fp8 cache
-    adapters: AdapterSlots | None = None  # slots of adapters in its products; None: it was loaded without any
+    cache_scales: list[tuple[float, float]]  # key and value scales of each layer, for an fp8 cache
+    adapters: AdapterSlots | None = None  # None: it was loaded without adapter slots
     takes_rolling_pages: bool = False  # whether it reads `rolling_table` for layers with rolling pages
 
     @property
@@ -49,12 +49,12 @@ class Model(ABC):
 
     @abstractmethod
     def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
-        """Yield the products of a step, each with its name within a layer."""
+        """Yield name and form of each product of a step."""
 
     @property
     @abstractmethod
     def constants(self) -> list[Tensor]:
-        """Every tensor that a step only reads, each once."""
+        """All tensors that a step only reads, without duplicates."""
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -64,15 +64,15 @@ class Model(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step of any batch reads at most; without the embedding."""
+        """Most bytes of weights that a decode step reads, without the embedding."""
         return self.read_bytes(None)
 
     @abstractmethod
     def read_bytes(self, rows: int | None) -> int:
-        """Bytes of weights that a decode step of `rows` rows reads at most; None: of any number of rows."""
+        """Return the most bytes of weights that a decode step of `rows` rows reads; None: any number of rows."""
 
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
-        """Return the path of each product in a step of `rows` rows, by name and shape, with its measurements."""
+        """Return path and measurements of each product in a step of `rows` rows, by name and shape."""
         found: dict[str, dict[str, Any]] = {}
         for name, form in self.products():
             *experts, out_features, in_features = form.shape
@@ -95,14 +95,14 @@ class Model(ABC):
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> Any:
-        """Append keys and values of many tokens, and return the `passed` of `logits`.
+        """Append the keys and values of chunks, and return `passed` for `logits`.
 
         `attention` gives each token the bits of a decode step; None: many queries at once, which is faster.
         """
 
     @abstractmethod
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
-        """Return the logits, float32 [end - begin, vocab], of some tokens of one row of the last prefill."""
+        """Return the logits, float32 [end - begin, vocab], of a span of the last prefill's tokens, all of one row."""
 
 
 @runtime_checkable

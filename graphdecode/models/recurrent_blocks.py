@@ -19,7 +19,7 @@ from graphdecode.models.blocks import Attention, Mixer, Norm, ResidualStream
 def reordered(stream: ResidualStream, product: Tensor, order: Tensor | None, use: str) -> Tensor:
     """Return the columns of a product in another order, contiguous; None: the product itself.
 
-    A quantized weight that interleaves heads cannot be permuted, so its results are.
+    The results are permuted because a quantized weight with interleaved heads cannot be.
     """
     if order is None:
         return product
@@ -29,7 +29,7 @@ def reordered(stream: ResidualStream, product: Tensor, order: Tensor | None, use
 
 @dataclass(frozen=True)
 class GatedAttention(Attention):
-    """Attention whose result is gated per channel by `sigmoid` of a part of its first product (Qwen3-Next)."""
+    """Attention whose result is gated per channel by `sigmoid` of a part of its QKV product (Qwen3-Next)."""
 
     qkv_order: Tensor  # int64 [(heads + 2 kv_heads) * head_dim], columns of the product
     gate_order: Tensor  # int64 [heads * head_dim]
@@ -47,7 +47,7 @@ class GatedAttention(Attention):
 
 
 class RecurrentMixer(Mixer):
-    """A mixer with a recurrent state; every step reads its float32 tensors."""
+    """A mixer with a recurrent state."""
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of products, norms and float32 tensors."""
@@ -58,7 +58,7 @@ class RecurrentMixer(Mixer):
 
 @dataclass(frozen=True)
 class ShortConv(RecurrentMixer):
-    """`out(c * conv(b * x))`, where `b`, `c`, `x` are one product (LFM2)."""
+    """`out(c * conv(b * x))`; `b`, `c`, `x` are one product (LFM2)."""
 
     in_proj: WeightForm  # [3 * channels, hidden]
     conv: Tensor  # float32 [width, channels]
@@ -82,12 +82,12 @@ class DeltaNet(RecurrentMixer):
 
     qkvz: WeightForm  # [2 * key channels + 2 * value channels, hidden]
     ab: WeightForm  # [2 * value heads, hidden]
-    qkvz_order: Tensor | None  # int64, columns in the order q, k, v, z; None: they have it
-    ab_order: Tensor | None  # int64, columns in the order a, b; None: they have it
+    qkvz_order: Tensor | None  # int64, columns in the order q, k, v, z; None: already in order
+    ab_order: Tensor | None  # int64, columns in the order a, b; None: already in order
     conv: Tensor  # float32 [width, 2 * key channels + value channels]
     a_log: Tensor  # float32 [value heads]
     dt_bias: Tensor  # float32 [value heads]
-    norm: Norm  # of each value head
+    norm: Norm  # per value head
     out_proj: WeightForm  # [hidden, value channels]
     strength: float = 1.0  # greatest strength of the delta rule
 
@@ -119,10 +119,10 @@ class Mamba2(RecurrentMixer):
     conv: Tensor  # float32 [width, channels + 2 * groups * state channels]
     conv_bias: Tensor | None  # float32 [channels + 2 * groups * state channels], or None
     heads: ScanWeights  # decay, skip and bias of each head
-    norm: Norm | None  # of all heads' channels, in groups
-    group: int  # channels that are normed together
+    norm: Norm | None  # over groups of channels
+    group: int  # channels of a group
     norm_first: bool  # whether the norm comes before the gate
-    step_limits: tuple[float, float]  # least and greatest step
+    step_limits: tuple[float, float]  # minimum and maximum
     out_proj: WeightForm  # [hidden, channels]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
@@ -146,6 +146,6 @@ class Mamba2(RecurrentMixer):
         return normed
 
     def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
-        """Write what was read from the states, normed and gated, [t, channels]."""
+        """Write `read`, the output of the scan, normed and gated into `normed`, [t, channels]."""
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
         gated_rms_norm(normed, read, gate, weight, eps, self.group, self.norm_first)

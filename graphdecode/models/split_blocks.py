@@ -1,4 +1,4 @@
-"""Blocks of a tensor-parallel model whose collectives are not part of a product."""
+"""Blocks of a tensor-parallel model with collectives outside of products."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from graphdecode.models.recurrent_blocks import Mamba2
 
 @dataclass(frozen=True)
 class SplitStem(Stem):
-    """An embedding of which each rank has some rows; an all-reduce adds zeros for the others, and so is exact."""
+    """An embedding whose rows are split over ranks; the all-reduce adds zeros, and so is exact."""
 
-    part: Stem = field(kw_only=True)  # with the rank's rows
+    part: Stem = field(kw_only=True)  # the rank's rows
     begin: int = field(kw_only=True)  # first row
     end: int = field(kw_only=True)  # past the last row
-    collectives: Collectives = field(kw_only=True)  # of the ranks
+    collectives: Collectives = field(kw_only=True)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -37,7 +37,7 @@ class SplitStem(Stem):
 
 @dataclass(frozen=True)
 class SummedMlp(FeedForward):
-    """A block of which each rank has a part; the outputs are summed."""
+    """A block that is split over ranks; the outputs are summed."""
 
     part: FeedForward
     collectives: Collectives
@@ -51,13 +51,13 @@ class SummedMlp(FeedForward):
 
 @dataclass(frozen=True)
 class JointlyNormedAttention(Attention):
-    """Attention whose queries and keys are normed over all heads, of which each rank has some."""
+    """Attention whose queries and keys are normed over all heads, which ranks share."""
 
-    collectives: Collectives = field(kw_only=True)  # of the ranks
-    place: str = field(kw_only=True)  # in the model
+    collectives: Collectives = field(kw_only=True)
+    place: str = field(kw_only=True)  # name in the model
 
     def rotation(self, qkv: Tensor) -> QKNormRope:
-        """Norm queries and keys in place; return their rotation alone."""
+        """Norm queries and keys in place; return only their rotation."""
         normed = list(self._normed(qkv))
         squares = torch.stack([x.float().square().sum(1) for x, _ in normed], dim=1)  # [t, 2]
         self.collectives.all_reduce(squares, self.place)
@@ -78,14 +78,14 @@ class JointlyNormedAttention(Attention):
 
 @dataclass(frozen=True)
 class JointlyNormedMamba2(Mamba2):
-    """Mamba2 of which each rank has some heads of one group, whose channels are normed together."""
+    """Mamba2 whose groups are split over ranks, and normed together."""
 
-    collectives: Collectives = field(kw_only=True)  # of the ranks
-    place: str = field(kw_only=True)  # in the model
-    ranks_of_group: int = field(kw_only=True)  # neighbours that share a group
+    collectives: Collectives = field(kw_only=True)
+    place: str = field(kw_only=True)  # name in the model
+    ranks_of_group: int = field(kw_only=True)  # adjacent ranks that share a group
 
     def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
-        """Write what was read from the states, normed and gated, [t, channels]."""
+        """Write `read`, the output of the scan, normed and gated into `normed`, [t, channels]."""
         assert self.norm is not None
         active = torch.nn.functional.silu(gate.float())
         x = read.float() if self.norm_first else read.float() * active

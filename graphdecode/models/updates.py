@@ -1,4 +1,4 @@
-"""New values for the weights of a loaded model, copied into its tensors: addresses stay, and graphs are valid."""
+"""New values for a loaded model's weights, copied into its tensors: addresses do not change, graphs stay valid."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from graphdecode.models.weight_map import CheckpointError
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 _KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
-_MAY_DIFFER = ("dtype", "integer_quantized")  # of configurations: how weights are stored, not what they are
-_NOT_LAYOUT = ("choices", "config")  # fields of forms: measurements, which may differ between two runs
+_MAY_DIFFER = ("dtype", "integer_quantized")  # configuration fields that say how weights are stored
+_NOT_LAYOUT = ("choices", "config")  # fields of forms with measurements, which may differ between runs
 
 
 class ReplacedTensors:
-    """A source of weights, some of which are given in memory instead, by the names that the source has for them.
+    """A source whose tensors are partly replaced by tensors in memory, by name.
 
-    A float of another size than the source's counts as the source's: it is quantized as that would be.
+    A float tensor counts as having the source's float dtype, and is quantized like the source's.
     """
 
     def __init__(self, source: Any, given: Mapping[str, Tensor]) -> None:
@@ -42,7 +42,7 @@ class ReplacedTensors:
         return getattr(self._source, name)
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write a tensor, or a shard of it, into `out`; a CheckpointError if a given one is not finite in its dtype."""
+        """Write a tensor, or a shard of it, into `out`; raise CheckpointError if a given one is not finite there."""
         tensor = self._given.get(name)
         if tensor is None:
             self._source.read(name, out, shard)
@@ -50,22 +50,19 @@ class ReplacedTensors:
             copy_finite(name, out, tensor if shard is None else tensor[shard.slices((*tensor.shape,))])
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
-        """Return a quantized weight of the source; None if a plain one is given instead."""
-        found: QuantizedWeight | None = None
-        if name not in self._given:
-            found = self._source.read_quantized(name, expert)
-        return found
+        """Return a quantized weight of the source; None if a plain one replaces it."""
+        return None if name in self._given else self._source.read_quantized(name, expert)
 
 
 def copy_finite(name: str, out: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor; a CheckpointError if it has numbers that are not finite in the dtype of `out`."""
+    """Copy a tensor; raise CheckpointError if numbers are not finite in the dtype of `out`."""
     out.copy_(tensor)
     if not bool(out.isfinite().all()):
         raise CheckpointError(f"{name} has numbers that are not finite in {str(out.dtype).removeprefix('torch.')}")
 
 
 def as_named_tensors(given: NamedTensors) -> dict[str, Tensor]:
-    """Return tensors by name, without gradients; an ArgumentError if they are something else, none, or one is twice."""
+    """Return detached tensors by name; raise ArgumentError if they are something else, none, or a name repeats."""
     named: dict[str, Tensor] = {}
     pairs = given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else [given]
     for pair in pairs:
@@ -82,7 +79,7 @@ def as_named_tensors(given: NamedTensors) -> dict[str, Tensor]:
 
 
 def check_config(held: ModelShape, other: ModelShape) -> None:
-    """Raise ArgumentError if weights of another configuration cannot take the place of a model's."""
+    """Raise ArgumentError if a configuration's weights cannot replace a model's."""
     if type(held) is not type(other):
         raise ArgumentError(f"weights are of {other.architecture}, and the model is {held.architecture}")
     for entry in fields(held):
@@ -92,7 +89,7 @@ def check_config(held: ModelShape, other: ModelShape) -> None:
 
 
 def check_stored(held: TensorSource, other: TensorSource) -> None:
-    """Raise ArgumentError, which names the tensor, if one has another shape or is quantized otherwise."""
+    """Raise ArgumentError if a tensor has another shape or quantization; the message names it."""
     for name in held.tensors.keys() & other.tensors.keys():
         (shape, kind), (other_shape, other_kind) = held.tensors[name], other.tensors[name]
         if shape != other_shape:
@@ -102,7 +99,7 @@ def check_stored(held: TensorSource, other: TensorSource) -> None:
 
 
 def check_layout(held: Model, other: Model) -> None:
-    """Raise ArgumentError, which names the place, if the tensors of two models cannot be copied one by one."""
+    """Raise ArgumentError if two models' tensors differ in layout; the message names one."""
     for (place, own), (_, its) in zip(_parts(held), _parts(other), strict=True):
         if _layout(own) != _layout(its):
             raise ArgumentError(
@@ -120,7 +117,7 @@ def copy_weights(held: Model, other: Model) -> None:
 
 
 def _parts(model: Model) -> Iterator[tuple[str, Any]]:
-    """Yield what a step reads, by place."""
+    """Yield the parts that a step reads, by name."""
     if isinstance(model, Decoder):
         for index, block in enumerate(model.blocks):
             place = f"layers.{index - 1}" if 0 < index <= model.num_layers else type(block).__name__.lower()
@@ -131,7 +128,7 @@ def _parts(model: Model) -> Iterator[tuple[str, Any]]:
 
 
 def _layout(value: Any) -> Any:
-    """Return all of a form or tensor but numbers: what two of them must share for one to be copied into the other."""
+    """Return all of a form or tensor but its numbers: what must match for a copy."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.layout
     if is_dataclass(value):

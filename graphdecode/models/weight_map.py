@@ -1,4 +1,4 @@
-"""Weight maps: places in a model -> tensors of a source; and the check of a source's tensors."""
+"""Weight maps: names in a model -> tensors of a source; and the check of a source's tensors."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,19 +9,19 @@ from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.weight_form import Stored
 
-_FLOATS = ("F64", "F32", "F16", "BF16")  # plain weights, as safetensors names their types
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # in older checkpoints; computed from the configuration
+_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' dtypes of plain weights
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # in older checkpoints; derived from the configuration
 
 
 class CheckpointError(GraphdecodeError, ValueError):
-    """A checkpoint does not fit its configuration; the message names every tensor."""
+    """A checkpoint does not match its configuration; the message names every tensor."""
 
 
 class Run(NamedTuple):
-    """Neighbouring rows or columns of a tensor, of which each shard has an equal part."""
+    """Adjacent rows or columns of a tensor that are split evenly over shards."""
 
     size: int  # rows or columns
-    heads: int = 0  # of keys or values; if fewer than shards, several shards have the same one. 0: no heads
+    heads: int = 0  # key or value heads; if fewer than shards, several shards have the same one. 0: not heads
 
 
 class Part(NamedTuple):
@@ -29,25 +29,25 @@ class Part(NamedTuple):
 
     name: str  # in the source
     shape: tuple[int, ...]  # in the source
-    split: int | None = None  # the axis along which it is sharded; None: each shard has all of it
-    runs: tuple[Run, ...] = ()  # along that axis, each sharded separately; empty: one run
-    is_added: bool = False  # to a sum over shards: the first shard has it, the others zeros
+    split: int | None = None  # the axis that is split; None: each shard has all of it
+    runs: tuple[Run, ...] = ()  # runs along that axis, split separately; empty: one run
+    is_added: bool = False  # added to a sum over shards: the first shard has it, the others zeros
 
 
-WeightMap = dict[str, tuple[Part, ...]]  # place in the model -> tensors that are concatenated there, by rows
+WeightMap = dict[str, tuple[Part, ...]]  # name in the model -> tensors, concatenated by rows
 
 
 def product(
     place: str, names: Mapping[str, int | tuple[Run, ...]], in_features: int, *, split: int | None, bias: bool = False
 ) -> WeightMap:
-    """Return the places of a linear layer: `place`, and `place.bias` if it has a bias.
+    """Return the weight map of a linear layer: `place`, and `place.bias` if it has a bias.
 
     Args:
-        place: in the model.
-        names: of its parts in the source, without `.weight` and `.bias` -> the rows of each, or their runs.
+        place: name in the model.
+        names: names of its parts in the source, without `.weight` and `.bias` -> rows of each, or their runs.
         in_features: columns of the weight.
-        split: the sharded axis: 0: rows, 1: columns, None: each shard has all.
-        bias: whether it has one.
+        split: the axis that is split: 0: rows, 1: columns, None: each shard has all.
+        bias: whether there is a bias.
     """
     weights: list[Part] = []
     biases: list[Part] = []
@@ -93,7 +93,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
 
 
 def _by_layers(faults: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each (name, fault); layers with the same fault share one: `model.layers.{0-3,7}`."""
+    """Return a line per (name, fault); layers with the same fault share one: `model.layers.{0-3,7}`."""
     layers: dict[tuple[str, str, str], list[int]] = {}
     for name, wrong in faults:
         parts = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", name)
@@ -103,7 +103,7 @@ def _by_layers(faults: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return `3` for one number, `{0-3,7}` for several, nothing for none."""
+    """Return `3` for one number, `{0-3,7}` for several, "" for none."""
     text = ",".join(f"{first}-{last}" if first < last else str(first) for first, last in runs_of(numbers))
     return f"{{{text}}}" if len(numbers) > 1 else text
 

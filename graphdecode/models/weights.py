@@ -1,4 +1,4 @@
-"""A model's weights, read from a source by their place in the model."""
+"""A model's weights, read from a source by their name in the model."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ _NEVER_ADAPTED = ("embedding", "lm_head", "per_layer_in")  # the first two are a
 
 
 def can_adapt(place: str) -> bool:
-    """Whether a layer's product has room for adapters; those of single experts have none."""
+    """Whether a layer's product can have adapters; experts' products cannot."""
     return place not in _NEVER_ADAPTED and "experts" not in place.split(".")[:-1]
 
 
@@ -31,17 +31,17 @@ class Weights:
     """The weights of a model, from which a family builds its layers.
 
     Args:
-        source: has all tensors that the map names.
-        weight_map: of the model.
-        options: of the weight forms.
-        positions: of the rotary table.
-        norm_offset: is added to the weights of all norms; 1 if the source stores `weight - 1`.
-        shared: collectives, if the source is the shard of a rank; None: there is one rank.
-        adapters: slots of adapters, which products are registered with; None: there are none.
+        source: the tensors that the map names.
+        weight_map: the model's weight map.
+        options: options of the weight forms.
+        positions: positions of the rotary table.
+        norm_offset: added to all norm weights; 1 if the source stores `weight - 1`.
+        shared: the ranks' collectives, if the source is a shard.
+        adapters: adapter slots, with which products are registered.
 
     Attributes:
-        dtype: of the activations.
-        device: of the weights.
+        dtype: dtype of the activations.
+        device: device of the weights.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Weights:
         self._options = options
         self._positions = positions
         self._norm_offset = norm_offset
-        self._embedding: WeightForm | None = None  # if quantized
+        self._embedding: WeightForm | None = None  # set if quantized
         self._angles: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
     def tensor(self, place: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor at a place, in memory of its own; the default dtype is the model's."""
+        """Return a tensor in new memory; the default dtype is the model's."""
         return read_fused(self._source, self._names(place), dtype or self.dtype, self.device)
 
     def embedding_rows(self) -> RowTable | None:
-        """Return the quantized embedding, if a form keeps it quantized; a tied output layer shares it."""
+        """Return the quantized embedding, if a form supports it; a tied output layer shares it."""
         names = LinearNames(self._names("embedding"))
         if quantized_form(self._source, names, self._options) is None:
             return None
@@ -79,13 +79,13 @@ class Weights:
         return form.row_table
 
     def embedding_adapters(self, vocab_size: int) -> AdaptedEmbedding | None:
-        """Return room for adapters of the whole embedding; None: there are none."""
+        """Return adapter slots of the whole embedding; None without adapters."""
         part = self._map["embedding"][0]
         of_whole = Part(part.name, (vocab_size, part.shape[1]))
         return None if self.adapters is None else self.adapters.of_embedding(of_whole)
 
     def adapted_head(self, form: WeightForm) -> WeightForm:
-        """Return the whole output layer with room for adapters. PEFT adapts also a tied one by itself."""
+        """Return the whole output layer with adapter slots; PEFT adapts a tied one separately."""
         parts = (Part("lm_head.weight", form.shape),)
         return form if self.adapters is None else self.adapters.around(form, "lm_head", parts)
 
@@ -98,14 +98,9 @@ class Weights:
         interleaved: bool = False,
         transposed: bool = False,
     ) -> ExpertForm:
-        """Return the product of all experts at a place, with its bias if the map has one.
+        """Return the product of all experts, with its bias if the map has one; see `ExpertNames`.
 
-        Args:
-            place: has the parts of one expert after another, or one part with all along its first dimension.
-            experts: of the model.
-            is_gated: the first half of the outputs is the gate of the second.
-            interleaved: see `ExpertNames`.
-            transposed: see `ExpertNames`.
+        `place` has the parts of each expert in turn, or one stack.
         """
         names = ExpertNames(self._names(place), experts.count, is_gated, interleaved, transposed)
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
@@ -114,22 +109,22 @@ class Weights:
         return load_experts(self._source, names, bias, self._options)
 
     def norm(self, place: str, eps: float) -> Norm:
-        """Return the norm at a place, in float32."""
+        """Return a norm, in float32."""
         return Norm(self.tensor(place, torch.float32).add_(self._norm_offset), eps)
 
     def optional_norm(self, place: str, eps: float) -> Norm | None:
-        """Return the norm at a place; None if the map has no such place."""
+        """Return a norm; None if the map has none of this name."""
         return self.norm(place, eps) if place in self._map else None
 
     def linear(
         self, place: str, tied: Tensor | None = None, *, is_partial: bool = False, in_floats: bool = False
     ) -> WeightForm:
-        """Return the product at a place, in the form that is fastest in a decode step.
+        """Return a product in the fastest form for decode steps.
 
         Args:
-            place: in the model.
-            tied: the plain embedding, used if the map has no such place and there is no quantized embedding.
-            is_partial: do not sum the ranks' products: the caller does.
+            place: name in the model.
+            tied: the plain embedding, used if the map has no `place` and the embedding is not quantized.
+            is_partial: the caller sums the ranks' products.
             in_floats: the product is written in float32.
         """
         fused = FUSED_FORMS.get(place.rpartition(".")[2], FusedForm())
@@ -141,7 +136,7 @@ class Weights:
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
         split = self._map[place][0].split
         if self.shared is not None and split is None:
-            # each rank computes all of it, and must get the same bits: no measured choices, which may differ
+            # each rank computes all of it, with the same bits: no measured choices, which may differ
             form: WeightForm = replace(Plain.load(self._source, names, options), choices={})
         elif self.shared is not None and split == 1:
             form = load_linear(self._source, names, replace(options, row_maxima=self.shared.greatest))
@@ -154,7 +149,7 @@ class Weights:
         return form
 
     def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
-        """Return `cos_sin_table`, which layers share; None is for layers without positions."""
+        """Return `cos_sin_table`, which layers share; None: without positions."""
         key = (rope, head_dim)
         if key not in self._angles:
             self._angles[key] = cos_sin_table(rope, head_dim, self._positions, self.device)

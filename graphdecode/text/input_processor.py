@@ -151,7 +151,7 @@ class InputProcessor:
         }
         params = params.unchecked(bad_words=None, structured_outputs=None, **named)
         per_output = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
-        rules.check_sampling(per_output, bad_words, has_form=is_structured)
+        rules.check_sampling(per_output, bad_words, is_structured=is_structured)
         return TokenizedParams(params, per_output, bad_words, priority, adapter)
 
     def tokenized_prompt(

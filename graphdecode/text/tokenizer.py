@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
         refuse_pointer(folder / name)
     for file in folder.iterdir():  # reading a pipe would never end
         if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
-            raise ModelSourceError(f"{file} is no plain file")
+            raise ModelSourceError(f"{file} is not a regular file")
     found = light_folder_tokenizer(folder, partial(_by_transformers, folder, trust_remote_code))
     return _checked(folder, trust_remote_code, replaceable) if found is None else found
 

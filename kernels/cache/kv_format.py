@@ -1,11 +1,11 @@
-"""How a cache holds keys and values: one record a type, which says all that Python has to know of it.
+"""Dtypes of cached keys and values: one record per dtype.
 
-The cache and the plan of memory ask it for sizes and scales, the operators' torch versions store and load by it, and
-Triton's kernels decode bytes by its code. A new type is a record here, a name that settings take, and what kernels do.
+A record gives sizes and scales to the cache, stores and loads entries in torch versions, and names the code by which
+Triton kernels decode bytes. A new dtype is a record here, a name in the settings, and support in kernels.
 
-Keys that become int8 are mixed before, and so are the queries that they meet: a Hadamard rotation leaves their products
-as they are, and spreads a channel that is always large over all, so that the scale of a head is not made by one channel
-(Ashkboos et al., QuaRot, 2024, section 4.2).
+Keys that become int8, and the queries over them, are multiplied with a Hadamard matrix: their products do not change,
+and a channel that is always large is spread over all channels, so that it does not determine the head's scale (Ashkboos
+et al., QuaRot, 2024, section 4.2).
 """
 
 import math
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ..native.registration import Bfloat16
 
-MOST_INT8 = 127  # codes are as many on both sides of 0
+MOST_INT8 = 127  # symmetric codes
 _MOST_E4M3 = 448.0
 
 
 class PageScales(NamedTuple):
-    """Scales of int8 entries, which stand by page as the entries do; a head's are neighbours."""
+    """Scales of int8 entries, by page; those of a head are adjacent."""
 
-    k_scales: Bfloat16  # bf16 [pages, num_kv_heads, page_size], contiguous, of keys
-    v_scales: Bfloat16  # the same of values
+    k_scales: Bfloat16  # bf16 [pages, num_kv_heads, page_size], contiguous
+    v_scales: Bfloat16  # the same for values
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -37,26 +37,26 @@ def _widened(x: Tensor) -> Tensor:
 
 
 class KVFormat(NamedTuple):
-    """One type of cached keys and values."""
+    """One dtype of cached keys and values."""
 
     dtype: torch.dtype  # of the entries
-    names: tuple[str, ...] = ()  # what `kv_cache_dtype` calls it; a model's own type has none
-    code: str = ""  # how kernels decode what comes to them as bytes; "": they convert the type
-    is_converted: bool = False  # newer GPUs convert the type, and take no bytes
-    # of the scale that each token and head has, in `PageScales`; None: there are none
+    names: tuple[str, ...] = ()  # values of `kv_cache_dtype`; none for model dtypes
+    code: str = ""  # how kernels decode bytes; "": they convert the dtype
+    is_converted: bool = False  # newer GPUs convert the dtype instead of bytes
+    # dtype of `PageScales`, per token and head; None: no such scales
     own_scale: torch.dtype | None = None
-    has_layer_scales: bool = False  # entries are divided by a number of the layer
+    has_layer_scales: bool = False  # entries are divided by a scale of the layer
     is_mixed: bool = False  # keys, and queries over them, are `mixed`
-    # returns values as they are before torch converts them to the type, fp32
+    # prepares values for torch's conversion to the dtype, fp32
     store: Callable[[Tensor], Tensor] = _plain
     load: Callable[[Tensor], Tensor] = _widened  # returns entries in fp32
 
     def entry_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one head's key, or value, of one token, its scale included."""
+        """Return the bytes of one head's key or value of one token, with its scale."""
         return head_dim * self.dtype.itemsize + (0 if self.own_scale is None else self.own_scale.itemsize)
 
     def page_scales(self, shape: tuple[int, int, int, int], new: Callable[..., Tensor]) -> PageScales | None:
-        """Return scales for pages of a shape [pages, page_size, heads, dim], which `new(shape, dtype)` makes."""
+        """Return scales for pages [pages, page_size, heads, dim], allocated by `new(shape, dtype)`."""
         if self.own_scale is None:
             return None
         pages, page_size, heads, _ = shape
@@ -68,10 +68,10 @@ class KVFormat(NamedTuple):
 
         Args:
             cache: [pages, page_size, heads, dim].
-            at: pages and places of the tokens, integers [tokens].
+            at: pages and slots of the tokens, integers [tokens].
             new: [tokens, heads, dim], fp32.
-            unit: of the layer, which divides them.
-            scales: of the pages, where the type has its own.
+            unit: the layer's scale, which divides them.
+            scales: the pages' scales, if the dtype has them.
         """
         if scales is not None:
             cache[at], scales[at[0], :, at[1]] = encoded(new)
@@ -80,7 +80,7 @@ class KVFormat(NamedTuple):
         entries[at] = self.store(new / unit if unit != 1.0 else new).to(self.dtype).view(entries.dtype)
 
     def fill(self, tensor: Tensor, pages: Tensor) -> None:
-        """Write random entries to some pages of a cache [pages, ...] of this type."""
+        """Fill pages of a cache [pages, ...] with random entries."""
         shape = (len(pages), *tensor.shape[1:])
         if not self.dtype.is_floating_point:
             tensor[pages] = torch.randint(-MOST_INT8, MOST_INT8 + 1, shape, dtype=self.dtype, device=tensor.device)
@@ -90,19 +90,19 @@ class KVFormat(NamedTuple):
 
 
 def format_of(dtype: torch.dtype) -> KVFormat:
-    """Return how a cache of a type holds its entries."""
+    """Return the format of a cache dtype."""
     return KV_FORMATS.get(dtype) or KVFormat(dtype)
 
 
 def format_named(name: str, dtype: torch.dtype) -> KVFormat:
-    """Return the format of a name; for another one, such as "auto", that of a model's type."""
+    """Return the format of a name; for others, such as "auto", that of the model's dtype."""
     return next((each for each in KV_FORMATS.values() if name in each.names), format_of(dtype))
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Return heads [..., dim] in fp32, times an orthonormal Hadamard matrix over neighbouring channels.
+    """Return heads [..., dim] in fp32, times an orthonormal Hadamard matrix over adjacent channels.
 
-    It has as many rows as the largest power of two that divides `dim`.
+    Its size is the largest power of two that divides `dim`.
     """
     count = x.shape[-1] & -x.shape[-1]
     wide = x.float().unflatten(-1, (-1, count))
@@ -113,15 +113,15 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return mixed queries in a model's type; of a channel that fp16 cannot hold, its largest number."""
+    """Return mixed queries in a model's dtype, clamped to its range."""
     most = torch.finfo(torch.float16).max
     return x.clamp(-most, most).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return heads [..., dim] as int8, and their scales, bf16 [...]: the largest value over 127, rounded.
+    """Return heads [..., dim] as int8, and their scales, bf16 [...]: the largest magnitude over 127, rounded.
 
-    The scale of a head in which something is not finite is NaN.
+    The scale of a head with values that are not finite is NaN.
     """
     wide = x.float()
     most = wide.abs().amax(-1)
@@ -138,16 +138,16 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _within_e4m3(x: Tensor) -> Tensor:
-    """Return values that e4m3 can have: it knows no infinity, and torch makes NaN of it."""
+    """Clamp values to the range of e4m3, which has no infinity (torch converts it to NaN)."""
     return x.float().clamp(-_MOST_E4M3, _MOST_E4M3)
 
 
 def _e4m3(x: Tensor) -> Tensor:
-    """Decode by the bits, through fp16, in a fraction of the time of a cast."""
+    """Decode the bits through fp16, faster than a cast."""
     bits = x.view(torch.uint8).to(torch.int16)
     magnitude = bits & 0x7F
-    half = (magnitude << 7) | ((bits & 0x80) << 8)  # fp16 has the same layout, but for a factor of 2^8
-    half |= ((magnitude + 1) & 0x80) * 0xF8  # all ones is NaN: then fill fp16's exponent, 0x7C00, too
+    half = (magnitude << 7) | ((bits & 0x80) << 8)  # fp16 has the same layout, except for a factor of 2^8
+    half |= ((magnitude + 1) & 0x80) * 0xF8  # all ones is NaN: fill fp16's exponent, 0x7C00
     return half.view(torch.float16).float().mul_(256.0)
 
 
@@ -155,7 +155,7 @@ def _e5m2(x: Tensor) -> Tensor:
     return (x.view(torch.uint8).to(torch.int16) << 8).view(torch.float16).float()
 
 
-KV_FORMATS = {  # filled while files are imported, and then read
+KV_FORMATS = {  # filled on import
     each.dtype: each
     for each in (
         KVFormat(

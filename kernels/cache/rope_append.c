@@ -8,7 +8,7 @@ static const float NAME(most) = MOST_F16;
 static const float NAME(most) = INFINITY;
 #endif
 
-/* One over the root of the mean square of some channels. */
+/* 1 / rms of some channels. */
 INLINE float NAME(inverse_root)(const int is_wide, const void *x, int64_t count, float eps) {
     float squares = 0.0f;
     for (int64_t i = 0; i < count; i++) squares += widen_at(is_wide, x, i) * widen_at(is_wide, x, i);
@@ -49,7 +49,7 @@ INLINE void NAME(rotate_head)(const int is_wide, float *wide, const void *x, con
     }
 }
 
-/* The same for some heads, whose norm is of each by itself, or of all where the weight is as long as they are. */
+/* The same for several heads; the norm is per head, or over all if the weight is as long as all heads. */
 INLINE void NAME(rotate_heads)(const int is_wide, const struct NAME(kept) *to, const char *x, const float *weight,
                                int64_t weights, float eps, const float *cos, int64_t half, int64_t heads, int64_t dim,
                                int is_mixed, float *wide) {
@@ -60,12 +60,12 @@ INLINE void NAME(rotate_heads)(const int is_wide, const struct NAME(kept) *to, c
         const char *from = x + at * width_of(is_wide);
         if (weight && at % normed == 0) scale = NAME(inverse_root)(is_wide, from, normed, eps);
         NAME(rotate_head)(is_wide, wide, from, weight ? weight + at % normed : weight, scale, cos, half, dim);
-        if (is_mixed) mix_head(wide, dim, to->code ? INFINITY : NAME(most)); /* queries stay what an element can hold */
+        if (is_mixed) mix_head(wide, dim, to->code ? INFINITY : NAME(most)); /* queries are clamped to an element's range */
         NAME(keep_head)(to, head, wide, dim);
     }
 }
 
-/* Where one token's heads stand in a cache: `place` values behind its beginning. */
+/* The offset of one token's heads in a cache: `place` values. */
 static struct NAME(kept) NAME(kept_at)(void *cache, int64_t code, int64_t place, float unit, uint16_t *scales,
                                        int64_t scale_place, int64_t page_size) {
     int64_t size = code ? 1 : sizeof(element);
@@ -81,14 +81,14 @@ INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int
     const int is_mixed = a->k_cache.code == CODE_INT8;
     const char *x = (const char *)a->qkv.data + token * heads * dim * width_of(is_wide);
     float eps = (float)a->eps;
-    if (position < 0 || position >= a->cos_sin.size[0]) return; /* no angle, so no place either */
+    if (position < 0 || position >= a->cos_sin.size[0]) return; /* positions without an angle are not written */
     const float *cos = a->cos_sin.data + position * 2 * half;
     struct NAME(kept) queries = {.at = (element *)a->q_out.data + token * qo_heads * dim};
     NAME(rotate_heads)(is_wide, &queries, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim,
                        is_mixed, wide);
     if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) return;
     int64_t page = a->page_table.data[row * row_pages + position / page_size];
-    if (page < 0 || page >= pages) return; /* a page table that is wrong must not reach other memory */
+    if (page < 0 || page >= pages) return; /* an invalid page must not reach other memory */
     int64_t offset = position % page_size, place = (page * page_size + offset) * kv_heads * dim;
     int64_t scale_place = page * kv_heads * page_size + offset;
     struct NAME(kept) keys = NAME(kept_at)(a->k_cache.data, a->k_cache.code, place, (float)a->k_scale, a->k_scales.data,

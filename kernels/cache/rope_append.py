@@ -1,8 +1,8 @@
-"""Between the QKV product and attention: norm of queries and keys, rotary embedding, append to the cache. One operator.
+"""Norm of queries and keys, rotary embedding, and append to the cache, in one operator.
 
-Rotary embedding (Su et al., 2021) in its half-split form: of each head's first `rot` channels, channel i and channel
-`i + rot/2` are rotated by the angle of the token's position; a layer that knows nothing of positions has a `rot` of 0.
-Queries and keys may be RMS-normed before, each head by itself or all heads together.
+Rotary embedding (Su et al., 2021) in its half-split form: of each head's first `rot` channels, channel i and channel `i
++ rot/2` are rotated by the angle of the token's position; layers without positions have `rot` 0. Queries and keys may
+be RMS-normed before, per head or over all heads.
 """
 
 import torch
@@ -19,7 +19,7 @@ from .kv_format import PageScales, format_of, mixed, within
 
 @triton.jit
 def heads_scale(x, heads, eps, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return one over the root of the mean square of `heads` heads that stand side by side."""
+    """Return 1 / rms of `heads` adjacent heads."""
     dims = tl.arange(0, BLOCK_D)
     squares = tl.zeros([HEADS, BLOCK_D], tl.float32)
     for begin in range(0, heads, HEADS):
@@ -32,7 +32,7 @@ def heads_scale(x, heads, eps, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOC
 
 @triton.jit
 def _keep(x, to, inside, unit, scales, scales_at, is_head, KV_BITS: tl.constexpr, IS_FP8: tl.constexpr):
-    """Write heads [HEADS, BLOCK_D] to a cache, with their scales where it has some."""
+    """Write heads [HEADS, BLOCK_D] to a cache, with their scales if it has any."""
     element = to.dtype.element_ty
     if KV_BITS == "int8":
         of_heads = int8_scale(x, 1)
@@ -160,7 +160,7 @@ def rope_append_triton(
     page_size, kv_heads = k_cache.shape[1:3]
     form = RopeForm.of(rope, k_cache)
     if format_of(k_cache.dtype).is_mixed and head_dim > 128:
-        form = form._replace(HEADS=2)  # mixing four in a program spills
+        form = form._replace(HEADS=2)  # mixing four heads in a program spills registers
     _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, form.HEADS))](
         q_out, Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale), rope, qkv,
         rows, positions, live, qo_heads, kv_heads, qkv.stride(0),
@@ -195,23 +195,23 @@ def rope_append(
 ) -> None:
     """Write rotated queries into `q_out`, and rotated keys and values into the cache.
 
-    Over an int8 cache queries and keys are `mixed` behind the rotation, which changes none of their products.
+    For an int8 cache, queries and keys are `mixed` after the rotation, which does not change their products.
 
     Args:
         q_out: [t, num_qo_heads, head_dim], contiguous.
         k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type, or int8 with `scales`; the last page is
-            the trash page. fp8 e4m3 takes what is too large for it as its largest value.
+            the trash page. fp8 e4m3 saturates.
         v_cache: the same shape.
         qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values, of q_out's dtype, or
             fp32.
         rows: int32 [t], the page-table row of each token.
-        positions: int32 [t], its position in its sequence.
-        live: int32 [1]; tokens from there on are padding and reach at most the trash page.
-        page_table: int32 [b, pages of a row].
+        positions: int32 [t], position of each token in its sequence.
+        live: int32 [1]; tokens from there on are padding and write at most the trash page.
+        page_table: int32 [b, pages per row].
         rope: norm and rotation of queries and keys.
-        k_scale: divides keys before fp8 holds them.
-        v_scale: the same of values.
-        scales: written with the entries of an int8 cache.
+        k_scale: divides keys before they become fp8.
+        v_scale: the same for values.
+        scales: scales of an int8 cache, written with the entries.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     capacity, qo_heads = q_out.shape[:2]
@@ -239,7 +239,7 @@ def rope_append(
 
 
 def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of x [t, heads, head_dim], of each head or of all, in fp32."""
+    """Return the norm of x [t, heads, head_dim], per head or over all, in fp32."""
     if weight.shape[0] == x.shape[2]:
         return normed(x, weight, eps)
     return normed(x.flatten(1), weight, eps).view(x.shape)

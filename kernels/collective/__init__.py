@@ -1,1 +1,1 @@
-"""What several processes compute together."""
+"""Collectives of tensor-parallel ranks."""

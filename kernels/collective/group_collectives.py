@@ -1,6 +1,6 @@
-"""The same sums and rows over torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
+"""All-reduce and all-gather over torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
 
-On a GPU they are captured with the step, as NCCL allows. No machine with several GPUs has run them yet.
+On a GPU they are captured with the step. Not yet run with several GPUs.
 """
 
 import functools
@@ -13,7 +13,7 @@ from ..native.registration import Written, operator
 
 
 def _gathered(part: Tensor, ranks: int) -> Tensor:
-    """Return the same of all ranks, [ranks, ...]."""
+    """Return the tensors of all ranks, [ranks, ...]."""
     found = part.new_empty((ranks, *part.shape))
     dist.all_gather_into_tensor(found.flatten(0, 1), part)
     return found
@@ -23,12 +23,12 @@ def _gathered(part: Tensor, ranks: int) -> Tensor:
 def group_all_reduce(x: Written[Tensor], ranks: int) -> None:
     """Replace `x` by its sum over all ranks, with the same bits on each.
 
-    NCCL computes each number once and sends it to all. gloo's order of the ranks follows from who holds a number; so
-    the ranks' numbers are gathered, and each rank adds them up in the order of the ranks.
+    NCCL computes each sum once and sends it to all. gloo's order of addition varies by element; so the ranks' numbers
+    are gathered, and each rank adds them in the order of the ranks.
 
     Args:
         x: [rows, columns], contiguous.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
     if x.is_cuda:
         dist.all_reduce(x)
@@ -43,7 +43,7 @@ def group_all_gather(out: Written[Tensor], part: Tensor, ranks: int) -> None:
     Args:
         out: [rows, columns], contiguous.
         part: [rows, the caller's columns], contiguous.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
     columns = out.shape[1]
     widest = -(-columns // ranks)

@@ -14,14 +14,14 @@
 
 #define MEETING_SPINS 4000
 #define MEETING_YIELDS 20000
-#define MEETING_SPINS_ON_CORE 16 /* before it offers a core that both are on */
-#define MEETING_LONGEST_LOOK_NS 50000000 /* between two looks: the rest of it was somebody else's */
+#define MEETING_SPINS_ON_CORE 16 /* before it yields a core that both ranks are on */
+#define MEETING_LONGEST_LOOK_NS 50000000 /* between two checks: this process did not run in the rest */
 
 typedef struct {
     _Atomic int64_t *words;
     char *data;
     int64_t rank, count, place_bytes;
-    int64_t meeting; /* the number of the last one that this rank came to */
+    int64_t meeting; /* number of the last meeting that this rank joined */
 } board_view;
 
 static inline board_view board_of(int64_t *words, int64_t size, int64_t rank, int64_t count) {
@@ -41,13 +41,13 @@ static inline int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Tell who is late, unless somebody was late before. */
+/* Report a late rank, unless one was reported before. */
 static inline void tell_late(const board_view *board, int64_t rank) {
     int64_t none = 0;
     atomic_compare_exchange_strong(&board->words[BOARD_LATE], &none, rank + 1);
 }
 
-/* Wait until a rank has come to a meeting; whether it has. */
+/* Wait until a rank has joined a meeting; return whether it has. */
 static int await_rank(const board_view *board, int64_t rank, int64_t meeting) {
     _Atomic int64_t *arrived = &board->words[BOARD_LINE * (1 + rank) + BOARD_ARRIVED];
     _Atomic int64_t *core = &board->words[BOARD_LINE * (1 + rank) + BOARD_CORE];

@@ -1,8 +1,8 @@
-"""Sums and rows over the ranks of one machine, which meet on a board: a shared-memory segment.
+"""All-reduce and all-gather over the ranks of one machine, through a shared-memory segment (the board).
 
-The board begins with cache lines: the first for all ranks, then one for each rank, which that rank alone writes. Behind
-them each rank has two places for data, which it uses alternately: a rank that writes one again has seen all others come
-to the meeting in between, so they have read it.
+The board begins with cache lines: the first for all ranks, then one for each rank, which only that rank writes. After
+them each rank has two data areas, which it uses alternately: before a rank writes one again, all others have arrived at
+the meeting in between, so they have read it.
 """
 
 import functools
@@ -16,11 +16,11 @@ from ..native.registration import Int64, Written, operator
 
 LINE = 8  # words of 8 bytes
 MOST_RANKS = 64
-LATE = 0  # word of the first line: 1 + the rank that did not come, or is gone; MOST_RANKS more: came for something else
-LIMIT_MS = 1  # word of the first line: how long the ranks wait for one another
-ARRIVED = 0  # word of a rank's line: meetings that it came to
-BROUGHT = 1  # two words of a rank's line: what it came with, so that ranks which do different things find out
-CORE = 3  # word of a rank's line: 1 + the core that it was on when it last came; 0: it does not say
+LATE = 0  # word of the first line: 1 + the rank that is missing; MOST_RANKS more: the rank joined with other work
+LIMIT_MS = 1  # word of the first line: how long ranks wait for each other
+ARRIVED = 0  # word of a rank's line: meetings that it has joined
+BROUGHT = 1  # two words of a rank's line: what it computes, so that ranks detect a mismatch
+CORE = 3  # word of a rank's line: 1 + the core that it last ran on; 0: unknown
 HEADER = LINE * (1 + MOST_RANKS)  # words before the data
 
 WORDS = {"BOARD_LINE": LINE, "BOARD_LATE": LATE, "BOARD_LIMIT_MS": LIMIT_MS, "BOARD_HEADER": HEADER}
@@ -28,17 +28,17 @@ WORDS |= {"BOARD_ARRIVED": ARRIVED, "BOARD_BROUGHT": BROUGHT, "BOARD_MOST_RANKS"
 
 
 def board_words(ranks: int, place_bytes: int) -> int:
-    """Return the size of a board whose places hold so many bytes each, in words of 8 bytes."""
+    """Return the size of a board with data areas of `place_bytes`, in words of 8 bytes."""
     return HEADER + 2 * ranks * -(-place_bytes // (8 * LINE)) * LINE
 
 
 def place_bytes_of(board: Tensor, ranks: int) -> int:
-    """Return how many bytes a place of a board holds."""
+    """Return the bytes of a data area of a board."""
     return (board.numel() - HEADER) // (2 * ranks) // LINE * LINE * 8
 
 
 def place_of(board: Tensor, ranks: int, rank: int, meeting: int, dtype: torch.dtype) -> Tensor:
-    """Return where a rank puts its data for a meeting, as numbers of a dtype."""
+    """Return a rank's data area for a meeting, as a tensor of a dtype."""
     words = place_bytes_of(board, ranks) // 8
     begin = HEADER + (meeting % 2 * ranks + rank) * words
     return board[begin : begin + words].view(dtype)
@@ -48,15 +48,15 @@ _LOOK_SECONDS = 5e-5
 
 
 def meet(board: Tensor, rank: int, ranks: int, brought: int, data: Tensor) -> int | None:
-    """Put data on the board, and wait until all ranks have; return the meeting's number, None where one is missing.
+    """Write data to the board, and wait for all ranks; return the meeting's number, None if a rank is missing.
 
-    It is the oracle of `shared_collectives.c`, and serves dtypes that no kernel in C takes.
+    It is the reference of `shared_collectives.c`, and serves dtypes without a C kernel.
 
     Args:
         board: the shared memory.
-        rank: of the caller.
-        ranks: how many there are.
-        brought: what is computed, and how much; the same on all ranks.
+        rank: the caller's rank.
+        ranks: number of ranks.
+        brought: operation and size; the same on all ranks.
         data: contiguous.
     """
     words = board[:HEADER].numpy()
@@ -84,16 +84,16 @@ def meet(board: Tensor, rank: int, ranks: int, brought: int, data: Tensor) -> in
 
 @operator(is_compiled=True, constants=WORDS)
 def shared_all_reduce(x: Written[Tensor], board: Written[Int64], rank: int, ranks: int) -> None:
-    """Replace `x` by its sum over all ranks, with the same bits on each: they are added in the order of the ranks.
+    """Replace `x` by its sum over all ranks, added in the order of the ranks: all ranks get the same bits.
 
-    Each rank writes its numbers once and reads those of all. Where a rank is gone or late, `x` is left as it is, and
-    the board says so.
+    Each rank writes its numbers once and reads those of all. If a rank has exited or is late, `x` is left unchanged,
+    and the board says so.
 
     Args:
         x: [rows, columns], contiguous, on a CPU.
         board: int64, the shared memory.
-        rank: of the caller.
-        ranks: how many there are.
+        rank: the caller's rank.
+        ranks: number of ranks.
     """
     flat, most = x.view(-1), place_bytes_of(board, ranks) // x.element_size()
     for piece in flat.split(most):
@@ -109,14 +109,14 @@ def shared_all_reduce(x: Written[Tensor], board: Written[Int64], rank: int, rank
 def shared_all_gather(out: Written[Tensor], part: Tensor, board: Written[Int64], rank: int, ranks: int) -> None:
     """Write the columns of all ranks into `out`; rank r has those from `columns * r // ranks` on.
 
-    Where a rank is gone or late, `out` is left as it is, and the board says so.
+    If a rank has exited or is late, `out` is left unchanged, and the board says so.
 
     Args:
         out: [rows, columns], contiguous, on a CPU.
         part: [rows, the caller's columns], contiguous.
-        board: int64, the shared memory; a place of it holds the widest row of a rank at least.
-        rank: of the caller.
-        ranks: how many there are.
+        board: int64, the shared memory; its data areas hold at least the widest row of a rank.
+        rank: the caller's rank.
+        ranks: number of ranks.
     """
     columns = out.shape[1]
     bounds = [columns * each // ranks for each in range(ranks + 1)]

@@ -1,1 +1,1 @@
-"""Linear layers, one file for each form that a weight can have."""
+"""Linear layers, one module per weight layout."""

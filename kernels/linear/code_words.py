@@ -1,14 +1,13 @@
-"""Codes of four to eight bits in words of 16, as a GPU's tensor cores want them: what each code stands for, and how it
-is dequantized in registers.
+"""Codes of four to eight bits in 16-bit words for a GPU's tensor cores: their values, and dequantization in registers.
 
-A word holds codes of columns that are `span` apart: of four bits, columns j, j + span, j + 2 span and j + 3 span, from
-the lowest bits on; of eight bits, two. The same place of neighbouring words is `span` neighbouring columns, and shifts,
-masks and one multiply-add make of two words in a register what an instruction of the tensor cores takes. A fifth and a
-sixth bit stand in words of their own, for 16 or 8 spans each.
+A word holds codes of columns that are `span` apart: of four bits, columns j, j + span, j + 2 span and j + 3 span,
+lowest bits first; of eight bits, two. The same bits of adjacent words are `span` adjacent columns; shifts, masks and
+one multiply-add turn two words in a register into operands of the tensor cores. A fifth and sixth bit are in separate
+words, for 16 or 8 spans each.
 
-Values are integers, or small floats: 16-bit floats hold all of them exactly, so that no weight is rounded. An
-integer's bits are put into the mantissa of a float whose lowest such bit counts 1, and what that adds is subtracted; a
-float's bits are put into exponent and mantissa, and a power of two corrects the exponent's bias.
+Values are integers or small floats, which 16-bit floats hold exactly: no weight is rounded. An integer's bits are put
+into the mantissa of a float whose lowest such bit counts 1, and the excess is subtracted; a float's bits are put into
+exponent and mantissa, and a power of two corrects the bias.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROWS_AT_ONCE = 4096  # are put into words together: what that needs beside the result stays small
+_ROWS_AT_ONCE = 4096  # rows packed at a time, which bounds scratch memory
 
 
 class Code(NamedTuple):
     """One kind of code.
 
     Attributes:
-        bits: of it.
-        zero: which is taken off an integer; None: it is a float.
+        bits: bits of a code.
+        zero: subtracted from an integer; None: the code is a float.
     """
 
     bits: int
@@ -35,12 +34,12 @@ class Code(NamedTuple):
 
     @property
     def per_word(self) -> int:
-        """Columns whose codes, or whose lower four bits, stand in a word."""
+        """Columns per word, of codes or of their lower four bits."""
         return 2 if self.bits == 8 else 4
 
     @property
     def spans_of_high(self) -> int:
-        """Spans whose higher bits stand in a word; 0: there are none."""
+        """Spans per word of higher bits; 0: there are none."""
         return 16 // (self.bits - 4) if self.bits in (5, 6) else 0
 
 
@@ -59,7 +58,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats, 20
 
 @functools.cache
 def values_of(code: str) -> Tensor:
-    """Return what the codes 0, 1, ... stand for, as they are in words, float32; e4m3's two NaNs stand for +-480."""
+    """Return the values of the codes 0, 1, ..., float32; e4m3's two NaNs become +-480."""
     bits, zero = CODES[code]
     if code == "e4m3":
         values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -73,12 +72,12 @@ def values_of(code: str) -> Tensor:
 
 
 def to_words(codes: Tensor, code: str, span: int) -> tuple[Tensor, Tensor | None]:
-    """Return words int16 [tiles, rows, span], a tile being the columns of one word's codes; and those of higher bits.
+    """Return words int16 [tiles, rows, span], a tile being the columns of a word, and the words of higher bits.
 
     Args:
         codes: uint8 [rows, columns], whole tiles of both kinds of words.
-        code: their kind.
-        span: columns that stand side by side.
+        code: kind of the codes.
+        span: adjacent columns.
     """
     kind = CODES[code]
     words = _spans_in_words(codes & 15 if kind.bits < 8 else codes, span, kind.per_word)
@@ -100,7 +99,7 @@ def _spans_in_words(codes: Tensor, span: int, count: int) -> Tensor:
 
 
 def from_words(words: Tensor, high: Tensor | None, code: str) -> Tensor:
-    """Return the codes, uint8 [rows, columns], that `to_words` was given."""
+    """Inverse of `to_words`: return codes, uint8 [rows, columns]."""
     kind = CODES[code]
     codes = _spans_from_words(words, kind.per_word)
     if high is not None:
@@ -118,31 +117,31 @@ def _spans_from_words(words: Tensor, count: int) -> Tensor:
 class _Format(NamedTuple):
     """A 16-bit float."""
 
-    name: str  # in PTX
+    name: str  # PTX type
     dtype: torch.dtype
-    mantissa: int  # bits of it
-    bias: int  # of the exponent
+    mantissa: int  # bits
+    bias: int  # exponent bias
 
     def of(self, value: float) -> int:
-        """Return the bits of a float, twice: a register holds two."""
+        """Return the bits of a float twice, as in a register."""
         return _both(int(torch.tensor(value, dtype=self.dtype).view(torch.int16)) & 0xFFFF)
 
 
 _FORMATS = {
     each.dtype: each for each in (_Format("bf16", torch.bfloat16, 7, 127), _Format("f16", torch.float16, 10, 15))
 }
-_AND_OR, _AND_XOR = 0xEA, 0x6A  # tables of lop3: (a & b) | c, (a & b) ^ c
+_AND_OR, _AND_XOR = 0xEA, 0x6A  # lop3: (a & b) | c, (a & b) ^ c
 
 
 class _Listing:
-    """Assembly that is being written: PTX, with one register for each name."""
+    """A PTX listing, with one register per name."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._names: list[str] = []
 
     def shifted(self, source: str, left: int) -> str:
-        """Return where a register stands shifted to the left, or to the right for a negative number of bits."""
+        """Return a register with `source` shifted left; right for a negative number of bits."""
         if left == 0:
             return source
         target = self._new()
@@ -150,7 +149,7 @@ class _Listing:
         return target
 
     def masked(self, source: str, mask: int, other: str | int, table: int = _AND_OR) -> str:
-        """Return where `source & mask` stands, with `other` put in."""
+        """Return a register with `source & mask`, combined with `other`."""
         target = self._new()
         given = other if isinstance(other, str) else f"0x{other:08x}"
         self._lines.append(f"lop3.b32 {target}, {source}, 0x{mask:08x}, {given}, 0x{table:02x};")
@@ -178,14 +177,14 @@ class _Listing:
 
 @functools.cache
 def assembly(code: str, dtype: torch.dtype, tile: int = 0) -> str:
-    """Return PTX that dequantizes a register of two words: one register of two floats for each span, in their order.
+    """Return PTX that dequantizes a register of two words to one register of two floats per span, in order.
 
-    Registers $0, $1, ... are the results; then come that of the words, and that of the higher bits if there are any.
+    $0, $1, ... are the results, followed by the words and, if any, the higher bits.
 
     Args:
         code: the kind of codes.
-        dtype: of the floats, 16 bits.
-        tile: which of the tiles that share a word of higher bits.
+        dtype: 16-bit dtype of the floats.
+        tile: index among the tiles that share a word of higher bits.
     """
     kind, form, listing = CODES[code], _FORMATS[dtype], _Listing()
     words, high = f"${kind.per_word}", f"${kind.per_word + 1}"
@@ -204,7 +203,7 @@ def _both(bits: int) -> int:
 
 
 def _integer(listing: _Listing, span: int, words: str, high: str, tile: int, kind: Code, form: _Format) -> None:
-    """Put an integer into a mantissa so that its lowest bit counts 1; subtract what that adds, and its zero."""
+    """Put an integer into a mantissa so that its lowest bit counts 1; subtract the excess and the zero."""
     base = 1 << (4 if kind.bits == 4 else kind.bits) if form.name == "bf16" else 1 << form.mantissa
     place = form.mantissa - (base.bit_length() - 1)  # of the lowest bit
     put = listing.masked(listing.shifted(words, place - 4 * span), _both(15 << place), form.of(base))
@@ -218,21 +217,21 @@ def _integer(listing: _Listing, span: int, words: str, high: str, tile: int, kin
 
 
 def _byte(listing: _Listing, span: int, words: str, form: _Format) -> None:
-    """Put the seven lower bits behind 128, and subtract 128, or 256 where the sign's bit stands in that exponent."""
+    """Append the seven lower bits to 128; subtract 128, or 256 if the exponent includes the sign bit."""
     moved = listing.shifted(words, -8 * span)
     if form.name == "bf16":
         low = listing.masked(moved, _both(0x7F), form.of(128.0))
         sign = listing.masked(moved, _both(0x80), form.of(128.0))
         listing.multiply_add(f"${span}", sign, form.of(-1.0), low, form)
-    else:  # the sign turned over makes it excess 128, and all eight bits fit
+    else:  # flipping the sign makes it excess 128, and all eight bits fit
         put = listing.masked(moved, _both(0xFF), form.of(1024.0) ^ _both(0x80), _AND_XOR)
         listing.multiply_add(f"${span}", put, form.of(1.0), form.of(-1152.0), form)
 
 
 def _float(listing: _Listing, span: int, words: str, bits: int, form: _Format) -> None:
-    """Put exponent and mantissa where they belong, and mend the bias: so numbers below the normal are right too."""
+    """Put exponent and mantissa in place, and correct the bias by a product, which keeps subnormals right."""
     mantissa, bias = (3, 7) if bits == 8 else (1, 1)
-    begin = bits * span  # of the code in the word
+    begin = bits * span  # first bit of the code in the word
     place = form.mantissa - mantissa
     magnitude = (1 << bits - 1) - 1 << place
     put = listing.masked(listing.shifted(words, place - begin), _both(magnitude), 0)

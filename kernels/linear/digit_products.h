@@ -10,10 +10,10 @@
 
 #include "linear/integer_products.h"
 
-#define DIGITS 3      /* of one row or two */
-#define MANY_DIGITS 2 /* of more rows */
-#define PART 16       /* input features whose digits stand together: half of a block, and the least span */
-#define PART_STEPS 4  /* of 4 features, as many as are multiplied at a time */
+#define DIGITS 3      /* for one or two rows */
+#define MANY_DIGITS 2 /* for more rows */
+#define PART 16       /* adjacent input features of a digit: half of a block, and the smallest span */
+#define PART_STEPS 4  /* steps of 4 features, which are multiplied together */
 #define STEP_CODES (4 * PANEL)
 #define TOGETHER 4 /* rows whose sums stay in registers */
 
@@ -35,10 +35,10 @@ INLINE ivec write_multiples(const int is_checked, char *at, int64_t i, ivec mult
     return is_checked ? multiples : (ivec){0};
 }
 
-/* What a code counts as its zero; see `code_bytes`. */
+/* The zero of the codes; see `code_bytes`. */
 static inline int zero_of_codes(const struct block_weight *weight) { return weight->is_linear ? weight->zero : 128; }
 
-/* What codes mean, where they are looked up. */
+/* Values of the codes, if they are looked up. */
 static void write_table(int8_t *table, const struct block_weight *weight) {
     if (weight->is_linear || weight->bits == 8) return;
     for (int code = 0; code < TABLE; code++) table[code] = (int8_t)((int)weight->floats[code] + 128);
@@ -159,7 +159,7 @@ INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, 
     memcpy(out, totals, rows * sizeof *totals);
 }
 
-/* sums[row][column] of one row or two with one panel. */
+/* sums[row][column] of one or two rows with one panel. */
 INLINE void few_rows_in_digits(const int bits, const int is_linear, float *out, const struct span_job *job,
                                const struct integer_rows *x, const int8_t *means, int64_t panel) {
     if (job->rows == 1) rows_in_digits(bits, is_linear, 1, out, job, x, means, panel);

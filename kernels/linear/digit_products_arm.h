@@ -5,10 +5,10 @@
 
 #include "linear/integer_products.h"
 
-#define DIGITS 3      /* of one row or two */
-#define MANY_DIGITS 2 /* of more rows */
-#define PART 16       /* input features whose digits stand together: a register, half of a block, and the least span */
-#define PART_STEPS 4  /* of 4 features, as many as are multiplied at a time */
+#define DIGITS 3      /* for one or two rows */
+#define MANY_DIGITS 2 /* for more rows */
+#define PART 16       /* adjacent input features of a digit: a register, half of a block, and the smallest span */
+#define PART_STEPS 4  /* steps of 4 features, which are multiplied together */
 #define TOGETHER 4    /* rows whose sums, with HELD vectors each, stay in registers */
 #define HELD 2
 #define HALF_VECTORS (HALF_PANEL / LANES) /* vectors of half of a panel */
@@ -31,7 +31,7 @@ INLINE ivec write_multiples(const int is_checked, char *at, int64_t i, ivec mult
     return is_checked ? multiples : (ivec){0};
 }
 
-/* Codes are unpacked to what they mean. */
+/* Codes are unpacked to their values. */
 static inline int zero_of_codes(const struct block_weight *weight) { return (void)weight, 0; }
 
 /* What codes of 4 bits mean, where they are looked up; else what zero is, over and over. */
@@ -147,14 +147,14 @@ INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, 
     memcpy(out, totals, rows * sizeof *totals);
 }
 
-/* sums[row][column] of one row or two with one panel. */
+/* sums[row][column] of one or two rows with one panel. */
 INLINE void few_rows_in_digits(const int bits, const int is_linear, float *out, const struct span_job *job,
                                const struct integer_rows *x, const int8_t *means, int64_t panel) {
     if (job->rows == 1) rows_in_digits(bits, is_linear, 1, out, x, job->weight, means, panel);
     else rows_in_digits(bits, is_linear, 2, out, x, job->weight, means, panel);
 }
 
-/* What a block's codes mean as bytes, [in / 4][PANEL][4]. */
+/* Values of a block's codes as bytes, [in / 4][PANEL][4]. */
 INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const uint16_t *at,
                          const struct block_weight *weight, const int8_t *means) {
     const int low = low_bits(bits), high = bits - low;

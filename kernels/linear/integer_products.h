@@ -16,24 +16,24 @@
 #define WITH_DIGITS 0
 #endif
 
-#define CHECKED_ROWS 2 /* so few are multiplied as integers only if these keep them well */
+#define CHECKED_ROWS 2 /* up to so many are multiplied as integers only if precision suffices */
 
-/* Whether its codes, or what they mean, are bytes that can be unpacked so. */
+/* Whether its codes, or their values, are bytes that can be unpacked so. */
 static inline int has_byte_codes(const struct block_weight *weight) {
     return weight->bits == 8 ? !weight->is_e4m3 : weight->is_linear || weight->bits == 4;
 }
 
 #if WITH_INTEGERS
-#define LEAST_EXPONENT 27 /* of a span's largest, as floats have it: what is below 2^-100 counts as nothing beside it */
-#define MOST_POORLY 8     /* of a span at most one in so many values may have fewer bits than it came with */
-#define INTEGER_BYTES 524288 /* of rows that stay in the second cache while panels go by */
-#define CHUNKS 8 /* are unpacked together, and stay in the second cache */
-#define ROW_APART 64      /* bytes between rows, which would share places in the first cache */
+#define LEAST_EXPONENT 27 /* biased exponent of a span's largest: values below 2^-100 become 0 beside it */
+#define MOST_POORLY 8     /* at most one in so many values of a span may lose bits */
+#define INTEGER_BYTES 524288 /* of rows, which stay in the L2 cache while panels are read */
+#define CHUNKS 8 /* chunks unpacked together, which stay in the L2 cache */
+#define ROW_APART 64      /* bytes between rows, against L1 conflicts */
 
 /* Rows in multiples, with the numbers of their spans. */
 struct integer_rows {
     char *values;          /* [rows][stride] */
-    float *units, *totals; /* [rows][spans]: what a multiple is worth, and the sum of a span's values */
+    float *units, *totals; /* [rows][spans]: the unit, and the sum of a span's values */
     int32_t *zeros;        /* [rows][spans][2]: of digits, what a span's sums begin with */
     int64_t in, spans, stride; /* bytes of a row */
 };
@@ -130,7 +130,7 @@ INLINE int write_span(const int is_checked, const struct integer_rows *to, int64
     int32_t upper = sum_of(uppers), lower = (int32_t)((uint32_t)sum_of(sums) - ((uint32_t)upper << 16));
     to->units[place] = unit;
     to->totals[place] = ((float)upper * 0x1p16f + (float)lower) * unit;
-    to->zeros[2 * place] = (int32_t)(-(uint32_t)zero * (uint32_t)lower); /* of what is not finite, anything */
+    to->zeros[2 * place] = (int32_t)(-(uint32_t)zero * (uint32_t)lower); /* arbitrary if not finite */
     to->zeros[2 * place + 1] = (int32_t)(-(uint32_t)zero * (uint32_t)upper);
     return bits < 0x7f800000 && (!is_checked || sum_of(poorly) * MOST_POORLY <= count);
 }

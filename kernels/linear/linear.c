@@ -8,23 +8,23 @@
 #include "native_products.h"
 
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
-#define LARGE_RESULT 1048576 /* bytes: about half of a second cache */
-#define AHEAD 2048  /* bytes that are asked for ahead of their use */
-#define TILES_AHEAD 3072 /* the same, of tiles: neither their bytes nor twice these, which is slower */
+#define LARGE_RESULT 1048576 /* bytes: about half of an L2 cache */
+#define AHEAD 2048  /* bytes of prefetch distance */
+#define TILES_AHEAD 3072 /* the same for tiles: multiples of a tile's bytes are slower */
 #include "linear/split_tiles.h"
 
 struct product {
     const native_linear_args *a;
-    const void *x; /* the rows as the kernel takes them */
+    const void *x; /* the rows in the kernel's layout */
     int64_t stride; /* of these; of rows that are split in two parts, [rows][2][stride], that of a part */
 };
 
-/* Where a product goes: rows of floats or of elements. */
+/* The output of a product: rows of floats or elements. */
 struct results {
     void *out;
     int64_t stride, width;
     int is_wide;
-    const void *scales, *bias; /* of output features, elements; or none */
+    const void *scales, *bias; /* per output feature, elements; or null */
 };
 
 /* sums += the products of `count` rows' values with the weights of one input feature; `count` is a constant. */
@@ -56,7 +56,7 @@ INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t
 #endif
 
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
-typedef uint16_t input; /* a row's values as products take them */
+typedef uint16_t input; /* a row's values, for products */
 #define panel_step(count, ...) bf16_step(count, VECTORS, __VA_ARGS__)
 #else
 typedef float input;
@@ -110,7 +110,7 @@ static const input *prepared(const element *x, int64_t *stride, int64_t rows, in
     return copy;
 }
 
-/* What a panel's output features have, `width` of them; there is nothing behind these. */
+/* Scales and biases of a panel's `width` output features. */
 INLINE void values_of_panel(vec *values, const element *given, int64_t width) {
     element tail[PANEL] = {0};
     if (width < PANEL) given = memcpy(tail, given, width * sizeof *given);
@@ -189,8 +189,8 @@ static void linear_panels(const void *job, int64_t begin, int64_t end) { rows_of
 static void int8_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(1, job, begin, end); }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-/* Write some rows' sums with a whole panel, a line at a time. A large result goes past the caches: it has left them before
- * it is read, and to bring each line in first takes longer than its products. */
+/* Write some rows' sums with a whole panel, a line at a time. A large result bypasses the caches: it is evicted before it is
+ * read, and loading each line first takes longer than its products. */
 INLINE void write_lines(const int is_wide, const struct results *to, const float *sums, int64_t row, int64_t rows,
                         int64_t first, int is_large) {
     const uint16_t *bias = to->bias;
@@ -207,15 +207,15 @@ INLINE void write_lines(const int is_wide, const struct results *to, const float
     }
 }
 
-/* Rows of two tiles, or fewer, times one panel, which is read once. */
+/* Rows of at most two tiles times one panel, which is read once. */
 static void two_tiles_of_rows(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
                               int64_t rows) {
     if (rows > TILE_ROWS) tile_product_of(2, 0, TILES_AHEAD, sums, x, stride, panel, in);
     else tile_product_of(1, 0, TILES_AHEAD, sums, x, stride, panel, in);
 }
 
-/* Some rows, a multiple of two tiles', times one panel. Where the lines of neighbouring rows do not drive one another out
- * of the first cache, a part of the panel stays there for all rows, and the part behind it comes into the second one. */
+/* Some rows, a multiple of two tiles', times one panel. If adjacent rows do not conflict in the L1 cache, a part of the
+ * panel stays there for all rows, and the next part is prefetched into L2. */
 static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
     int64_t part = 2 * stride % ONE_PLACE ? TILED_IN : in, lines = part < in ? part * PANEL * sizeof *panel / 64 : 0;
     for (int64_t begin = 0; begin < in; begin += part)
@@ -241,11 +241,11 @@ static void tiled_panels(const void *given, int64_t begin, int64_t end) {
     int is_even = to.width % PANEL == 0, is_large = is_even && (uintptr_t)to.out % 64 == 0;
     is_large &= whole * to.width * (int64_t)width_of(to.is_wide) >= LARGE_RESULT;
     float *sums = lasting(least_of(together, whole + 2 * TILE_ROWS) * PANEL);
-    int64_t shaped = 0; /* rows that the tiles' shapes are for */
+    int64_t shaped = 0; /* rows of the configured tile shapes */
     for (int64_t item = begin; item < end; item++) {
         int64_t first = item / panels * together, at = item % panels * PANEL, last = least_of(first + together, rows);
         const uint16_t *of_panel = weight + at * in;
-        for (int64_t here; first < last; first += here) { /* whole pairs of tiles, and then what is left */
+        for (int64_t here; first < last; first += here) { /* whole pairs of tiles, then the rest */
             here = first < whole ? least_of(last, whole) - first : last - first;
             int64_t shape = least_of(here, 2 * TILE_ROWS);
             if (shape != shaped) set_tile_rows(least_of(shape, TILE_ROWS), shape - TILE_ROWS);

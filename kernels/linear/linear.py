@@ -1,12 +1,12 @@
-"""Linear layers with whole weights, `out = x @ weight.T + bias`: as they stand, in int8, or as a CPU reads them best.
+"""Linear layers with plain or int8 weights, `out = x @ weight.T + bias`: row-major, in panels, or packed by oneDNN.
 
-A compiled kernel reads a weight in panels as one stream, at the machine's bandwidth. A panel is 32 output features.
-Layouts: float32 and float16 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, so that two input features stand in
-one 32-bit word; int8 `[panels, in / 4, 32, 4]` with a scale for each output feature. Each sum runs over the input
-features in one order, in float32: a row's result depends neither on other rows nor on the number of threads.
+Compiled kernels read a weight in panels as one stream, at full bandwidth. A panel is 32 output features. Layouts:
+float32 and float16 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, two input features per 32-bit word; int8
+`[panels, in / 4, 32, 4]` with a scale per output feature. Sums run over the input features in one order, in float32: a
+row's result depends neither on other rows nor on the number of threads.
 
-A weight that oneDNN packed is read at most of the bandwidth at any batch, where torch's plain product reaches a third
-of it at batch 8; of small matrices the plain product is faster.
+A weight packed by oneDNN is read at most of the bandwidth at any batch size, where torch's plain product reaches a
+third of it at batch 8; for small matrices the plain product is faster.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..native.library import ELEMENTS, fits
 from ..native.registration import AnyElement, Wide, Written, operator
 
-_WIDENED = 1 << 20  # values of a weight that are widened at a time, and stay in a cache until they are multiplied
+_WIDENED = 1 << 20  # weight values widened at a time, which stay in the cache until they are multiplied
 
 
 def plain_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -52,11 +52,11 @@ def linear(out: Written[Wide], x: Tensor, weight: Tensor, bias: Tensor | None = 
 
 
 PANEL = 32
-_STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  # input features that stand together
+_STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  # input features per word
 
 
 def can_panel(weight: Tensor) -> bool:
-    """Whether a weight can be put in panels here: a float of 32 or 16 bits in host memory, and kernels are compiled."""
+    """Whether a weight can be put in panels: a 32- or 16-bit float on a CPU with compiled kernels."""
     return weight.dtype in ELEMENTS and fits(weight)
 
 
@@ -88,12 +88,12 @@ def native_linear(
     scales: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Write `x @ (weight * scales).T + bias` into `out`, the weight in panels. CPU alone.
+    """Write `x @ (weight * scales).T + bias` into `out`, the weight in panels. Only on a CPU.
 
     Args:
         out: [rows, out_features], contiguous, of x's dtype, or fp32.
-        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
-        panels: what `to_panels(weight)` returned, of x's dtype or int8.
+        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided.
+        panels: from `to_panels`, of x's dtype or int8.
         scales: [out_features], for int8.
         bias: [out_features] or None.
     """
@@ -105,18 +105,18 @@ def native_linear(
             out.add_(bias)
 
 
-# torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantized
-# weight is faster. It is vectorised for bf16 alone.
+# torch's int8 product is a matrix-vector loop, vectorized only for bf16: from this many rows on, a product with the
+# dequantized weight is faster
 _INT8_DEQUANTIZE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
 _INT8_PRODUCT = getattr(torch, "_weight_int8pack_mm", None)
 
 
 @operator()
 def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tensor, bias: Tensor | None = None) -> None:
-    """Write `x @ (qweight * scales[:, None]).T + bias` into `out`: int8 weights, activations untouched.
+    """Write `x @ (qweight * scales[:, None]).T + bias` into `out`; activations are not quantized.
 
-    Made for bf16 on a CPU: torch's int8 product is vectorised for bf16 alone, and fp32 activations take a product
-    with the dequantized weight from three rows on, which saves memory but no time.
+    For bf16 on a CPU: fp32 activations use a product with the dequantized weight from three rows on, which saves memory
+    but no time.
 
     Args:
         out: [rows, out_features], contiguous, of x's dtype, or fp32.
@@ -138,11 +138,11 @@ def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tens
 
 
 def quantize_int8(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Return (int8 [n, k], scales [n] of the weight's dtype): symmetric, one scale per output feature.
+    """Return int8 [n, k] and scales [n] of the weight's dtype: symmetric, one scale per output feature.
 
     Args:
         weight: [n, k], any float dtype.
-        maxima: takes the largest magnitudes [n] and returns those of rows of which these are a part; None: the same.
+        maxima: maps the largest magnitudes [n] of a shard of columns to those of whole rows; None: identity.
     """
     largest = torch.maximum(weight.amax(dim=1), -weight.amin(dim=1)).float()
     if maxima is not None:
@@ -155,30 +155,30 @@ def quantize_int8(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = No
     return qweight, scales
 
 
-_PACKED_ROWS = 8  # oneDNN's layout for so many rows is as good for one, and a third better than that for one at eight
+_PACKED_ROWS = 8  # oneDNN's layout for eight rows is as fast at one row, and a third faster at eight
 _PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _PACKED_PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN packs this weight: fp32 or bf16, on a CPU that it supports, in a torch that says how."""
+    """Whether oneDNN can pack this weight: fp32 or bf16, on a CPU that it and torch support."""
     is_there = _PACK is not None and _PACKED_PRODUCT is not None and torch.backends.mkldnn.is_available()
     return is_there and weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return [out_features, in_features] as oneDNN reads it fastest: an opaque tensor."""
+    """Pack [out_features, in_features] for oneDNN; returns an opaque tensor."""
     return _PACK(weight, _PACKED_ROWS)
 
 
 @operator(keys=("MkldnnCPU",))
 def packed_linear(out: Written[Tensor], x: Tensor, packed: Tensor, bias: Tensor | None = None) -> None:
-    """Write `x @ weight.T + bias` into `out`, the weight as oneDNN packed it. CPU alone.
+    """Write `x @ weight.T + bias` into `out`, the weight packed by oneDNN. Only on a CPU.
 
     Args:
         out: [rows, out_features], contiguous.
-        x: [rows, in_features], fp32 or bf16; any number of rows.
-        packed: what `pack(weight)` returned: an opaque tensor.
+        x: [rows, in_features], fp32 or bf16.
+        packed: from `pack`.
         bias: [out_features] or None.
     """
     out.copy_(_PACKED_PRODUCT.default._op(x, packed, bias, "none", [], ""))

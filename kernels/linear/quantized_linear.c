@@ -11,10 +11,10 @@
 #include "native_blocks.h"
 
 #define ROWS_MULTIPLIED 32 /* at a time */
-#define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* whose sums, with FLOAT_VECTORS each, stay in registers */
+#define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* rows whose sums, with FLOAT_VECTORS each, stay in registers */
 #define FLOAT_VECTORS 2
 
-/* Add some features' part to sums[row][column] of `rows` rows, a constant where this is used. */
+/* Add the products of some features to sums[row][column]; `rows` is a constant at each use. */
 INLINE void float_rows(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
                        int64_t features) {
     const int vectors = rows == 1 ? VECTORS : FLOAT_VECTORS;
@@ -42,13 +42,13 @@ struct quantized_job {
     const quantized_linear_args *a;
     const input *x; /* in tiles where there are many rows */
     int64_t stride;
-    void *made; /* what threads write before the product: totals, or rows in tiles */
+    void *made; /* written by threads before the product: totals, or rows in tiles */
 #if WITH_INTEGERS
     struct integer_rows integers;
 #endif
 };
 
-/* The sum of a row's values in each span; those of the last may be fewer. */
+/* The sum of a row's values in each span; the last span may be shorter. */
 static void row_totals(float *totals, const element *row, int64_t span, int64_t in) {
     for (int64_t first = 0; first < in; first += span) {
         vec sum = splat(0.0f);
@@ -109,7 +109,7 @@ static void rows_in_tiles(const void *given, int64_t begin, int64_t end) {
 }
 #endif
 
-/* sums[row][column] of all rows with one panel; where there are no tiles. */
+/* sums[row][column] of all rows with one panel, without tiles. */
 static void quantized_panel(float *sums, const struct span_job *of, const input *x, int64_t stride,
                                 int64_t panel) {
     const struct block_weight *weight = of->weight;
@@ -203,8 +203,8 @@ static void integer_panels(const void *given, int64_t begin, int64_t end) {
 
 static void NAME(quantized_linear_of)(const quantized_linear_args *a, int64_t threads);
 
-/* Multiply rows as integers, if these keep them well. Where they keep one of a few and not another, each is multiplied by
- * itself, so that no row decides how its neighbour is. */
+/* Multiply rows as integers, if precision suffices. If it suffices for one of a few rows and not for another, each is
+ * multiplied separately, so that no row affects another. */
 static int multiplied_as_integers(struct quantized_job *job, float *at, int64_t threads, int64_t least) {
     int64_t rows = job->of.rows, in = job->a->x.size[1], kept = rows;
     job->integers = integer_rows_at(at, rows, in, job->of.spans);
@@ -232,7 +232,7 @@ KERNEL(quantized_linear) {
     read_weight(&weight, a->table.data);
     struct quantized_job job = {{&weight, rows, (in + weight.span - 1) / weight.span}, a,
                                       (const input *)a->x.data, a->x.stride[0]};
-    int64_t whole = rows + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
+    int64_t whole = rows + TILE_ROWS; /* rounded up: whole tiles read totals and rows */
     float *at = scratch(whole * (job.of.spans + in + LANES) + 2 * LANES);
 #if WITH_INTEGERS
     if (takes_integers(&weight, rows, a->batch_invariant) && multiplied_as_integers(&job, at, threads, least))

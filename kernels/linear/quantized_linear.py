@@ -1,21 +1,21 @@
 """Linear layers with a quantized weight in panels, which is never dequantized in memory.
 
-A weight is codes of 2 to 6 or of 8 bits: a table says which integer a code means, or it is a float8. A group of
-neighbouring input features has a scale for each output feature, and perhaps a least value: weight = scale * meaning +
-least value. Both may be int8 times a factor, which serves some neighbouring groups. These are the blocks of GGUF, and
-integers and float8 with any of the usual groups.
+A weight has codes of 2 to 6 or 8 bits: indices into a table of integers, or float8. A group of adjacent input features
+    has
+a scale per output feature, and perhaps a minimum: weight = scale * value + minimum. Both may be int8 times a factor
+that adjacent groups share. This covers GGUF blocks, and integers and float8 with the usual groups.
 
 A panel is 32 output features, a block 32 input features. Layout of codes: int16 `[panels, blocks, 64 * bits]`. The low
-bits of all codes of a block stand first (8, 4 or 2 of a code), then the bits above them (2 or 1). Within these a row
-of 32 words has the codes of two input features and 16 output features in the lowest bits of its words: those of one
-input feature in the even words, of the next one in the odd; then the same of the panel's other half in the next bits,
-then two further input features. Numbers: `[panels, groups, 32]`.
+bits of all codes of a block come first (8, 4 or 2 per code), then the higher bits (2 or 1). Each of these parts has
+rows of 32 words. The lowest bits of a row's words hold two input features of 16 output features, one input feature in
+the even words, the next in the odd words; the next bits hold the same for the panel's other half, and then two further
+input features. Scales and minima: `[panels, groups, 32]`.
 
-Weights are not rounded. Rows of bf16 and fp16 are multiplied as integers (AVX2 and up; with AMX, bf16 alone by tiles),
-with 15 bits and a sign of an activation beside the largest of its group, and one or two rows with 23 (AVX-512's VNNI
-and VBMI). Else a group's integers times activations of bf16 are summed up in float32 and scaled, and with float32
-whole weights are multiplied. A row's result depends neither on other rows nor on the number of threads, but for this
-choice by their number.
+Weights are not rounded. Rows of bf16 and fp16 are multiplied as integers (AVX2 and up; with AMX, bf16 by tiles): an
+activation has a sign and 15 bits relative to the largest of its group, or 23 for one or two rows (AVX-512's VNNI and
+VBMI). Otherwise, a group's integers times bf16 activations are summed in float32 and scaled; float32 activations are
+multiplied with dequantized weights. A row's result depends neither on other rows nor on the number of threads, except
+for this choice by the number of rows.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..native.registration import AnyElement, OneOf, Wide, Written, operator
 
 PANEL = 32
-BLOCK = 32  # input features whose codes stand together
+BLOCK = 32  # input features of a block
 LEAST_GROUP = 16
 _SCALE_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -37,13 +37,13 @@ class QuantizedPanels(NamedTuple):
 
     Attributes:
         panels: int16 [panels, blocks, words], the codes.
-        scales: [panels, groups, 32], of scale_dtype; int8 where there are factors.
-        table: int8 [2 ** bits], what codes mean; None for codes of 8 bits, which mean themselves.
+        scales: [panels, groups, 32], of scale_dtype; int8 if there are factors.
+        table: int8 [2 ** bits], values of the codes; None for codes of 8 bits, which are values.
         mins: likewise, or None.
         factors: [panels, groups of factors, 32], of scale_dtype, or None.
-        min_factors: likewise, of the least values.
+        min_factors: likewise, for the minima.
         scale_dtype: "float16", "bfloat16" or "float32".
-        code: "e4m3" for codes of 8 bits that are float8, else "integer".
+        code: "e4m3" for float8, else "integer".
     """
 
     panels: AnyElement
@@ -57,10 +57,10 @@ class QuantizedPanels(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scales or least values by output feature.
+    """Scales or minima by output feature.
 
     Attributes:
-        values: [out_features, groups]; int8 where there are factors, else float16, bfloat16 or float32.
+        values: [out_features, groups]; int8 if there are factors, else float16, bfloat16 or float32.
         factors: [out_features, groups of factors], float16, bfloat16 or float32.
     """
 
@@ -71,15 +71,15 @@ class Numbers(NamedTuple):
 def quantized_panels(
     codes: Tensor, bits: int, table: Tensor | None, scales: Numbers, mins: Numbers | None = None
 ) -> QuantizedPanels:
-    """Return a weight in panels; output features that are missing to a whole panel are zeros.
+    """Return a weight in panels; output features that fill the last panel are zeros.
 
     Args:
         codes: uint8 or float8_e4m3fn [out_features, in_features], in_features a multiple of 32; or of 4 bits uint8
-            [out_features, in_features / 32, 16], those of 16 features in the lower halves, of the next in the upper.
-        bits: of a code: 2, 3, 4, 5, 6 or 8.
-        table: int8 [2 ** bits], what codes mean; None for 8 bits, which are signed.
-        scales: of groups of input features, equal in size: a multiple of 16, or all.
-        mins: of the same groups; of the scales' dtype.
+            [out_features, in_features / 32, 16], 16 features in the low nibbles, the next 16 in the high ones.
+        bits: bits of a code: 2, 3, 4, 5, 6 or 8.
+        table: int8 [2 ** bits], values of the codes; None for 8 bits, which are signed.
+        scales: scales of groups of equal size: a multiple of 16 input features, or all.
+        mins: minima of the same groups; of the scales' dtype.
     """
     least = (None, None) if mins is None else mins
     return QuantizedPanels(
@@ -95,15 +95,15 @@ def quantized_panels(
 
 
 def by_panel(weight: QuantizedPanels) -> dict[str, Tensor]:
-    """Return what a weight has for each panel, by name."""
+    """Return the tensors by panel, by name."""
     names = ("panels", "scales", "mins", "factors", "min_factors")
     return {name: held for name in names if (held := getattr(weight, name)) is not None}
 
 
 def joined_panels(parts: Sequence[QuantizedPanels], *, interleaved: bool = False) -> QuantizedPanels:
-    """Return parts of one kind as one weight: all but the last have whole panels.
+    """Join parts of one kind along their rows: all but the last have whole panels.
 
-    Interleaved, the parts have equally many panels, and the first of each part come before the second ones.
+    Interleaved, panels of the parts, equally many, alternate.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -121,7 +121,7 @@ def _padded(by_row: Tensor) -> Tensor:
 
 
 def _rows_by_panel(numbers: Tensor | None) -> Any:
-    """Return numbers [out_features, groups], if any, as [panels, groups, 32]."""
+    """Return [out_features, groups], if any, as [panels, groups, 32]."""
     return None if numbers is None else _padded(numbers).view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
 
 
@@ -140,12 +140,12 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 @operator(is_compiled=lambda codes: codes.stride(2) == 1)
 def pack_codes(out: Written[AnyElement], codes: AnyElement, bits: int) -> None:
-    """Write codes as the words of panels; output features that are missing to a whole panel are zeros. CPU alone.
+    """Write codes as words of panels; output features that fill the last panel are zeros. Only on a CPU.
 
     Args:
         out: int16 [panels, blocks, 64 * bits].
-        codes: uint8 [out_features, blocks, 32], or of 4 bits [out_features, blocks, 16], two in a byte.
-        bits: of a code.
+        codes: uint8 [out_features, blocks, 32], or of 4 bits [out_features, blocks, 16], two per byte.
+        bits: bits of a code.
     """
     low = _low_bits(bits)
     if codes.shape[2] < BLOCK:
@@ -159,8 +159,8 @@ def pack_codes(out: Written[AnyElement], codes: AnyElement, bits: int) -> None:
 
 
 def _plane(codes: Tensor, bits: int) -> Tensor:
-    """Return codes of so many bits [panels, blocks, places, 32], each bits' next place above the one before."""
-    eights = codes.view(torch.int64).view(*codes.shape[:2], -1, 2, 8 // bits, PANEL // 8)  # no code leaves its byte
+    """Return the words of a number of bits [panels, blocks, places, 32], lowest bits first."""
+    eights = codes.view(torch.int64).view(*codes.shape[:2], -1, 2, 8 // bits, PANEL // 8)  # codes stay in their bytes
     halves = eights[..., 0, :]
     for place in range(1, 8 // bits):
         halves = halves | eights[..., place, :] << (place * bits)
@@ -188,7 +188,7 @@ def _places(words: Tensor, bits: int) -> Tensor:
 
 
 def dequantized_panels(weight: QuantizedPanels) -> Tensor:
-    """Return what a weight in panels stands for, float32 [panels * 32, in_features]."""
+    """Return a weight in panels dequantized, float32 [panels * 32, in_features]."""
     codes = codes_of(weight.panels)
     if weight.code == "e4m3":
         values = codes.to(torch.uint8).view(torch.float8_e4m3fn)
@@ -202,7 +202,7 @@ def dequantized_panels(weight: QuantizedPanels) -> Tensor:
 
 
 def _numbers(values: Tensor, factors: Tensor | None) -> Tensor:
-    """Return numbers [panels, groups, 32] with their factors as [panels * 32, groups, 1]."""
+    """Return scales or minima [panels, groups, 32] with their factors as [panels * 32, groups, 1]."""
     found = values.float()
     if factors is not None:
         found *= factors.float().repeat_interleave(values.shape[1] // factors.shape[1], dim=1)
@@ -210,7 +210,7 @@ def _numbers(values: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def are_blocks_of(weight: QuantizedPanels, in_features: int) -> bool:
-    """Whether compiled kernels multiply so many input features with a weight's groups."""
+    """Whether compiled kernels support the input features with a weight's groups."""
     features, groups = weight.panels.shape[1] * BLOCK, weight.scales.shape[1]
     return in_features == features and (groups == 1 or features // groups % LEAST_GROUP == 0)
 
@@ -227,14 +227,14 @@ def quantized_linear(
     *,
     batch_invariant: bool = False,
 ) -> None:
-    """Write `x @ weight.T + bias` into `out`, the weight in panels of blocks. CPU alone.
+    """Write `x @ weight.T + bias` into `out`, the weight in panels. Only on a CPU.
 
     Args:
         out: [rows, out_features], of x's dtype, or fp32; rows may be strided.
-        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
-        weight: as `quantized_panels` returned it.
+        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided.
+        weight: from `quantized_panels`.
         bias: [out_features] or None.
-        batch_invariant: multiply few rows as many are, so that a row's bits do not depend on their number.
+        batch_invariant: multiply few rows like many, so that a row's bits do not depend on their number.
     """
     product = x.float() @ dequantized_panels(weight)[: out.shape[1]].T
     out.copy_(product if bias is None else product + bias.float())

@@ -7,21 +7,21 @@
 
 #define FEW_ROWS (2 * TILE_ROWS)
 
-/* What all panels of a product have in common. */
+/* What all panels of a product share. */
 struct span_job {
     const struct block_weight *weight;
     int64_t rows, spans;
-    const float *totals; /* of each row's spans, if there are least values */
+    const float *totals; /* of each row's spans, if there are minima */
 };
 
-/* The scales and least values of some spans. */
+/* The scales and minima of some spans. */
 static void read_numbers(vec (*scales)[VECTORS], vec (*mins)[VECTORS], const struct block_weight *weight, int64_t panel,
                          int64_t span, int64_t count) {
     numbers_of_spans(scales, &weight->scales, panel, span, count);
     if (weight->mins.at) numbers_of_spans(mins, &weight->mins, panel, span, count);
 }
 
-/* Add some rows' sums of a span, scaled, and their totals times its least values. */
+/* Add some rows' scaled sums of a span, and their totals times its minima. */
 INLINE void add_span(float *out, const float *found, const vec *scale, const vec *least, const struct span_job *job,
                      int64_t row, int64_t rows, int64_t span) {
     int has_mins = job->weight->mins.at != 0;
@@ -36,7 +36,7 @@ INLINE void add_span(float *out, const float *found, const vec *scale, const vec
 #ifdef WITH_TILES
 #define RING 8        /* blocks that are unpacked and not yet multiplied, and as many that are done with */
 #define UNPACKED_AHEAD 4 /* blocks between what is unpacked and what is multiplied, so that both go on side by side */
-#define SPREAD 8 /* rows at most that are spread, and places of their spans */
+#define SPREAD 8 /* most rows that are spread, and positions of their spans */
 
 static void unpack_ahead(uint16_t *ring, const struct block_weight *weight, int64_t block, int64_t end) {
     int64_t words = weight->bits * BLOCK_SIZE / 16;

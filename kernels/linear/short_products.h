@@ -1,9 +1,9 @@
 /* Products of rows of 16 bits with quantized blocks as integers of 16 bits.
  *
  * A multiple has 15 bits and a sign: a value that is at least 2^-5 (fp16) or 2^-8 (bf16) of the span's largest is exact,
- * and none is off by more than 2^-15 of that, which fp16 has rounded by 2^-12 and bf16 by 2^-9. Codes are unpacked to 16 bits, in pairs, in memory that stays in the
- * first cache while rows go by. Two products of 16 bits are added up by one instruction, two or four times as many at once
- * as floats.
+ * and none is off by more than 2^-15 of that, which fp16 has rounded by 2^-12 and bf16 by 2^-9. Codes are unpacked to
+ * pairs of 16 bits, which stay in the L1 cache while rows are read. One instruction adds two products of 16 bits, for two or
+ * four times as many at a time as floats.
  */
 #pragma once
 
@@ -27,10 +27,10 @@ INLINE ivec write_multiples(const int is_checked, char *at, int64_t i, ivec mult
     return (void)is_checked, (ivec){0};
 }
 
-/* Codes are unpacked to what they mean. */
+/* Codes are unpacked to their values. */
 static inline int zero_of_codes(const struct block_weight *weight) { return (void)weight, 0; }
 
-/* What codes mean that are looked up. */
+/* Values of codes that are looked up. */
 static void write_table(int8_t *table, const struct block_weight *weight) {
     for (int code = 0; code < 16; code++) table[code] = (int8_t)weight->floats[code];
 }
@@ -43,7 +43,7 @@ INLINE ivec add_pairs(ivec sums, shorts codes, shorts pair) {
 #endif
 }
 
-/* What codes of 4 bits in the lower halves of shorts mean, by a table of 16 bytes. */
+/* Values of 4-bit codes in the low halves of shorts, by a table of 16 bytes. */
 static inline shorts shorts_looked_up(shorts codes, const int8_t *table) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)table);
 #if LANES == 16

@@ -1,29 +1,29 @@
-"""Linear layers of a few rows on a GPU, `out = x @ weight.T + bias`, made to read the weight at full bandwidth.
+"""Linear layers of a few rows on a GPU, `out = x @ weight.T + bias`, at the full bandwidth of the weight.
 
-Two kernels: one multiplies tiles of 16 to 64 rows on the tensor cores, the other one or two
-rows on the CUDA cores. Both deal the weight's rows to programs in blocks, and its columns in `splits` parts, so that
-there is work for the whole chip; the last program of a block to arrive adds the parts up, in their order. Nothing
-depends on who that is: the same inputs give the same bits. The tensor-core kernel adds up a row in the same order
-whatever stands in the other rows and however many there are, so that one configuration is batch-invariant.
+Two kernels: one multiplies tiles of 16 to 64 rows on the tensor cores, the other one or two rows on the CUDA cores.
+    Both
+distribute blocks of the weight's rows, and `splits` parts of its columns, over programs, so that there is work for the
+whole GPU; the last program of a block to arrive adds the parts in order. The result does not depend on which that is:
+the same inputs give the same bits. The tensor-core kernel adds in the same order for any number of rows, so that one
+configuration is batch-invariant.
 
-What stands before and behind the product in a layer can be part of the same launch: RMSNorm of the activations, and
-behind the product the gate of an MLP, or the sum with the residual.
-
-With an early start (`optional_triton`) a program asks for its part of the weight before it waits for the activations.
+The launch can include RMSNorm of the activations, and after the product the gate of an MLP or the sum with the
+residual. With an early start (`optional_triton`) a program prefetches its part of the weight before it waits for the
+activations.
 
 The kernels have been run in Triton's interpreter and compiled ahead of time by the tests.
 
-A program multiplies a tile of the activations' rows with a block of the weight's rows over one part of its columns. It
-keeps its sums as [rows of the weight, rows of the activations]: the weight is the tensor cores' first operand, of which
-they take 64 rows at a time on sm_90, and a few activations are the second, which may be as narrow as they are.
+A program multiplies a tile of activation rows with a block of weight rows over one part of the columns. Its sums are
+[weight rows, activation rows]: the weight is the tensor cores' first operand (64 rows at a time on sm_90), the
+activations are the second, which may be narrow.
 
-RMSNorm before the product costs no launch and no second look at the activations. Its factor, 1 / rms(x), is the same
-for a whole row and leaves the sum: `sum(x g w) / rms(x)`, so squares and products are added up side by side. More than
-16 rows may better be normed once, by a launch of their own: each program does the arithmetic of all rows.
+RMSNorm before the product needs no extra launch or pass over the activations. Its factor, 1 / rms(x), is the same for a
+whole row and can be applied to the sum, `sum(x g w) / rms(x)`: squares and products are summed together. For more than
+16 rows a separate launch may be better, since each program does the arithmetic of all rows.
 
-The gain multiplies the activations, and is not folded into the weight at load: rounded again, weights are the same only
-where all gains are powers of two, which trained ones are not. It costs 4 bytes a column from the L2 cache, an eighth of
-the 16-bit weights of a block of 16 rows, and nothing where rows are normed once.
+The gain multiplies the activations and is not folded into the weight on load: that would round the weights again. It
+costs 4 bytes per column from the L2 cache, an eighth of the 16-bit weights of a block of 16 rows, and nothing if rows
+are normed separately.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -38,11 +38,11 @@ from ..norm.rms_norm import normed, rms_norm
 from .linear import plain_product
 from .weight_tiles import TileLayout
 
-MOST_ROWS = 64  # of which a small product may be faster than cuBLAS's
-TILE_ROWS = 16  # of the activations in the smallest tensor-core tile
-GEMV_ROWS = 2  # rows that the CUDA-core kernel takes at most: with more, its arithmetic takes longer than the reading
-# (block_n, block_k, num_warps, num_stages) by the bytes of a weight, and by the rows of a tile of activations: they fit
-# all GPUs from sm_80 on, and never spill. The tensor cores of sm_90 take 64 rows of the weight at a time
+MOST_ROWS = 64  # with more rows, cuBLAS is faster
+TILE_ROWS = 16  # activation rows of the smallest tensor-core tile
+GEMV_ROWS = 2  # most rows of the CUDA-core kernel: with more, arithmetic takes longer than reading
+# (block_n, block_k, num_warps, num_stages) by the bytes of a weight and the rows of an activation tile: they fit all
+# GPUs from sm_80 on, and do not spill. The tensor cores of sm_90 take 64 weight rows at a time
 DOT_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     2: {
         16: ((64, 64, 4, 6), (128, 64, 4, 4), (32, 128, 4, 5)),
@@ -55,33 +55,33 @@ GEMV_TILES = {
     2: ((8, 512, 4, 3), (16, 256, 8, 4)),
     4: ((4, 512, 8, 3), (16, 128, 8, 3)),
 }
-_LEAST_NORMED_ROWS = 16  # of the weight: each program reads x and the gain, 6 bytes for 2 of a row of the weight
-# (block_n, num_warps) for quantized weights by the rows of a tile of activations, without a norm before the product
-# and with one, which is made anew in each block; the columns follow from the weight's kind
+_LEAST_NORMED_ROWS = 16  # of the weight: each program reads x and the gain, 6 bytes per 2 bytes of a weight row
+# (block_n, num_warps) for quantized weights by the rows of an activation tile, without and with a norm before the
+# product, which each block computes; the columns follow from the weight's kind
 TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
-_ROWS_WHERE_TIGHT = 32  # of a tile where sums of activations, or scales of many groups, take registers, too
+_ROWS_WHERE_TIGHT = 32  # rows of a tile if sums of activations, or scales of many groups, also need registers
 _SMALL_GROUP = 32
-_SUM_COLUMNS = 512  # of the memory that tensor cores of compute capability 10 write sums into: 128 lanes wide
-TILED_STAGES = 3  # of steps that are on their way at a time; two where that many registers are not there
+_SUM_COLUMNS = 512  # columns of tensor memory (compute capability 10), 128 lanes wide
+TILED_STAGES = 3  # steps in flight; two if registers are short
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
-_WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a quantized weight aims at
-_WAVES = (1, 2, 4)  # programs for each multiprocessor that a split aims at
+_WARPS_AT_WORK = 12  # warps per multiprocessor that splits of a quantized weight aim at
+_WAVES = (1, 2, 4)  # programs per multiprocessor that splits aim at
 
 
 class SmallLinearConfig(NamedTuple):
-    """How the product of one shape is dealt out.
+    """Launch configuration of one product shape.
 
     Attributes:
         kind: "dot" (tensor cores, any number of rows in tiles) or "gemv" (CUDA cores, one or two rows).
-        block_n: rows of the weight that one program takes.
-        block_k: columns of the weight that are read at a time.
-        splits: parts that the columns are dealt in.
-        num_warps: of one program.
-        num_stages: tiles of the weight that are on the way at a time.
-        pdl: whether it begins while the kernel before it still runs; sm_90 and later.
-        block_m: rows of the activations in one tile of the tensor cores.
-        prefetch: whether it asks for some of its part of the weight before it waits; of one that begins early.
-        norms_apart: whether a norm before it is a launch of its own, and not computed by each program.
+        block_n: weight rows per program.
+        block_k: weight columns read at a time.
+        splits: parts of the columns.
+        num_warps: warps per program.
+        num_stages: weight tiles in flight.
+        pdl: whether it starts before the previous kernel ends (sm_90 and later).
+        block_m: activation rows of a tensor-core tile.
+        prefetch: with pdl, whether it prefetches some of the weight before it waits.
+        norms_apart: whether a norm before it is a separate launch.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class SmallLinearConfig(NamedTuple):
         )
 
     def counters(self, rows: int, out_features: int) -> int:
-        """How many counters a product uses: one for each tile of rows and block of the weight, none without a split."""
+        """Return the number of counters of a product: one per row tile and weight block, none without a split."""
         return 0 if self.splits == 1 else -(-rows // self.block_m) * -(-out_features // self.block_n)
 
 
@@ -116,28 +116,28 @@ def _split(in_features: int, block_k: int, blocks: int, programs: int) -> int:
 def candidates(
     out_features: int, in_features: int, itemsize: int, rows: int, units: int, is_normed: bool = False
 ) -> list[SmallLinearConfig]:
-    """Return the configurations that may be fastest; none for more rows than the tiles of such weights have.
+    """Return the configurations that may be fastest; none for more rows than the tiles have.
 
-    Each gives seven of eight multiprocessors a program at least, if any does.
+    Each has programs for at least seven of eight multiprocessors, if any does.
 
     Args:
         out_features: rows of the weight.
         in_features: columns of the weight.
         itemsize: bytes of a weight.
-        rows: of the activations.
+        rows: activation rows.
         units: multiprocessors of the GPU.
-        is_normed: the product is that of a norm.
+        is_normed: whether a norm comes before the product.
     """
     of_rows = DOT_TILES[itemsize]
     if rows > max(of_rows):
         return []
-    # a narrower tile than the rows need reads the weight more than once, from the L2 cache, and makes more programs
+    # tiles with fewer rows than needed read the weight several times, from the L2 cache, and make more programs
     widest = next(most for most in of_rows if rows <= most)
     tiles = [("dot", most, *tile) for most in sorted(of_rows, reverse=True) if most <= widest for tile in of_rows[most]]
     if rows <= GEMV_ROWS:
         least = _LEAST_NORMED_ROWS if is_normed else 1
         tiles += [("gemv", TILE_ROWS, *tile) for tile in GEMV_TILES[itemsize] if tile[0] >= least]
-    found: dict[SmallLinearConfig, int] = {}  # and the programs of each
+    found: dict[SmallLinearConfig, int] = {}  # -> programs
     for kind, block_m, block_n, block_k, num_warps, num_stages in tiles:
         blocks = -(-out_features // block_n) * -(-rows // block_m)
         for splits in (1, *(_split(in_features, block_k, blocks, waves * units) for waves in _WAVES)):
@@ -147,9 +147,9 @@ def candidates(
 
 
 def fixed_config(out_features: int, in_features: int, itemsize: int, pdl: bool = False) -> SmallLinearConfig:
-    """Return one configuration for any number of rows, which follows from the shape alone: no GPU, no clock.
+    """Return one configuration for any number of rows, from the shape alone.
 
-    A row's result then has the same bits in any company, on any GPU of the same kind.
+    A row's result then has the same bits in any batch, on any GPU of the same kind.
 
     Args:
         out_features: rows of the weight.
@@ -172,25 +172,24 @@ def tiled_config(
     is_normed: bool = False,
     major: int = 9,
 ) -> SmallLinearConfig:
-    """Return how the product with a quantized weight is dealt out; see `tiled_linear`.
+    """Return the configuration of a product with a quantized weight; see `tiled_linear`.
 
     Args:
-        rows: of the activations; None: one configuration for any number of rows, on any GPU of the same kind.
-        out_features: rows of the weight.
-        columns: of it, in whole steps.
-        layout: of the weight.
+        rows: activation rows; None: one configuration for any number of rows, on any GPU of the same kind.
+        out_features: weight rows.
+        columns: weight columns, in whole steps.
+        layout: the weight's layout.
         units: multiprocessors of the GPU.
         pdl: whether the GPU lets kernels begin early.
         is_normed: the product is that of a norm.
-        major: of the GPU's compute capability. The tensor cores of 10 write into a memory of their own, where the sums
-            of all groups of a step stand at a time; a kernel that asks for more than there is cannot be launched. For
-            12 the compiler spills where groups are small and rows many.
+        major: major compute capability. On 10, tensor memory holds the sums of all groups of a step; a kernel that
+            needs more cannot be launched. On 12 the compiler spills if groups are small and rows many.
     """
     is_tight = layout.has_totals or (major == 12 and layout.group == _SMALL_GROUP)
     most_rows = _ROWS_WHERE_TIGHT if is_tight else max(TILED_TILES)
     if major == 10:
         groups = layout.step // layout.group if layout.group else 1
-        columns_of_row = groups * (1 + layout.has_totals) + 2  # and those of the step before, scaled and not
+        columns_of_row = groups * (1 + layout.has_totals) + 2  # and those of the previous step, scaled and unscaled
         most_rows = max(most for most in TILED_TILES if most <= min(most_rows, _SUM_COLUMNS // columns_of_row))
     block_m = TILE_ROWS if rows is None else next((most for most in TILED_TILES if rows <= most), most_rows)
     block_m = min(block_m, most_rows)
@@ -204,9 +203,9 @@ def tiled_config(
 
 
 class ProductSizes(NamedTuple):
-    """Of a product: features, columns of x, its stride, columns of a part, its factors, and programs that ask ahead.
+    """Features, columns of x, its stride, columns of a part, factors, and the number of programs that prefetch.
 
-    If the weight is quantized, also its rows, its columns with padding, and the stride of the result.
+    For quantized weights also rows, columns with padding, and the stride of the result.
     """
 
     width: int
@@ -222,9 +221,9 @@ class ProductSizes(NamedTuple):
 
 
 class ProductForm(NamedTuple):
-    """How a product is dealt out, and what is done with it; see `small_linear`.
+    """Constants of a product's kernel; see `small_linear`.
 
-    AHEAD counts what a program asks for before it waits: lines of memory of each row, or tiles.
+    AHEAD: what a program prefetches: cache lines per row, or tiles.
     """
 
     BLOCK_M: int
@@ -241,11 +240,9 @@ class ProductForm(NamedTuple):
 
 @triton.jit
 def block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr, STEP: tl.constexpr = 1):
-    """Return the weight's rows of a block; a gated one has rows of the gate, and then those of the same places above.
+    """Return the weight rows of a block; a gated one has rows of the gate, then the corresponding rows of `up`.
 
-    Of each STEP rows side by side only the first.
-
-    Past the last row of the weight the last one is read again, which needs no mask.
+    Only the first of each STEP adjacent rows. Past the weight, its last row is read again, which needs no mask.
     """
     lane = tl.arange(0, BLOCK_N // STEP) * STEP
     if IS_GATED:
@@ -256,20 +253,20 @@ def block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr, STEP
 
 @triton.jit
 def asks_ahead(asking):
-    """Whether a tensor-core program asks for its part of the weight before it waits: the first, and once for all x."""
+    """Whether a tensor-core program prefetches its part of the weight: the first programs, once for all of x."""
     return (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1) < asking) & (tl.program_id(0) == 0)
 
 
 @triton.jit
 def _prefetch_rows(rows, begin, end, LINES: tl.constexpr):
-    """Ask for the first lines of columns [begin, end) of rows of the weight."""
+    """Prefetch the first cache lines of columns [begin, end) of weight rows."""
     at = begin + tl.arange(0, LINES) * (1024 // rows.dtype.element_ty.primitive_bitwidth)
     prefetch(rows[:, None] + at[None, :], (at < end)[None, :])
 
 
 @triton.jit
 def _write(out, acc, held, m, rows, block, out_stride, sizes, FORM: tl.constexpr):
-    """Write a block's sums [BLOCK_N, BLOCK_M] as the layer's result."""
+    """Write a block's sums [BLOCK_N, BLOCK_M] to the result."""
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     EPILOGUE: tl.constexpr = FORM.EPILOGUE
     if EPILOGUE == "store" or EPILOGUE == "add":
@@ -288,7 +285,7 @@ def _write(out, acc, held, m, rows, block, out_stride, sizes, FORM: tl.constexpr
 
 @triton.jit
 def held_sums(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
-    """Return what a block's result is added to."""
+    """Return the values that a block's result is added to."""
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     place = m[None, :] * out_stride + n[:, None]
     return tl.load(out + place, mask=(n < width)[:, None] & (m < rows)[None, :], other=0.0).to(tl.float32)
@@ -296,7 +293,7 @@ def held_sums(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _sums(acc, squares, offsets, sizes, FORM: tl.constexpr, IS_NORMED: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Return the products [BLOCK_N, BLOCK_M] that whole sums are."""
+    """Return the final products [BLOCK_N, BLOCK_M] of whole sums."""
     if IS_NORMED:
         acc *= (1.0 / FORM.RANGE / tl.sqrt(squares / sizes.depth + sizes.eps))[None, :]
     if HAS_BIAS:
@@ -324,7 +321,7 @@ def finish(
     IS_NORMED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Write a program's sums: straight out where the columns were not split; else the last to arrive adds the parts."""
+    """Write a program's sums; if the columns are split, the last program to arrive adds the parts."""
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     AT_ONCE: tl.constexpr = FORM.AT_ONCE
     if FORM.SPLIT:
@@ -336,7 +333,7 @@ def finish(
         tl.store(own + place, acc, mask=(m < rows)[None, :], cache_modifier=".cg")
         if IS_NORMED:
             tl.store(own + m_rows + blocks * BLOCK_N + block, squares, mask=m < rows, cache_modifier=".cg")
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before the counter is incremented
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             if FORM.EPILOGUE == "add":
@@ -344,7 +341,7 @@ def finish(
             total = tl.zeros_like(acc)
             total_squares = tl.zeros_like(squares)
             for first in range(0, splits, AT_ONCE):
-                for near in tl.static_range(AT_ONCE):  # all are on their way before the first is added
+                for near in tl.static_range(AT_ONCE):  # all loads are in flight before the first is added
                     split = first + near
                     there = m < tl.where(split < splits, rows, 0)
                     part = partial + split * plane
@@ -362,7 +359,7 @@ def finish(
 
 @triton.jit
 def _load_row(x, row, x_stride, k, end, EVEN_K: tl.constexpr):
-    """Return columns k of one row of x, as fp32 [columns]."""
+    """Return columns k of one row of x, fp32 [columns]."""
     at = x + row * x_stride + k
     if EVEN_K:
         return tl.load(at).to(tl.float32)
@@ -371,7 +368,7 @@ def _load_row(x, row, x_stride, k, end, EVEN_K: tl.constexpr):
 
 @triton.jit
 def activations(x_rows, gain, squares, there, k, depth, RANGE: tl.constexpr, EVEN_K: tl.constexpr):
-    """Return columns k of some rows of x, times the gain where there is one, and the sums of squares with theirs."""
+    """Return columns k of rows of x, times the gain if any, and the updated sums of squares."""
     if EVEN_K:
         a = tl.load(x_rows, mask=there, other=0.0)
     else:
@@ -386,7 +383,7 @@ def activations(x_rows, gain, squares, there, k, depth, RANGE: tl.constexpr, EVE
 
 # One program multiplies block_m rows with block_n rows of the weight, over one part of the columns: it reads
 # block_n * depth / splits values of the weight once, and as many columns of x, which the L2 cache holds.
-@triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: a row's bits must not depend on their number
+@triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: bits must not depend on their number
 def dot_linear_kernel(
     out, x, weight, bias, gain, partial, counters, rows, splits, sizes,
     FORM: tl.constexpr, PDL: tl.constexpr,
@@ -417,7 +414,7 @@ def dot_linear_kernel(
     w_rows = w_begin[:, None] + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     held = acc
-    if EPILOGUE == "add" and not FORM.SPLIT:  # on its way while the weight is read
+    if EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, rows, block, width, width, BLOCK_N)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for at in range(begin, end, BLOCK_K):
@@ -462,7 +459,7 @@ def gemv_linear_kernel(
         wait_and_trigger()
     m = tl.arange(0, ROWS)
     held = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    if EPILOGUE == "add" and not FORM.SPLIT:  # on its way while the weight is read
+    if EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, ROWS, block, width, width, BLOCK_N)
     w_rows = w_begin[:, None] + k[None, :]
     sums_0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -501,28 +498,28 @@ def gemv_linear_kernel(
 
 KINDS = ("dot", "gemv")
 EPILOGUES = OneOf(("store", "add", *ACTIVATIONS))
-PREFETCH_BYTES = 64 << 10  # of one program: two on each multiprocessor then ask for 4 us of reading at 4 TB/s
-PREFETCH_BYTES_IN_ALL = 24 << 20  # of a launch: an L2 cache of 50 MB has other things to hold
+PREFETCH_BYTES = 64 << 10  # per program: two per multiprocessor then prefetch 4 us of reading at 4 TB/s
+PREFETCH_BYTES_IN_ALL = 24 << 20  # per launch: half of an L2 cache of 50 MB
 LINE_BYTES = 128
-_PARTS_AT_ONCE = 8  # partial sums of each place that are on their way at a time, as far as registers reach:
-_PART_REGISTERS = 32  # of a thread
-FP16_RANGE = 1 / 16  # gains are multiplied by this where products with them could leave the range of fp16
+_PARTS_AT_ONCE = 8  # partial sums in flight, limited by registers:
+_PART_REGISTERS = 32  # per thread
+FP16_RANGE = 1 / 16  # multiplies gains whose products could leave the range of fp16
 
 
 def parts_at_once(sums: int, num_warps: int) -> int:
-    """Return how many parts of a program's sums are asked for at a time where columns are split."""
+    """Return how many partial sums are loaded at a time if columns are split."""
     return min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_AT_ONCE)
 
 
 def lines_ahead(block_n: int, row_bytes: int, num_warps: int) -> tuple[int, int]:
-    """Return how many lines of each row a program asks for before it waits, and how many programs do.
+    """Return how many cache lines of each row a program prefetches, and how many programs do.
 
-    Where a program has fewer lines than threads it asks for none: each would be asked for several times.
+    A program with fewer lines than threads prefetches none: several threads would request each.
 
     Args:
-        block_n: rows of the weight that a program takes.
-        row_bytes: of each, that it reads.
-        num_warps: of a program.
+        block_n: weight rows per program.
+        row_bytes: bytes that it reads of each row.
+        num_warps: warps per program.
     """
     lines = min(row_bytes, PREFETCH_BYTES // block_n) // LINE_BYTES
     lines = 1 << lines.bit_length() - 1 if lines else 0
@@ -549,7 +546,7 @@ def small_linear_triton(
     kind, block_n, block_k, splits, num_warps, num_stages, pdl, block_m, *_ = config
     width = out.shape[1]
     part = triton.cdiv(triton.cdiv(depth, block_k), splits) * block_k
-    splits = triton.cdiv(depth, part)  # none is empty
+    splits = triton.cdiv(depth, part)  # no part is empty
     is_even, is_dot = depth % block_k == 0, kind == "dot"
     tile_rows = block_m if is_dot else rows
     asks = pdl and is_even and config.prefetch
@@ -576,7 +573,7 @@ def small_linear_triton(
         dot_linear_kernel[(triton.cdiv(rows, block_m), blocks, splits)](
             *operands, rows, splits, sizes, FORM=form, num_stages=num_stages, **options
         )
-    else:  # of narrow blocks a vocabulary has more than 65,535
+    else:  # a vocabulary has more than 65,535 narrow blocks
         gemv_linear_kernel[(blocks, 1, splits)](*operands, splits, sizes, FORM=form, **options)
 
 
@@ -594,7 +591,7 @@ def _small_linear(
     scale: float,
     config: SmallLinearConfig,
 ) -> None:
-    """Compute with torch's own operators, which need none of the configuration; see `small_linear`."""
+    """Compute with torch operators; the configuration is not used. See `small_linear`."""
     given = x if gain is None else normed(x, gain, eps).to(x.dtype)
     if epilogue == "store":
         plain_product(out, given, weight, bias)
@@ -605,7 +602,7 @@ def _small_linear(
 
 
 def write_epilogue(out: Tensor, product: Tensor, epilogue: str, scale: float) -> None:
-    """Add a product to `out`, or write its gate times its other half, with torch operators."""
+    """Apply an epilogue to a product and write it to `out`, with torch operators."""
     if epilogue == "add":
         out.copy_(out.float().add_(product, alpha=scale))
     else:
@@ -625,24 +622,24 @@ def small_linear(
     epilogue: str = "store",
     scale: float = 1.0,
 ) -> None:
-    """Write `x @ weight.T + bias` into `out`, or do more with it; sums are fp32.
+    """Write `x @ weight.T + bias`, with an epilogue, into `out`; sums are fp32.
 
     Args:
         out: [rows, out_features], contiguous; half as many columns for a gate.
         x: [rows, in_features], fp32, fp16 or bf16; rows may be strided.
-        weight: [out_features, in_features], of the same dtype, contiguous; no kernel that still runs may write it.
+        weight: [out_features, in_features], of the same dtype, contiguous; no kernel in flight may write it.
         bias: [out_features] or None, like the weight.
-        counters: int32, at least `config.counters(rows, out_features)`, all 0, and 0 again afterwards; products that
-            run one after another share them. None where the configuration has one split.
-        config: how the work is dealt out.
-        gain: fp32 [in_features]: the product is that of the RMSNorm of `x`; None: of `x` itself.
-        eps: of the norm, added to the mean square.
+        counters: int32, at least `config.counters(rows, out_features)`, all 0, and 0 again afterwards; consecutive
+            products share them. None if the configuration has one split.
+        config: the launch configuration.
+        gain: fp32 [in_features], of RMSNorm before the product; None: no norm.
+        eps: added to the mean square.
         epilogue: "store"; "add": `out += scale * product`; or an activation of `act_mul`: `activation(gate) * up`, the
             gate being the first half of the product.
-        scale: of the sum.
+        scale: factor of "add".
 
     Raises:
-        ValueError: more rows than the kind takes, too few counters, or an epilogue that is not known.
+        ValueError: too many rows for the kind, too few counters, or an unknown epilogue.
     """
     rows, out_features = out.shape[0], weight.shape[0]
     if config.kind not in KINDS:
@@ -658,7 +655,7 @@ def small_linear(
 
 
 def partial_sums(config: SmallLinearConfig, x: Tensor, out_features: int, counters: Tensor | None) -> Tensor | None:
-    """Return the memory for what splits have summed up, fp32 [splits, rows, columns]; None where there is one split.
+    """Return memory for the splits' partial sums, fp32 [splits, rows, columns]; None for one split.
 
     Raises:
         ValueError: too few counters.
@@ -668,5 +665,5 @@ def partial_sums(config: SmallLinearConfig, x: Tensor, out_features: int, counte
         raise ValueError(f"counters holds {0 if counters is None else counters.numel()}; {needed} are needed")
     if config.splits == 1:
         return None
-    columns = -(-out_features // config.block_n) * (config.block_n + 1)  # one more of a block: the sum of squares
+    columns = -(-out_features // config.block_n) * (config.block_n + 1)  # plus one per block: the sum of squares
     return torch.empty((config.splits, x.shape[0], columns), dtype=torch.float32, device=x.device)

@@ -11,9 +11,9 @@
 #ifdef WITH_TILES
 #define SPLIT_PART (TILE_IN * PANEL) /* of a block of weights: upper or lower parts in pairs, [TILE_IN / 2][PANEL][2] */
 #define SPLIT_BLOCK (2 * SPLIT_PART)
-#define SPLIT_BYTES 1048576 /* of split rows that stay in the second cache while panels go by */
+#define SPLIT_BYTES 1048576 /* of split rows, which stay in the L2 cache while panels are read */
 
-/* The upper part of each value, in the upper half of its lane; what is left is bf16, too. */
+/* The upper part of each value, in the upper half of its lane; the rest is also bf16. */
 INLINE uvec upper_part(vec v) { return (uvec)v & 0xffff0000; }
 
 INLINE uvec lower_part(vec v) { return (uvec)(v - (vec)upper_part(v)); }
@@ -55,7 +55,7 @@ static void split_block(uint16_t *to, const uint16_t *from, int64_t count) {
     else split_weights(to, from, 0, TILE_IN, count);
 }
 
-/* For few rows tiles 2, 3, 6 and 7 are weights. */
+/* For few rows, tiles 2, 3, 6 and 7 are weights. */
 static void set_split_rows(int64_t rows) {
     struct tile_shapes shapes = {.palette = 1};
     if (!has_tiles) return;

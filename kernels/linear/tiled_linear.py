@@ -1,14 +1,14 @@
 """Linear layers with a quantized weight on a GPU: `small_linear`, over a weight in tiles (`weight_tiles.py`).
 
-What stands in memory is what is read: no weight is undone there, and none is rounded. One kernel
-serves any number of rows, in tiles of 8 to 128; it deals out its work, splits columns, norms, gates, adds and begins
-early as `small_linear` does.
+Weights are read as stored: they are never dequantized in memory, and not rounded. One kernel serves any number of rows,
+    in
+tiles of 8 to 128; it distributes work, splits columns, norms, gates, adds and starts early like `small_linear`.
 
 The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
 
-Codes are multiplied with the activations on the tensor cores as they are, integers or small floats; each group's
-sums are then scaled in fp32. What a group's weights have in common beside the scale, a least value or the code of 0,
-is multiplied with the sum of the group's activations, which the tensor cores find as well: as the product with ones.
+The tensor cores multiply unscaled codes, integers or small floats, with the activations; each group's sums are then
+scaled in fp32. A group's minimum, or code of 0, is multiplied with the sum of the group's activations, which the tensor
+cores compute as the product with ones.
 """
 
 from typing import Annotated, Any, NamedTuple, Self
@@ -42,7 +42,7 @@ from .weight_tiles import WeightTiles, columns_of, dequantized
 
 @triton.jit
 def _undone(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
-    """Return the bits of a tile's codes as floats: one tensor int16 for each span, in their order."""
+    """Dequantize a tile's codes to the bits of 16-bit floats: one int16 tensor per span, in order."""
     if PER_WORD == 2:
         found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int16, tl.int16), True, 2)
     elif PER_HIGH == 0:
@@ -58,7 +58,7 @@ def _undone(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIG
 
 @triton.jit
 def _words(at, COUNT: tl.constexpr):
-    """Return some words that stand side by side."""
+    """Return adjacent words."""
     if COUNT == 1:
         found = (tl.load(at), 0)
     elif COUNT == 2:
@@ -77,7 +77,7 @@ def _words(at, COUNT: tl.constexpr):
 
 @triton.jit
 def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """Return one of the numbers that words of 8, 16 or 32 bits hold, as fp32."""
+    """Return one of the numbers in words of 8, 16 or 32 bits, as fp32."""
     if KIND == "float32":
         found = words[PLACE].to(tl.float32, bitcast=True)
     elif KIND == "float16":
@@ -100,7 +100,7 @@ def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
             byte = words[PLACE // 2].to(tl.int32) >> 8 * (PLACE % 2) & 255
         else:
             byte = words[PLACE].to(tl.int32) & 255
-        if KIND == "exponent":  # that of 0 is below the normal numbers
+        if KIND == "exponent":  # exponent 0 is subnormal
             found = tl.maximum(byte << 23, 1 << 22).to(tl.float32, bitcast=True)
         else:
             found = byte.to(tl.float32)
@@ -109,7 +109,7 @@ def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _six_bits(words, FIELD: tl.constexpr):
-    """Return one of the sixteen integers of 6 bits that three words hold, as fp32."""
+    """Return one of the sixteen 6-bit integers in three words, as fp32."""
     if FIELD < 15:
         found = words[FIELD // 5] >> 6 * (FIELD % 5) & 63
     else:
@@ -119,7 +119,7 @@ def _six_bits(words, FIELD: tl.constexpr):
 
 @triton.jit
 def _with_group(acc, product, total, scales, seconds, PLACE: tl.constexpr, SCALES: tl.constexpr, SECONDS: tl.constexpr):
-    """Return the sums with those of one of a step's groups, scaled."""
+    """Add the scaled sums of one group of a step."""
     if SECONDS == "six bits":
         scale = _number(scales, 0, SCALES) * _six_bits(seconds, 2 * PLACE)
         acc += scale[:, None] * product
@@ -143,9 +143,9 @@ def tiled_sums(
     x_rows, gain, there, weight, row, weight_rows, begin, end, depth, WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RANGE: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Return products [BLOCK_N, BLOCK_M] of the weight's rows with those of x over some columns, and x's squares there.
+    """Return products [BLOCK_N, BLOCK_M] of weight rows with rows of x over a range of columns, and x's squares there.
 
-    `x_rows` are the places of the first columns of x; without a gain squares are zeros.
+    `x_rows`: pointers to the first columns of x. Without a gain, squares are zeros.
     """
     ASSEMBLY: tl.constexpr = WEIGHT.ASSEMBLY
     PER_WORD: tl.constexpr = WEIGHT.PER_WORD
@@ -162,7 +162,7 @@ def tiled_sums(
     UNIT: tl.constexpr = max(GROUP, BLOCK_K)
     HAS_TOTALS: tl.constexpr = SECONDS == "least" or SECONDS == "zeros" or SECONDS == "six bits"
     k = tl.arange(0, SPAN)
-    plane = tl.cast(weight_rows, tl.int64) * SPAN  # of one tile
+    plane = tl.cast(weight_rows, tl.int64) * SPAN  # words of one tile
     w_rows = row.to(tl.int64)[:, None] * SPAN + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M, SPAN], tl.float32)
@@ -196,7 +196,7 @@ def tiled_sums(
                 else:
                     product = tl.dot(code, a, product, input_precision="ieee")
                     if HAS_TOTALS:
-                        ones = tl.full([BLOCK_N, SPAN], 1.0, tl.float32).to(a.dtype)  # for interpreters of 3.6
+                        ones = tl.full([BLOCK_N, SPAN], 1.0, tl.float32).to(a.dtype)  # for Triton 3.6's interpreter
                         total = tl.dot(ones, a, total, input_precision="ieee")
                     if ((tile * PER_WORD + span + 1) * SPAN) % min(GROUP, BLOCK_K) == 0:
                         acc = _with_group(
@@ -211,7 +211,7 @@ def tiled_sums(
 
 # One program multiplies block_m rows with block_n rows of the weight, over one part of the columns, a step at a time:
 # it reads the words and scales of block_n rows once, and as many columns of x, which the L2 cache holds.
-@triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: a row's bits must not depend on their number
+@triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: bits must not depend on their number
 def tiled_linear_kernel(
     out,
     x,
@@ -243,7 +243,7 @@ def tiled_linear_kernel(
     end = tl.minimum(begin + sizes.part, sizes.columns)
     k = tl.arange(0, SPAN)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
-    plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # of one tile
+    plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # words of one tile
     if AHEAD > 0 and asks_ahead(sizes.asking):
         first = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add", max(64 // SPAN, 1))
         tiles = begin // TILE + tl.arange(0, AHEAD)
@@ -257,7 +257,7 @@ def tiled_linear_kernel(
     there = (m < rows)[:, None]
     x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     held = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
+    if EPILOGUE == "add" and not SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
     acc, squares = tiled_sums(
         x_rows, gain, there, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
@@ -269,11 +269,11 @@ def tiled_linear_kernel(
     )  # fmt: skip
 
 
-_WORDS = {1: torch.int8, 2: torch.int16}  # in which the numbers of a row are read, by their bytes; else of 32 bits
+_WORDS = {1: torch.int8, 2: torch.int16}  # words that a row's numbers are read in, by their bytes; else of 32 bits
 
 
 def words_of(numbers: Tensor) -> Tensor:
-    """Return numbers [..., n] as the integers of 8, 16 or 32 bits in which the kernel reads them."""
+    """Return numbers [..., n] as the 8-, 16- or 32-bit integers that the kernel reads."""
     nbytes = numbers.shape[-1] * numbers.element_size()
     return numbers.view(_WORDS.get(nbytes, torch.int32))
 
@@ -294,18 +294,18 @@ class Words(NamedTuple):
 
 
 class TileForm(NamedTuple):
-    """What a kernel over a weight in tiles has to know of it.
+    """Constants of a kernel over a weight in tiles.
 
     Attributes:
-        ASSEMBLY: what undoes the codes of a tile, for each of a step.
-        PER_WORD: codes of a word.
-        PER_HIGH: spans of a word of higher bits.
+        ASSEMBLY: PTX that dequantizes a tile, for each tile of a step.
+        PER_WORD: codes per word.
+        PER_HIGH: spans per word of higher bits.
         SPAN: words of a tile's row.
         GROUP: columns that share a scale; 0: all.
-        SCALES: their type.
-        SECONDS: what else there is beside scales.
-        SCALE_WORDS: of a row and step.
-        SECOND_WORDS: of a row and step.
+        SCALES: type of the scales.
+        SECONDS: kind of the second numbers; see `weight_tiles`.
+        SCALE_WORDS: words of scales per row and step.
+        SECOND_WORDS: words of second numbers per row and step.
         BLOCK_K: columns of a step.
     """
 
@@ -322,7 +322,7 @@ class TileForm(NamedTuple):
 
     @classmethod
     def of(cls, tiles: WeightTiles, weight: Words, x: Tensor) -> Self:
-        """Return what is to be known to multiply a weight with `x`."""
+        """Return the constants for a product of a weight with `x`."""
         kind, (code, _, group, span, step), scales = CODES[tiles.code], tiles.layout, tiles.scales
         dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
         return cls(
@@ -399,7 +399,7 @@ def _tiled_linear(
     scale: float,
     config: SmallLinearConfig,
 ) -> None:
-    """Compute with torch's own operators, which need none of the configuration; see `tiled_linear`."""
+    """Compute with torch operators; the configuration is not used. See `tiled_linear`."""
     weight = dequantized(tiles)[:, : x.shape[1]]
     product = (x.float() if gain is None else normed(x, gain, eps)) @ weight.T
     if bias is not None:
@@ -423,18 +423,18 @@ def tiled_linear(
     epilogue: str = "store",
     scale: float = 1.0,
 ) -> None:
-    """Write `x @ weight.T + bias` into `out`, or do more with it; sums are fp32, and weights what their codes mean.
+    """Write `x @ weight.T + bias`, with an epilogue, into `out`; sums are fp32, weights are not rounded.
 
     Args:
         out: [rows, out_features], rows may be strided; half as many columns for a gate.
         x: [rows, in_features], fp32, fp16 or bf16; rows may be strided.
-        tiles: the weight; no kernel that still runs may write it.
+        tiles: the weight; no kernel in flight may write it.
         bias: [out_features] or None, of x's dtype.
-        config: how the work is dealt out; its block_k is the step of the tiles.
+        config: the launch configuration; its block_k is the step of the tiles.
         others: see `small_linear`.
 
     Raises:
-        ValueError: too few counters, or an epilogue that is not known.
+        ValueError: too few counters, or an unknown epilogue.
     """
     partial = partial_sums(config, x, tiles.words.shape[1], counters)
     _tiled_linear(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, config)

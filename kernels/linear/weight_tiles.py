@@ -1,10 +1,10 @@
-"""A quantized weight in tiles, as the products of a GPU read it: words of codes, and scales by group.
+"""A quantized weight in tiles, the layout for a GPU's products: words of codes, and scales by group.
 
-A tile is the columns of one word's codes (see `code_words`) of all rows: what a program reads of it is one stretch of
-memory, of which each thread takes 16 bytes at a time. Columns are filled up to whole steps of a product's loop, with
-codes and scales of 0; the scales of a step's groups stand side by side for each row.
+A tile is the columns of one word (see `code_words`) of all rows: a program reads contiguous memory, 16 bytes per thread
+at a time. Columns are padded to whole steps of a product's loop with codes and scales of 0; the scales of a step's
+groups are adjacent for each row.
 
-Beside its scale a group may have a second number. What a weight is worth follows from their kind:
+A group may have a second number beside its scale. The kind of the second number determines a weight's value:
 
 - `none`: `scale * value`. Scales are floats of 16 or 32 bits, or bytes that are exponents.
 - `least`: `scale * value + second`, of the same type.
@@ -26,23 +26,23 @@ from torch import Tensor
 from ..native.registration import AnyElement, OneOf
 from .code_words import CODES, from_words, to_words, values_of
 
-SUPER = 256  # columns of one of GGUF's blocks with scales of two levels
+SUPER = 256  # columns of a GGUF block with two-level scales
 SECOND_KINDS = ("none", "least", "zeros", "six bits", "parts")
 _LEAST_GROUP = 32
-_FIELDS = 5  # integers of six bits in the lower bits of a word
+_FIELDS = 5  # 6-bit integers in the lower bits of a word
 _SECOND_DTYPES = {"zeros": torch.uint8, "six bits": torch.int32, "parts": torch.int8}
 _OF_SUPER = {"six bits": (2, 3), "parts": (1, 16)}  # scales and seconds for 256 columns
 
 
 class TileLayout(NamedTuple):
-    """What the tensors of a tiled weight mean.
+    """The layout of a tiled weight.
 
     Attributes:
-        code: of the weights; one of CODES.
+        code: one of CODES.
         second_kind: one of SECOND_KINDS.
         group: columns that share a scale; 0: all.
-        span: columns that stand side by side.
-        step: columns that a product takes at a time.
+        span: adjacent columns of a tile.
+        step: columns that a product reads at a time.
     """
 
     code: str
@@ -53,17 +53,17 @@ class TileLayout(NamedTuple):
 
     @property
     def has_totals(self) -> bool:
-        """Whether products need the sum of a group's activations."""
+        """Whether products need the sums of groups' activations."""
         return self.second_kind in ("least", "zeros", "six bits")
 
 
 class WeightTiles(NamedTuple):
-    """A weight in tiles; see above, and `TileLayout` for what the tensors mean.
+    """A weight in tiles; see above, and `TileLayout`.
 
     Attributes:
         words: int16 [tiles, rows, span].
         high: int16 [tiles of higher bits, rows, span]; None: there are none.
-        scales: [steps, rows, scales of a step]; of groups that are larger than a step as many as there are.
+        scales: [steps, rows, scales per step]; one per group if groups are larger than a step.
         seconds: likewise, or None.
     """
 
@@ -80,22 +80,22 @@ class WeightTiles(NamedTuple):
     def of(
         cls, words: Tensor, high: Tensor | None, scales: Tensor, seconds: Tensor | None, layout: TileLayout
     ) -> WeightTiles:
-        """Return tensors with what they mean."""
+        """Return tensors with their layout."""
         return cls(words, high, scales, seconds, layout.code, layout.second_kind, layout.group, layout.step)
 
     @property
     def layout(self) -> TileLayout:
-        """What the tensors mean."""
+        """The layout of the tensors."""
         return TileLayout(self.code, self.second_kind, self.group, self.words.shape[2], self.step)
 
 
 def can_tile(group: int) -> bool:
-    """Whether groups of so many columns, 0 for all, can be put in tiles with scales of one level."""
+    """Whether tiles support groups of so many columns, 0 for all, with one-level scales."""
     return group == 0 or (group >= _LEAST_GROUP and group & group - 1 == 0)
 
 
 def layout_of(code: str, group: int, second_kind: str = "none") -> TileLayout:
-    """Return how weights stand in tiles.
+    """Return the tile layout.
 
     Args:
         code: one of CODES.
@@ -103,7 +103,7 @@ def layout_of(code: str, group: int, second_kind: str = "none") -> TileLayout:
         second_kind: one of SECOND_KINDS.
 
     Raises:
-        ValueError: the group is none that a product can take.
+        ValueError: products do not support the group size.
     """
     if second_kind not in _OF_SUPER and not can_tile(group):
         raise ValueError(f"group is {group}; it must be 0 or a power of two >= {_LEAST_GROUP}")
@@ -119,10 +119,10 @@ def tiled(
 
     Args:
         codes: uint8 [rows, columns].
-        code: their kind.
-        scales: [rows, groups], or [rows, as many as all blocks of 256 columns have].
+        code: kind of the codes.
+        scales: [rows, groups], or the scales of all blocks of 256 columns.
         group: columns that share a scale; 0: all.
-        seconds: likewise, as their kind has it; None: there are none.
+        seconds: likewise, the second numbers; None: none.
         second_kind: one of SECOND_KINDS.
     """
     layout = layout_of(code, group, second_kind)
@@ -136,7 +136,7 @@ def tiled(
     counts = _OF_SUPER.get(second_kind, (unit // group,) * 2 if group else (1, 1))
 
     def by_unit(given: Tensor, count: int) -> Tensor:
-        """Return what rows have as what units have, [units, rows, count], with 0 for columns that fill up."""
+        """Return numbers by row as [units, rows, count], with 0 for padding columns."""
         units = -(-codes.shape[1] // unit) if group else 1
         filled = given.new_zeros(rows, units * count)
         filled[:, : given.shape[1]] = given
@@ -149,7 +149,7 @@ def tiled(
 def empty_tiles(
     layout: TileLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> WeightTiles:
-    """Return unwritten memory for a weight in tiles; `columns` are whole steps, and `dtype` is that of the scales."""
+    """Return uninitialized memory for a weight in tiles; `columns`: whole steps, `dtype`: that of the scales."""
     kind, unit = CODES[layout.code], max(layout.step, layout.group)
     counts = _OF_SUPER.get(layout.second_kind, (unit // (layout.group or unit),) * 2)
     units = -(-columns // unit) if layout.group else 1
@@ -169,7 +169,7 @@ def empty_tiles(
 
 
 def six_bit_words(scales: Tensor, mins: Tensor) -> Tensor:
-    """Return integers of 6 bits, uint8 [rows, blocks, 8] each, as words int32 [rows, 3 * blocks]; see above."""
+    """Pack 6-bit integers, uint8 [rows, blocks, 8] each, into words int32 [rows, 3 * blocks]; see above."""
     fields = torch.stack((scales, mins), dim=-1).flatten(2).long()  # [rows, blocks, 16]
     shifts = 6 * torch.arange(_FIELDS, device=scales.device)
     words = (fields[..., :-1].unflatten(-1, (3, _FIELDS)) << shifts).sum(-1)
@@ -178,7 +178,7 @@ def six_bit_words(scales: Tensor, mins: Tensor) -> Tensor:
 
 
 def _six_bits(words: Tensor) -> Tensor:
-    """Return the integers of `six_bit_words` [..., 3], [..., 8, 2]."""
+    """Inverse of `six_bit_words`: words [..., 3] to integers [..., 8, 2]."""
     shifts = 6 * torch.arange(_FIELDS, device=words.device)
     fields = (words.long()[..., None] >> shifts & 63).flatten(-2)
     last = (words.long() >> 30 & 3) << torch.tensor([0, 2, 4], device=words.device)
@@ -186,7 +186,7 @@ def _six_bits(words: Tensor) -> Tensor:
 
 
 def _of_groups(tiles: WeightTiles) -> tuple[Tensor, Tensor | None]:
-    """Return what the values of each group are multiplied with, and what is added, float32 [units, rows, groups]."""
+    """Return factor and summand of each group's values, float32 [units, rows, groups]."""
     scales, seconds, kind = tiles.scales, tiles.seconds, tiles.second_kind
     wide = exponent_scales(scales) if scales.dtype == torch.uint8 else scales.float()
     if seconds is None:
@@ -200,12 +200,12 @@ def _of_groups(tiles: WeightTiles) -> tuple[Tensor, Tensor | None]:
 
 
 def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return the powers of two that bytes with a bias of 127 stand for (e8m0), float32."""
+    """Return e8m0 bytes as powers of two, float32."""
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
 
 
 def dequantized(tiles: WeightTiles) -> Tensor:
-    """Return the weight in float32, [rows, columns], those that fill it up as well."""
+    """Return the weight in float32 [rows, columns], with padding columns."""
     codes = from_words(tiles.words, tiles.high, tiles.code)
     weight = values_of(tiles.code).to(codes.device)[codes.int()]
 
@@ -221,7 +221,7 @@ def dequantized(tiles: WeightTiles) -> Tensor:
 
 
 def columns_of(tiles: WeightTiles) -> int:
-    """Return the columns of a weight in tiles, those that fill it up as well."""
+    """Return the columns of a weight in tiles, with padding."""
     return tiles.words.shape[0] * CODES[tiles.code].per_word * tiles.layout.span
 
 
@@ -232,7 +232,7 @@ def moved_tiles(tiles: WeightTiles, device: torch.device) -> WeightTiles:
 
 
 def joined_tiles(parts: list[WeightTiles]) -> WeightTiles:
-    """Return the rows of some weights, one below another, as one; their layouts are the same."""
+    """Concatenate weights of the same layout by rows."""
     if len(parts) == 1:
         return parts[0]
     fields = zip(*parts, strict=True)

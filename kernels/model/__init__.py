@@ -1,1 +1,1 @@
-"""What else a step is made of: embedding, activation, and the batch's advance to the next step."""
+"""Other operators of a step: embedding, activation, and the advance to the next step."""

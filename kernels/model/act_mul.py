@@ -27,7 +27,7 @@ def activated(gate, ACTIVATION: tl.constexpr):
     return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
 
 
-# One program computes one tile of one row: it reads 2 * tile and writes tile values, in fp32 in between.
+# One program computes one tile of one row in fp32: it reads 2 * tile and writes tile values.
 @triton.jit
 def _act_mul_kernel(out, gate_up, width, stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -53,7 +53,7 @@ def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
 
 
 def gated(out: Tensor, gate_up: Tensor, activation: str) -> None:
-    """Compute with torch's operators; see `act_mul`."""
+    """Compute with torch operators; see `act_mul`."""
     gate, up = gate_up.chunk(2, dim=1)
     active = out if out.dtype == gate.dtype else torch.empty_like(gate)
     if activation == "silu":
@@ -75,6 +75,6 @@ def act_mul(out: Written[Tensor], gate_up: Wide, activation: Annotated[str, ACTI
         activation: one of `ACTIVATIONS`.
 
     Raises:
-        ValueError: the activation is not known.
+        ValueError: unknown activation.
     """
     gated(out, gate_up, activation)

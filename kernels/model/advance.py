@@ -1,12 +1,12 @@
-"""Advance a batch by one token, on the device: the step feeds itself as long as the membership stays.
+"""Advance a batch by one token on the device: the step feeds itself as long as the batch has the same rows.
 
-A row's new token goes to the output ring, into its counts, and, unless it ended the row, into the slot of the
-token to feed, one position on. What a step changes is decided by device memory alone, so a loop of steps on
-the device needs no host.
+A row's new token goes to the output ring, into its counts, and, unless it ended the row, into the slot of the token to
+feed, at the next position. A step depends only on device memory, so a loop of steps on the device needs no host.
 
-A row that finishes does not advance: its token is in the ring, and steps that still run over the row write
-the same key and value at the same place again. It needs no page past the last token it was fed. A row that
-`sample` found no choice for ends the same way: the code is in the ring, and it neither counts nor is fed.
+A finished row does not advance: its token is in the ring, and further steps over the row write the same key and value
+    at
+the same position again. It needs no page past the last token that it was fed. A row without a choice in `sample` ends
+in the same way: the ring has the code, which is neither counted nor fed.
 """
 
 from typing import Any, NamedTuple
@@ -27,27 +27,27 @@ from ..sampling.sampling_slots import (
 
 
 class AdvanceState(NamedTuple):
-    """What `advance` changes in place."""
+    """The tensors that `advance` changes in place."""
 
     tokens: Int64  # int64 [b], the token to feed next
     pre_step_seqlens: Int32  # int32 [b], its position
     finished: Int32  # int32 [b], 1 for a row that ended; the host clears it when it stages a row
-    step_index: Int64  # int64 [1], steps taken so far; its remainder by R names the ring's current entry
+    step_index: Int64  # int64 [1], steps taken so far; modulo R: the ring's current entry
     running: Int32  # int32 [1], live rows that are not finished after the step
-    # int64 [R, b_max], the tokens of the last R steps; -1 where a row had none, less where no choice
+    # int64 [R, b_max], the tokens of the last R steps; -1: none, less: no choice
     ring_tokens: Int64
-    token_counts: Int32 | None = None  # int32 [b, vocab], see `sampling_slots`; None where no row may have penalties
+    token_counts: Int32 | None = None  # int32 [b, vocab], see `sampling_slots`; None: no row may have penalties
     ring_logprob: Float32 | None = None  # float32 [R, b_max] or None, log-probability of the ring's tokens
     ring_rank: Int32 | None = None  # int32 [R, b_max] or None, their ranks
     ring_top_logprobs: Float32 | None = None  # float32 [R, b_max, logprobs] or None
     ring_top_ids: Int32 | None = None  # int32 [R, b_max, logprobs] or None
-    # int32 [b, BAD_WORD_LENGTH], the last generated tokens, each at the remainder of its position, -1 where there is
-    # none; None where no row may have bad words
+    # int32 [b, BAD_WORD_LENGTH], the last generated tokens, each at its position modulo BAD_WORD_LENGTH, -1: none;
+    # None: no row may have bad words
     recent_tokens: Int32 | None = None
 
 
 class Before(NamedTuple):
-    """What a row's advance goes by beside its new token, which is read before that is known."""
+    """The inputs of a row's advance that are read before its new token is known."""
 
     position: Any
     was_finished: Any
@@ -60,7 +60,7 @@ class Before(NamedTuple):
 
 @triton.jit
 def row_before(row, slots, state, FORM: tl.constexpr):
-    """Return what a row's advance goes by."""
+    """Return the inputs of a row's advance."""
     places = tl.arange(0, FORM.STOPS_PADDED)
     of_row = slots.stop_ids + tl.cast(row, tl.int64) * FORM.STOPS
     stops = tl.load(of_row + places, mask=places < FORM.STOPS, other=-1)
@@ -77,7 +77,7 @@ def row_before(row, slots, state, FORM: tl.constexpr):
 
 @triton.jit
 def advance_row(row, token, is_live, flags, before, state, outputs, sizes, FORM: tl.constexpr, K: tl.constexpr):
-    """Advance one row by its token, and return whether it goes on. It reads some 600 bytes and writes some 30."""
+    """Advance one row by its token, and return whether it continues; reads some 600 bytes and writes some 30."""
     wide_row = tl.cast(row, tl.int64)
     position = before.position
     active = is_live & (before.was_finished == 0)
@@ -85,7 +85,7 @@ def advance_row(row, token, is_live, flags, before, state, outputs, sizes, FORM:
     ends_now = (is_stop & (position >= before.first_stop)) | (position >= before.last) | (token < 0)
     goes_on = active & (ends_now == 0)
     entry = (before.step % sizes.ring_length) * sizes.ring_rows + row
-    # all that is read before anything is written: the compiler keeps loads behind stores
+    # all loads come before any store: the compiler does not move loads before stores
     counted = active & ((flags & K.FLAG_PENALTIES) != 0) & (token >= 0) & (token < sizes.counts_stride)
     count = 0
     if FORM.PENALTIES:
@@ -118,7 +118,7 @@ def advance_row(row, token, is_live, flags, before, state, outputs, sizes, FORM:
 
 @triton.jit
 def end_step(step, going_on, rows, state, sizes, FORM: tl.constexpr):
-    """Count a step whose rows have all advanced, `going_on` of which go on; the ring has -1 where there are no rows."""
+    """Count a step whose rows have all advanced, `going_on` of which continue; other ring columns get -1."""
     places = tl.arange(0, FORM.RING_ROWS)
     entry = (step % sizes.ring_length) * sizes.ring_rows
     tl.store(state.ring_tokens + entry + places, -1, mask=(places >= rows) & (places < sizes.ring_rows))
@@ -134,19 +134,18 @@ def advance(
     slots: SamplingSlots,
     logprobs: LogprobOutputs | None = None,
 ) -> None:
-    """Take the sampled tokens into the state of every live row that is not finished.
+    """Advance every live row that is not finished by its sampled token.
 
-    The position of a row's new token is `pre_step_seqlens + 1`. The row finishes with it if that is
-    `last_position` or more, if the token is a stop id at `min_position` or more, or if it is none (< 0). The
-    ring's entry gets -1 in the columns of all other rows. Counts change for rows with FLAG_PENALTIES alone, recent
-    tokens for rows with FLAG_BAD_WORDS; the logprob rings for rows with FLAG_LOGPROBS, as far as `num_logprobs`,
-    where rings and outputs are given.
+    The position of a row's new token is `pre_step_seqlens + 1`. The row finishes with it if that is `last_position` or
+    more, if the token is a stop id at `min_position` or more, or if there is no token (< 0). The ring's entry gets -1
+    in the columns of all other rows. Counts change only for rows with FLAG_PENALTIES, recent tokens for rows with
+    FLAG_BAD_WORDS, the logprob rings for rows with FLAG_LOGPROBS, up to `num_logprobs`, if rings and outputs are given.
 
     Args:
-        state: what is changed; finished and dead rows are left as they are.
+        state: changed in place; finished and dead rows are left unchanged.
         sampled: int64 [b], from `sample`.
         live_rows: int32 [1].
-        slots: sampling_flags, stop_ids, min_position, last_position and num_logprobs are read.
+        slots: the rows' parameters.
         logprobs: from `token_logprobs`, or None.
     """
     live = int(live_rows.item())
@@ -228,15 +227,14 @@ def skip_steps(
     loop_count: Int32,
     step_entries: Int32 | None = None,
 ) -> None:
-    """Go on to the step behind the last one of a launch, and leave no tokens in the places of those that did not run.
+    """Skip the ring entries of a launch's steps that did not run, and write -1 into them.
 
     Args:
-        step_index: int64 [1], entries taken so far; those of `loop_limit - loop_count` steps are added, if there are
-            any.
-        ring_tokens: int64 [R, b_max], R at least that many; -1 is written into the skipped steps' entries.
-        loop_limit: int32 [1], steps that the launch was asked for.
-        loop_count: int32 [1], steps that it ran.
-        step_entries: int32 [1], entries of a step; None: one.
+        step_index: int64 [1], entries taken so far; the entries of `loop_limit - loop_count` steps are added.
+        ring_tokens: int64 [R, b_max]; -1 is written into the skipped entries.
+        loop_limit: int32 [1], requested steps of the launch.
+        loop_count: int32 [1], steps that ran.
+        step_entries: int32 [1], entries per step; None: one.
     """
     step, ring = step_index.numpy(), ring_tokens.numpy()
     skipped = max(int(loop_limit.numpy()[0]) - int(loop_count.numpy()[0]), 0)

@@ -34,6 +34,6 @@ def cap_logits(logits: Written[Tensor], cap: float) -> None:
 
     Args:
         logits: [rows, vocab], contiguous.
-        cap: > 0; all come to lie between -cap and cap.
+        cap: > 0, the bound of the results.
     """
     logits.copy_(logits.float().div_(cap).tanh_().mul_(cap))

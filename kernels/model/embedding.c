@@ -1,4 +1,4 @@
-/* Token embedding; see embedding.py. Dead tokens, and ids that no row has, read row 0. */
+/* Token embedding; see embedding.py. Dead tokens and invalid ids read row 0. */
 #include "native.h"
 #include "native_blocks.h"
 
@@ -25,7 +25,7 @@ KERNEL(embedding) {
 
 #ifndef GRAPHDECODE_QUANTIZED_EMBEDDING
 #define GRAPHDECODE_QUANTIZED_EMBEDDING
-#define SHARED_TOKENS 8 /* for which a chunk of their own is worth while */
+#define SHARED_TOKENS 8 /* fewest tokens of a chunk */
 
 struct gathered_row {
     int64_t panel, column;
@@ -68,7 +68,7 @@ static void NAME(gather_rows)(const void *given, int64_t begin, int64_t end) {
                 const uint16_t *block = weight->panels + (row.panel * weight->blocks + feature / QUANTIZED_BLOCK) * words;
                 int code = code_of(block, weight->bits, feature % QUANTIZED_BLOCK, row.column);
                 float value = weight->bits == 8 ? (float)(int8_t)code : weight->floats[code];
-                element rounded = narrow(value * scale + least); /* as the plain table would have it */
+                element rounded = narrow(value * scale + least); /* as in the plain table */
                 out[feature] = a->scale == 1.0 ? rounded : narrow(widen(rounded) * (float)a->scale);
             }
         }

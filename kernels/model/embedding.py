@@ -1,7 +1,6 @@
-"""Token embedding: rows of a table, plain or quantized, and with the first norm of the layers in one launch.
+"""Token embedding: rows of a plain or quantized table, and fused with the first layer's norm.
 
-A quantized table lies in panels (CPU) or tiles (GPU), as the output layer's weight does. Rows are dequantized as they
-are gathered.
+A quantized table is in panels (CPU) or tiles (GPU), like the output layer's weight. Rows are dequantized when gathered.
 """
 
 from typing import NamedTuple
@@ -21,14 +20,15 @@ _MAX_BLOCK = 2048
 
 @triton.jit
 def _table_row(tokens, live, rows):
-    """Return a program's row of the table. Dead tokens, and ids that no row has, read row 0: never another address."""
+    """Return a program's row of the table; row 0 for dead tokens and invalid ids."""
     token = tl.program_id(0)
     row = tl.load(tokens + token, mask=token < tl.load(live), other=0).to(tl.int64)
     return tl.where((row >= 0) & (row < rows), row, 0)
 
 
-# One program copies one tile of one row into the residual, and with a norm, whose tile is the row, writes the norm into
-# `out`: it reads tile * itemsize bytes, a token id, the live count and the gain, and writes the tile once or twice.
+# One program copies one tile of one row into the residual; with a norm the tile is the whole row, and the norm goes
+# into `out`. It reads tile * itemsize bytes, a token id, the live count and the gain, and writes the tile once or
+# twice.
 @triton.jit
 def _embedding_kernel(
     out,
@@ -142,12 +142,12 @@ def embedding_norm(
 def quantized_embedding(
     out: Written[Tensor], tokens: Int64, weight: QuantizedPanels, live: Int32, vocab_size: int, scale: float = 1.0
 ) -> None:
-    """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids that no row has, read row 0. CPU alone.
+    """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens and invalid ids read row 0. Only on a CPU.
 
     Args:
         out: [tokens, hidden], contiguous, floats of 32 or 16 bits; rows are rounded to its dtype before scaling.
         tokens: int64 [tokens].
-        weight: as `quantized_panels` returned it, [vocab_size, hidden].
+        weight: from `quantized_panels`, [vocab_size, hidden].
         live: int32 [1], how many of the tokens are live.
         vocab_size: rows of the weight.
         scale: multiplies the rows, in fp32.
@@ -163,7 +163,7 @@ _TILED_BLOCK = 1024
 
 @triton.jit
 def _small_float(code, BITS: tl.constexpr):
-    """Return what e2m1 or e4m3 stands for: with a leading one but for the exponent 0, which means the same as 1."""
+    """Return the value of e2m1 or e4m3; exponent 0 is subnormal."""
     MANTISSA: tl.constexpr = 1 if BITS == 4 else 3
     exponent = code >> MANTISSA & (3 if BITS == 4 else 15)
     significand = (code & ((1 << MANTISSA) - 1)) + tl.where(exponent > 0, 1 << MANTISSA, 0)
@@ -174,7 +174,7 @@ def _small_float(code, BITS: tl.constexpr):
 
 @triton.jit
 def _six_bits(words, field, inside):
-    """Return integers of 6 bits that three words hold, as fp32; see `weight_tiles`."""
+    """Return the 6-bit integers of three words, as fp32; see `weight_tiles`."""
     own = tl.load(words + tl.minimum(field // 5, 2), mask=inside, other=0)
     last = (tl.load(words, mask=inside, other=0) >> 30 & 3) | (tl.load(words + 1, mask=inside, other=0) >> 28 & 12)
     last |= tl.load(words + 2, mask=inside, other=0) >> 26 & 48
@@ -182,7 +182,7 @@ def _six_bits(words, field, inside):
 
 
 class _TiledForm(NamedTuple):
-    """What a table in tiles is compiled for: see `WeightTiles` and `code_words`."""
+    """Constants of a table in tiles; see `WeightTiles` and `code_words`."""
 
     BITS: int
     ZERO: int | None
@@ -278,7 +278,7 @@ def tiled_embedding_triton(out: Tensor, tokens: Tensor, tiles: WeightTiles, live
 
 @operator(triton_version=tiled_embedding_triton)
 def tiled_embedding(out: Written[Tensor], tokens: Int64, tiles: WeightTiles, live: Int32, scale: float = 1.0) -> None:
-    """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids that no row has, read row 0.
+    """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens and invalid ids read row 0.
 
     Args:
         out: [tokens, hidden], contiguous; rows are rounded to its dtype before they are scaled.

@@ -1,1 +1,1 @@
-"""Mixtures of experts: which experts a token goes to, the experts' products, and the sum of what they give."""
+"""Mixtures of experts: routing, the experts' products, and the weighted sum of their outputs."""

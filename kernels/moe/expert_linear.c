@@ -1,21 +1,21 @@
-/* The products of experts with their rows, over weights in panels, whole or of few bits; see expert_linear.py.
+/* The products of experts with their rows, over weights in panels, plain or quantized; see expert_linear.py.
  *
- * A task is one panel of an expert that has pairs, or with a gate two of them, which stand side by side. Tiles and sums
- * are those of linear.c and quantized_linear.c, so that a row has the same bits with few others and with many where it
- * must, and activations those of act_mul.c, which come before this file in the unit.
+ * A task is one panel of an expert with pairs, or with a gate two adjacent ones. Tiles and sums are those of linear.c and
+ * quantized_linear.c, so that a row has the same bits with few and many others if required; activations are those of
+ * act_mul.c. These come before this file in the unit.
  */
 #include "native.h"
 #include "linear/integer_products.h"
 #include "linear/quantized_tiles.h"
 #include "native_blocks.h"
 
-#define PAIRS_TOGETHER 64 /* whose rows are gathered at a time */
+#define PAIRS_TOGETHER 64 /* pairs whose rows are gathered at a time */
 
-/* Where the products of all pairs go, and what is done with their sums before. */
+/* The output of all pairs' products, with bias and gate. */
 struct expert_outputs {
     void *out;
     int is_wide; /* floats */
-    const void *bias; /* [experts][halves * width], or none */
+    const void *bias; /* [experts][halves * width], or null */
     int64_t width, halves, gate;
     float alpha, limit;
 };
@@ -24,7 +24,7 @@ struct expert_outputs {
     {(a)->out.data, IS_WIDE((a)->out), (a)->bias.data, (a)->out.size[1], (a)->gate == GATE_NONE ? 1 : 2, (a)->gate, \
      (float)(a)->alpha, (float)(a)->limit}
 
-/* Make an activated product of the sums of gate and up, in place of the gate's. */
+/* Replace the gate's sums by `activation(gate) * up`. */
 static void gate_sums(vec *gates, const vec *ups, const struct expert_outputs *to) {
     float limit = to->limit;
     for (int v = 0; v < VECTORS; v++) {
@@ -41,7 +41,7 @@ static void gate_sums(vec *gates, const vec *ups, const struct expert_outputs *t
     }
 }
 
-/* Whether rows of so many features are multiplied in matrix tiles. */
+/* Whether rows of `in` features are multiplied in matrix tiles. */
 static int tiled_features(int64_t in) {
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     return has_tiles && in % TILE_IN == 0;
@@ -49,14 +49,14 @@ static int tiled_features(int64_t in) {
     return (void)in, 0;
 }
 
-/* Return the rows of some pairs in the type that tiles take, padded with zeros to whole steps: one that is so already is
- * where it is, others are brought together in this thread's memory. */
+/* Return the rows of some pairs in the tiles' type, padded with zeros to whole steps: in place if possible, else gathered in
+ * this thread's memory. */
 static const input *gathered(const expert_linear_args *a, const int32_t *pairs, int64_t count, int64_t *stride) {
     int64_t in = a->x.size[1], padded = (in + STEP - 1) / STEP * STEP;
     const element *x = a->x.data;
     if (count == 1 && sizeof(input) == sizeof(element) && padded == in)
         return (const input *)(x + pairs[0] / a->slots * a->x.stride[0]);
-    input *rows = (input *)scratch((count + TILE_ROWS) * padded); /* whole tiles read as many rows */
+    input *rows = (input *)scratch((count + TILE_ROWS) * padded); /* rounded up to whole tiles */
     for (int64_t r = 0; r < count; r++) {
         const element *row = x + pairs[r] / a->slots * a->x.stride[0];
         input *out = rows + r * padded;
@@ -84,7 +84,7 @@ INLINE void write_values(const int is_wide, void *out, int64_t place, const vec 
     if (to != at) memcpy(at, to, count * width_of(is_wide));
 }
 
-/* Write some pairs' sums with one panel of an expert, [count][PANEL], or gated those with two of them. */
+/* Write some pairs' sums with one panel of an expert, [count][PANEL], or with two if gated. */
 static void write_pairs(const struct expert_outputs *to, const float *sums, const float *ups, const int32_t *pairs,
                         int64_t count, int64_t expert, int64_t panel) {
     int64_t width = to->width, begin = panel * PANEL, held = least_of(PANEL, width - begin);
@@ -102,8 +102,8 @@ static void write_pairs(const struct expert_outputs *to, const float *sums, cons
     }
 }
 
-/* Multiply some pairs of one expert, over its tasks `first` to `last`. A row's sums have one order, in matrix tiles too,
- * however many rows there are. */
+/* Multiply some pairs of one expert, over its tasks `first` to `last`. A row's sums have the same order for any number of
+ * rows. */
 static void multiply_pairs(const void *given, int64_t expert, const int32_t *pairs, int64_t count, int64_t first,
                            int64_t last) {
     const expert_linear_args *a = given;
@@ -134,10 +134,10 @@ static void multiply_pairs(const void *given, int64_t expert, const int32_t *pai
     if (is_tiled) tiles_ended(before);
 }
 
-/* A product's pairs by expert, at most `together` at a time, and what multiplies some of one expert's over its panels
- * `first` to `last`. */
+/* A product's pairs by expert, at most `together` at a time, and the function that multiplies some of one expert over its
+ * panels `first` to `last`. */
 struct expert_work {
-    const void *a; /* of the operation */
+    const void *a; /* the operator's arguments */
     const Routed *routed;
     void (*multiply)(const void *job, int64_t expert, const int32_t *pairs, int64_t count, int64_t first, int64_t last);
     int64_t panels, together;
@@ -147,7 +147,7 @@ static void expert_tasks(const void *given, int64_t begin, int64_t end) {
     const struct expert_work *work = given;
     const int32_t *offsets = work->routed->offsets.data, *order = work->routed->order.data;
     int64_t before = 0;
-    for (int64_t expert = 0; before < end; expert++) { /* whose tasks they are: experts without a pair have none */
+    for (int64_t expert = 0; before < end; expert++) { /* experts without pairs have no tasks */
         if (offsets[expert] == offsets[expert + 1]) continue;
         int64_t first = begin > before ? begin - before : 0, last = least_of(end - before, work->panels);
         for (int64_t at = offsets[expert]; first < last && at < offsets[expert + 1]; at += work->together) {
@@ -175,9 +175,9 @@ KERNEL(expert_linear) {
     if (tasks > 0) parallel(threads, expert_tasks, &job, tasks, items_of(SHARED_WORK * tasks, work));
 }
 
-#define GATHERED_PANELS 8 /* a thread's share at least where rows are many: gathering them costs as much as one */
+#define GATHERED_PANELS 8 /* smallest share of a thread if there are many rows: gathering them costs as much as one panel */
 
-/* How many pairs of one expert are multiplied together: their rows stay in the second cache. */
+/* Pairs of one expert that are multiplied together: their rows stay in the L2 cache. */
 static inline int64_t pairs_together(int64_t in) {
     return items_of(TILED_BYTES, in * 2 * TILE_ROWS) * TILE_ROWS + FEW_ROWS;
 }
@@ -187,7 +187,7 @@ struct few_bit_experts {
     const quantized_expert_linear_args *a;
 };
 
-/* Rows of pairs, brought together in a thread's memory, with the sums of their spans. */
+/* Rows of pairs, gathered in a thread's memory, with the sums of their spans. */
 struct pair_rows {
     struct span_job of;
     const input *x; /* [rows][in], or as few_rows() or pack_tiles() have them */
@@ -201,7 +201,7 @@ static struct pair_rows rows_of_pairs(const struct few_bit_experts *job, int64_t
                                       int64_t count) {
     const quantized_expert_linear_args *a = job->a;
     int64_t in = a->x.size[1], span = job->weight->span, spans = (in + span - 1) / span;
-    int64_t whole = count + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
+    int64_t whole = count + TILE_ROWS; /* rounded up: whole tiles read totals and rows */
     const int32_t *columns = a->columns.data ? a->columns.data + expert * in : 0;
     float *at = scratch(whole * (spans + 2 * in + LANES) + in + 4 * LANES);
     float *totals = carved(&at, whole * spans);

@@ -1,14 +1,14 @@
-"""The products of experts with the rows that were routed to them, each expert's weights read once for all its rows.
+"""The products of experts with their rows; each expert's weights are read once for all its rows.
 
-`out[pair] = x[pair // slots] @ weight[expert of the pair].T + bias[expert]`, for the pairs that `moe_route` listed; of
-an expert without a pair nothing is read. With a gate the product is that of a gated MLP (Shazeer, 2020), its halves
+`out[pair] = x[pair // slots] @ weight[expert of the pair].T + bias[expert]`, for the pairs listed by `moe_route`;
+experts without pairs are not read. With a gate the product is that of a gated MLP (Shazeer, 2020), its halves
 `activation(gate) * up` (`act_mul` has the activations); `swiglu_clamped` is gpt-oss's (OpenAI, 2025): with the gate at
 most `limit`, and `up` within +-`limit`, it is `gate * sigmoid(alpha * gate) * (up + 1)`.
 
-On a CPU with compiled kernels whole weights are in panels (see `linear`), of gate and `up` interleaved.
-Quantized ones are in panels, with sums as `quantized_linear` has them, or on a GPU in tiles, as `tiled_linear` reads
-them. Panels and tiles of all experts are those of one weight, one expert after another; in tiles a gate's rows stand
-before those of `up`. A row's result depends neither on other rows nor on the number of threads.
+On a CPU with compiled kernels, plain weights are in panels (see `linear`), gate and `up` interleaved. Quantized weights
+are in panels (see `quantized_linear`), or on a GPU in tiles (see `tiled_linear`). Panels and tiles are those of one
+weight with all experts in turn; in tiles, the gate's rows come before those of `up`. A row's result depends neither on
+other rows nor on the number of threads.
 
 The Triton kernels have been run in Triton's interpreter and compiled ahead of time by the tests.
 """
@@ -32,19 +32,19 @@ from ..native.registration import Int32, OneOf, Wide, Written, operator
 GATES = OneOf(("none", *ACTIVATIONS, "swiglu_clamped"))
 _FEW_ROWS = {2: (16, 32, 128, 4, 4), 4: (16, 32, 64, 4, 3)}  # by itemsize: block_m, block_n, block_k, warps, stages
 _MANY_ROWS = {2: (64, 64, 64, 4, 3)}
-_MANY = 32  # pairs of an expert, on average, from which on the larger tile is worth while
+_MANY = 32  # average pairs per expert from which the larger tile is faster
 
 
 class Routed(NamedTuple):
-    """The pairs whose products are made, and what is made of these.
+    """The pairs to compute, and the activation of their products.
 
     Attributes:
-        order: int32 [pairs], the pairs by expert, as `moe_route` wrote them.
-        offsets: int32 [experts + 1], where each expert's pairs begin.
+        order: int32 [pairs], the pairs by expert, from `moe_route`.
+        offsets: int32 [experts + 1], offset of each expert's pairs.
         slots: pairs that share a row of x.
         gate: one of `GATES`; "none": the plain product.
-        alpha: of `swiglu_clamped`.
-        limit: of `swiglu_clamped`.
+        alpha: see `swiglu_clamped` above.
+        limit: see `swiglu_clamped` above.
     """
 
     order: Int32
@@ -56,7 +56,7 @@ class Routed(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Of a product: pairs that share a row of x, features, columns, stride, and what the gate takes."""
+    """Pairs that share a row of x, features, columns, stride, and parameters of the gate."""
 
     slots: int
     width: int
@@ -68,7 +68,7 @@ class _Sizes(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """How a product is dealt out, and its gate."""
+    """Constants of a product's kernel, and its gate."""
 
     GATE: str
     BLOCK_E: int
@@ -95,7 +95,7 @@ def gate_times_up(gate, up, alpha, limit, GATE: tl.constexpr):
 
 @triton.jit
 def expert_of_program(offsets, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return whose pairs a program multiplies, and which BLOCK_M of these; what is left over has no expert."""
+    """Return a program's expert, and which BLOCK_M of its pairs it multiplies; surplus programs have no expert."""
     index = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets + index, mask=index < experts, other=0)
     stops = tl.load(offsets + index + 1, mask=index < experts, other=0)
@@ -105,10 +105,9 @@ def expert_of_program(offsets, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.const
     return expert, program - tl.sum(tl.where(index < expert, tiles, 0))
 
 
-# One program multiplies BLOCK_M pairs of one expert with BLOCK_N of its outputs, twice as many where there is a gate.
-# It reads (1 or 2) * BLOCK_N * depth values of the weights once, and its pairs' rows of x, which the L2 cache holds.
-# Which expert and which pairs is found in the offsets, so the grid needs nothing but the number of pairs; surplus
-# programs exit.
+# One program computes BLOCK_N outputs, with a gate twice as many, of BLOCK_M pairs of one expert. It reads
+# (1 or 2) * BLOCK_N * depth values of the weights once, and its pairs' rows of x, which the L2 cache holds. Expert and
+# pairs follow from the offsets, so the grid depends only on the number of pairs; surplus programs exit.
 @triton.jit
 def _expert_linear_kernel(out, x, weight, bias, order, offsets, experts, sizes, FORM: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -128,7 +127,7 @@ def _expert_linear_kernel(out, x, weight, bias, order, offsets, experts, sizes, 
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
-    # past the last row of the weight the last one is read again, which needs no mask
+    # past the weight, its last row is read again, which needs no mask
     first = expert.to(tl.int64) * width * HALVES
     w_rows = weight + (first + tl.minimum(n, width - 1))[:, None] * depth + k[None, :]
     up_rows = w_rows + tl.cast(width, tl.int64) * depth
@@ -179,9 +178,9 @@ def expert_linear_triton(
 
 
 def expert_panels(weight: Tensor, is_gated: bool) -> Tensor:
-    """Return one expert's weight [out_features, in_features] in panels, with a gate those of both halves interleaved.
+    """Return one expert's weight [out_features, in_features] in panels; if gated, those of both halves interleaved.
 
-    The experts' panels are joined along the first dimension.
+    Experts' panels are concatenated along the first dimension.
     """
     if not is_gated:
         return to_panels(weight)
@@ -190,7 +189,7 @@ def expert_panels(weight: Tensor, is_gated: bool) -> Tensor:
 
 
 def _plain(weight: Tensor, expert: int, experts: int, width: int, depth: int, is_gated: bool) -> Tensor:
-    """Return one expert's weight [out_features, in_features], whatever it is stored as."""
+    """Return one expert's weight [out_features, in_features], row-major."""
     if weight.dim() == 3:
         return weight[expert]
     own = weight.view(experts, -1, 1 + is_gated, *weight.shape[1:])[expert]  # [panels, halves, steps, PANEL, step]
@@ -214,7 +213,7 @@ def write_products(
 ) -> None:
     """Compute the products with torch operators; see `expert_linear`.
 
-    `weight_of` returns an expert's weight, float32 [out_features, in_features], and is asked for those with pairs.
+    `weight_of` returns an expert's weight, float32 [out_features, in_features]; called only for experts with pairs.
     """
     for expert, (begin, end) in enumerate(pairwise(pairs.offsets.tolist())):
         if begin == end:
@@ -240,17 +239,17 @@ def expert_linear(
     """Write each listed pair's product with the weights of its expert into `out`.
 
     Args:
-        out: [pairs, width], contiguous, of x's dtype, or fp32; pairs that are not listed are left alone.
+        out: [pairs, width], contiguous, of x's dtype, or fp32; pairs that are not listed are not written.
         x: [pairs / slots, in_features], rows may be strided.
         weight: [experts, out_features, in_features], contiguous, out_features being width, or twice that with a gate,
-            the gate first; or on a CPU what `expert_panels` made of each, joined.
+            gate first; or on a CPU the concatenated `expert_panels`.
         bias: [experts, out_features] or None.
-        pairs: which are made, and how.
-        batch_invariant: on a GPU, take one tile for any number of pairs, so that a pair's bits do not depend on it; a
-            CPU's do not anyway.
+        pairs: the pairs to compute.
+        batch_invariant: on a GPU, use one tile size, so that a pair's bits do not depend on the number of pairs; on a
+            CPU they never do.
 
     Raises:
-        ValueError: the gate is not known.
+        ValueError: unknown gate.
     """
     count, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
@@ -261,16 +260,16 @@ def expert_linear(
 
 
 def interleaved_panels(gate: QuantizedPanels, up: QuantizedPanels) -> QuantizedPanels:
-    """Return one expert's panels, those of the gate and of `up` interleaved; the two are of one kind."""
+    """Interleave the panels of gate and `up` of one expert."""
     return joined_panels((gate, up), interleaved=True)
 
 
 def stacked_panels(made: Iterable[QuantizedPanels | None], count: int) -> QuantizedPanels | None:
-    """Return the panels of `count` experts as those of one weight; None where one has none, or they differ in kind.
+    """Join the panels of all experts to those of one weight; None if one has none, or they differ in kind.
 
     Args:
-        made: of each; it is dropped before the next one is made.
-        count: how many experts there are.
+        made: each expert's panels; dropped before the next are made.
+        count: number of experts.
     """
     whole: QuantizedPanels | None = None
     kind = None
@@ -289,14 +288,14 @@ def stacked_panels(made: Iterable[QuantizedPanels | None], count: int) -> Quanti
 
 
 def _kind(weight: QuantizedPanels) -> tuple[object, ...]:
-    """Return what experts of one product have in common."""
+    """Return the properties that a product's experts share."""
     table = None if weight.table is None else tuple(weight.table.tolist())
     shapes = tuple((name, held.shape, held.dtype) for name, held in by_panel(weight).items())
     return (shapes, table, weight.scale_dtype, weight.code)
 
 
 def _dequantized_expert(weight: QuantizedPanels, expert: int, experts: int, width: int, is_gated: bool) -> Tensor:
-    """Return one expert's weight, float32 [out_features, in_features], the gate first."""
+    """Return one expert's weight, float32 [out_features, in_features], gate first."""
     own: dict[str, Any] = {name: held.chunk(experts)[expert] for name, held in by_panel(weight).items()}
     rows = dequantized_panels(weight._replace(**own)).unflatten(0, (-1, 1 + is_gated, PANEL))
     return rows.transpose(0, 1).flatten(1, 2)[:, :width].flatten(0, 1)
@@ -313,13 +312,15 @@ def quantized_expert_linear(
     *,
     batch_invariant: bool = False,
 ) -> None:
-    """Write each listed pair's product with the weights of its expert into `out`. CPU alone.
+    """Write each listed pair's product with the weights of its expert into `out`. Only on a CPU.
+
+    x, bias, pairs and errors are as in `expert_linear`.
 
     Args:
-        out: as in `expert_linear`, and so x, bias, pairs and errors.
-        weight: the panels of all experts, as `stacked_panels` returned them.
-        columns: [experts, in_features], the input feature of each column of an expert's weight; None: as they stand.
-        batch_invariant: as `quantized_linear` has it.
+        out: as in `expert_linear`, too.
+        weight: the panels of all experts, from `stacked_panels`.
+        columns: [experts, in_features], the input feature of each column of an expert's weight; None: in order.
+        batch_invariant: see `quantized_linear`.
     """
     experts, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
@@ -330,8 +331,8 @@ def quantized_expert_linear(
     write_products(out, x, plain, bias, pairs)
 
 
-# One program multiplies BLOCK_M pairs of one expert with BLOCK_N rows of its weight, with a gate half of them the
-# gate's. It reads their words and scales once, and its pairs' rows of x, which the L2 cache holds. The grid is that of
+# One program multiplies BLOCK_M pairs of one expert with BLOCK_N rows of its weight; if gated, half of them are the
+# gate's. It reads words and scales once, and its pairs' rows of x, which the L2 cache holds. The grid is that of
 # `expert_linear`.
 @triton.jit
 def tiled_expert_linear_kernel(
@@ -406,9 +407,9 @@ def tiled_expert_linear(
     """Write each listed pair's product with the weights of its expert into `out`.
 
     Args:
-        out: of x's dtype; else as in `expert_linear`, and so x, bias, pairs and errors.
-        tiles: the rows of all experts' weights, as `joined_tiles` joins them.
-        config: the sizes of a program's tile; columns are not split. Torch's own operators need none of it.
+        out: of x's dtype; otherwise as in `expert_linear`, like x, bias, pairs and errors.
+        tiles: all experts' weights, joined by `joined_tiles`.
+        config: the sizes of a program's tile; columns are not split.
     """
     weight = dequantized(tiles)[:, : x.shape[1]]
     write_products(out, x, weight.unflatten(0, (len(pairs.offsets) - 1, -1)).__getitem__, bias, pairs)

@@ -15,7 +15,7 @@ static void list_pairs(int32_t *order, int32_t *offsets, const int32_t *ids, int
     offsets[0] = 0;
 }
 
-/* Keep the largest logits of a row in `top`, the largest first; a later one goes behind its equals. */
+/* Keep the largest logits of a row in `top`, the largest first; ties in order. */
 static void choose_experts(int32_t *ids, float *top, const element *logits, int64_t experts, int64_t slots) {
     int64_t held = 0;
     for (int64_t expert = 0; expert < experts; expert++) {
@@ -68,7 +68,7 @@ INLINE void combine_columns(const int vectors, const int is_wide, const int in_f
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) sums[v] = a->gate.data ? load_at(is_wide, out, v * LANES) * share : splat(0.0f);
     for (int64_t pair = row * slots; pair < (row + 1) * slots; pair++) {
-        if (a->ids.data[pair] < 0) continue; /* nobody has written the parts of a dead row */
+        if (a->ids.data[pair] < 0) continue; /* the parts of a dead row are not written */
         const char *part = (const char *)a->parts.data + (pair * hidden + from) * width_of(in_floats);
         float weight = a->weights.data[pair];
 #pragma GCC unroll 4

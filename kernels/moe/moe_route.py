@@ -1,10 +1,10 @@
-"""Routing of tokens to experts (Shazeer et al., 2017; Fedus et al., 2021, with several experts a token), and back.
+"""Routing of tokens to experts (Shazeer et al., 2017; Fedus et al., 2021, with several experts per token), and back.
 
 A row's `slots` largest router logits choose its experts; their weights are the softmax over these (renormalized), or
-their share of the softmax over all experts. A pair is a row's slot, `row * slots + slot`. The pairs are also listed by
-expert, in their own order: the products of an expert read its weights once for all its rows. Dead rows choose nobody.
-A row's result is `sum over slots of weight * part`; where there is a shared expert (Yang et al., Qwen 2, 2024), its
-output stands there before, and is kept in the sum times the sigmoid of its gate.
+over all experts. A pair is a row's slot, `row * slots + slot`. The pairs are also listed by expert, in order: an
+expert's products read its weights once for all its rows. Dead rows have no experts. A row's result is `sum over slots
+of weight * part`, plus the output of a shared expert, if any, times the sigmoid of its gate (Yang et al., Qwen 2,
+2024).
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Float32, Int32, Wide, Written, operator
 
-LOWEST = -3e38  # what counts for less than that, and no number, too: each slot still gets an expert of its own
+LOWEST = -3e38  # NaN and smaller logits count as this, so that each slot still gets a different expert
 _PAIRS_AT_ONCE = 1024
 
 
@@ -63,8 +63,8 @@ def _route_kernel(
     tl.store(weights + place, shares / total, mask=slot < SLOTS)
 
 
-# One program lists the pairs of one expert, behind those of the experts before it: it reads all ids twice, 8 bytes a
-# pair, which the L2 cache holds, and writes 4 bytes for each pair of its own.
+# One program lists the pairs of one expert, after those of the previous experts: it reads all ids twice, 8 bytes per
+# pair, from the L2 cache, and writes 4 bytes per pair of its expert.
 @triton.jit(do_not_specialize=["pairs"])
 def _list_kernel(order, offsets, ids, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -120,17 +120,17 @@ def moe_route(
     live: Int32,
     renormalize: bool,
 ) -> None:
-    """Write which experts each row goes to, with what weights, and which pairs each expert has.
+    """Write each row's experts and weights, and each expert's pairs.
 
     Args:
-        ids: int32 [rows, slots], the experts of a row, the largest logit first, the lower number where two are equal;
-            -1 in dead rows. No expert stands twice in a row.
+        ids: int32 [rows, slots], the distinct experts of a row, the largest logit first, ties by the lower number; -1
+            in dead rows.
         weights: fp32 [rows, slots]; 0 in dead rows.
-        order: int32 [rows * slots], the pairs of expert 0, those of expert 1, ...; what is left over is left alone.
-        offsets: int32 [experts + 1], where each expert's pairs begin in `order`, and where the last one's end.
+        order: int32 [rows * slots], the pairs of expert 0, those of expert 1, ...; the rest is not written.
+        offsets: int32 [experts + 1], offsets of each expert's pairs in `order`.
         logits: [rows, experts], rows may be strided; slots <= experts.
         live: int32 [1]; rows from there on are dead.
-        renormalize: whether a row's weights add up to 1.
+        renormalize: whether a row's weights sum to 1.
     """
     rows, slots = ids.shape
     alive = torch.arange(rows, device=logits.device) < live
@@ -182,7 +182,7 @@ def _combine_kernel(
     for slot in tl.static_range(SLOTS):
         pair = row * SLOTS + slot
         part = tl.load(parts + pair * hidden + columns, mask=inside, other=0.0).to(tl.float32)
-        chosen = tl.load(ids + pair) >= 0  # nobody has written the parts of a dead row
+        chosen = tl.load(ids + pair) >= 0  # the parts of a dead row are not written
         total += tl.where(chosen, tl.load(weights + pair) * part, 0.0)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
@@ -209,16 +209,15 @@ def moe_combine_triton(out: Tensor, parts: Tensor, ids: Tensor, weights: Tensor,
 
 @operator(triton_version=moe_combine_triton, is_compiled=True)
 def moe_combine(out: Written[Wide], parts: Wide, ids: Int32, weights: Float32, gate: Wide | None = None) -> None:
-    """Write each row's sum of its parts, in the order of its slots, into `out`.
+    """Write each row's weighted sum of its parts, in slot order, into `out`.
 
     Args:
         out: [rows, hidden], contiguous; with a gate, what it holds is part of the sum.
-        parts: [rows * slots, hidden], contiguous, of out's dtype, or one of the two fp32; those of dead rows may hold
-            anything.
-        ids: int32 [rows, slots], as `moe_route` wrote them: -1 is nobody.
+        parts: [rows * slots, hidden], contiguous, of out's dtype, or one of the two fp32; those of dead rows are
+            ignored.
+        ids: int32 [rows, slots], from `moe_route`.
         weights: fp32 [rows, slots].
-        gate: [rows, 1], the logit of the share of what `out` holds; rows may be strided. None: `out` holds
-            nothing.
+        gate: [rows, 1], logit of the factor of what `out` holds; rows may be strided. None: `out` is only written.
     """
     held = parts.view(*ids.shape, -1).float()
     held = torch.where(ids[:, :, None] >= 0, held * weights[:, :, None], 0.0)

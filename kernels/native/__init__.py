@@ -1,1 +1,1 @@
-"""How operations become operators: registration, the compiled kernels, what Triton needs to be optional."""
+"""Registration of operators, the compiled CPU kernels, and optional Triton."""

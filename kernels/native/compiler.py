@@ -1,4 +1,4 @@
-"""The user's C compiler: which it is, and one run of it that leaves nothing behind."""
+"""The user's C compiler, and running it without leaving files or processes behind."""
 
 import errno
 import os
@@ -17,24 +17,24 @@ from typing import NamedTuple
 from . import system
 from .instructions import instructions
 
-# Vectors and threads are GCC's and Clang's own; nothing of these is x86's.
+# vectors and threads are extensions of GCC and Clang; none of these is specific to x86
 PORTABLE_FLAGS = ("-O3", "-fno-math-errno", "-std=gnu11", "-Wno-psabi", "-pthread", "-fPIC")
-COMPILE_SECONDS = 300  # of the clock: some 20 of one core, which others may want too
+COMPILE_SECONDS = 300  # wall time; some 20 s of one core, which may be shared
 _VERSION_SECONDS = 20
 _DISK_ERRORS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
 
 class NotCompiled(Exception):
-    """The compiler cannot make the kernels, in whichever folder."""
+    """The compiler cannot compile the kernels, in any folder."""
 
 
 class Compiler(NamedTuple):
-    """One compiler with its options.
+    """A compiler with its options.
 
     Attributes:
         command: program and options, without input and output.
-        version: what it says about itself.
-        processor: what "native" among the options depends on.
+        version: its version string.
+        processor: the processor, on which the option "native" depends.
     """
 
     command: list[str]
@@ -43,7 +43,7 @@ class Compiler(NamedTuple):
 
     @classmethod
     def found(cls) -> "Compiler":
-        """Return the one that CC names, else the first of cc, gcc and clang, for the instructions that are chosen.
+        """Return the compiler named by CC, else the first of cc, gcc and clang, for the chosen instruction set.
 
         Raises:
             NotCompiled: there is none, or it cannot be run.
@@ -75,11 +75,11 @@ class Compiler(NamedTuple):
             raise NotCompiled(f"{told}: install it, or name one in CC") from error
 
     def compile(self, texts: Mapping[Path, str], options: list[str]) -> None:
-        """Make libraries of source texts, one on a core, with no file but in their folders.
+        """Compile source texts to libraries in parallel; all files stay in their folders.
 
         Raises:
-            NotCompiled: the compiler refuses one, or takes too long.
-            OSError: there is no room in that folder.
+            NotCompiled: the compiler fails or takes too long.
+            OSError: a folder is full.
         """
         end, cores = time.monotonic() + COMPILE_SECONDS, system.num_cores()
         running: deque[subprocess.Popen[str]] = deque()
@@ -105,7 +105,7 @@ class Compiler(NamedTuple):
             )  # fmt: skip
 
     def _finish(self, process: subprocess.Popen[str], end: float) -> None:
-        """Wait for a compiler; raise what it says if it fails, or is not done at the end."""
+        """Wait for a compiler; raise NotCompiled with its message if it fails or times out."""
         try:
             _, told = process.communicate(timeout=max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
@@ -120,7 +120,7 @@ class Compiler(NamedTuple):
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End a compiler, and what it started, which is of its group and may outlive it."""
+    """Kill a compiler and its children, by process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -129,5 +129,5 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return what the compiler runs in: messages in English, and nothing that was preloaded into Python."""
+    """Return the compiler's environment: messages in English, no LD_PRELOAD."""
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | {"LC_ALL": "C"}

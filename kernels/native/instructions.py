@@ -1,7 +1,6 @@
-"""Which of a processor's instructions the compiled kernels may use: the highest set that it has, or one that is named.
+"""The instruction set of compiled kernels: the highest that the processor has, or the one that GRAPHDECODE_ISA names.
 
-Who looks for a bug, or wants to know what another processor does, names a lower set than this one has in
-GRAPHDECODE_ISA. Nothing above a set is compiled for it.
+Naming a lower set helps to find bugs, and shows what other processors do.
 """
 
 import functools
@@ -15,12 +14,12 @@ VARIABLE = "GRAPHDECODE_ISA"
 
 
 class Instructions(NamedTuple):
-    """A set of instructions.
+    """An instruction set.
 
     Attributes:
-        name: as GRAPHDECODE_ISA has it.
-        flags: of GCC and Clang, with which they use these and no others.
-        has_bf16: it multiplies bf16.
+        name: value of GRAPHDECODE_ISA.
+        flags: options of GCC and Clang that select exactly this set.
+        has_bf16: whether it multiplies bf16.
     """
 
     name: str
@@ -29,11 +28,11 @@ class Instructions(NamedTuple):
 
 
 class MissingInstructions(ValueError):
-    """GRAPHDECODE_ISA names no set of instructions that this processor has."""
+    """GRAPHDECODE_ISA names an instruction set that this processor lacks."""
 
 
-# a set of x86-64: what it is built on, and its own extensions as Linux names them, with the compiler's flags; bf16 does
-# without VNNI and VBMI, and uses them where they are
+# x86-64 sets: base set, and further extensions by Linux's names, with compiler flags; bf16 does not need VNNI and VBMI,
+# but uses them
 _X86: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "portable": ((), {}),
     "avx2": ((), {"bmi1": "-mbmi"} | {part: f"-m{part}" for part in ("avx", "avx2", "fma", "f16c", "bmi2")}),
@@ -42,7 +41,7 @@ _X86: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "avx512_bf16": (("avx2", "avx512"), {"avx512_bf16": "-mavx512bf16"}),
     "amx": (("avx2", "avx512", "avx512_bf16"), {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}),
 }
-# a set of 64-bit Arm: the extensions that it needs, as Linux names them, and the compiler's flags
+# 64-bit Arm sets: required extensions by Linux's names, and compiler flags
 _ARM: Mapping[str, tuple[set[str], tuple[str, ...]]] = {
     "portable": (set(), ("-march=armv8-a", "-DPORTABLE")),
     "neon": ({"asimd"}, ("-march=armv8-a",)),
@@ -54,19 +53,19 @@ NAMES = tuple(dict.fromkeys((*_X86, *_ARM)))
 
 @functools.cache
 def instructions() -> Instructions:
-    """Return the set that GRAPHDECODE_ISA names, else the highest that this processor has; one for a process's life.
+    """Return the set named by GRAPHDECODE_ISA, else the processor's highest; constant for the process.
 
     Raises:
-        MissingInstructions: this processor has no such set; the message says which it has.
+        MissingInstructions: this processor lacks the set; the message lists what it has.
     """
     return chosen(os.environ.get(VARIABLE), available())
 
 
 def chosen(name: str | None, there: Mapping[str, Instructions]) -> Instructions:
-    """Return one of the sets that are there; no name is the last of them.
+    """Return a set by name; an empty name: the highest.
 
     Raises:
-        MissingInstructions: it is not there.
+        MissingInstructions: the set is not available.
     """
     if not name:
         return list(there.values())[-1]
@@ -77,7 +76,7 @@ def chosen(name: str | None, there: Mapping[str, Instructions]) -> Instructions:
 
 
 def available() -> Mapping[str, Instructions]:
-    """Return the sets that this processor has, by their names, the highest last."""
+    """Return the processor's sets by name, the highest last."""
     if system.is_x86():
         return sets_of_x86(system.extensions())
     if system.is_arm():
@@ -86,22 +85,22 @@ def available() -> Mapping[str, Instructions]:
 
 
 def sets_of_x86(extensions: set[str]) -> Mapping[str, Instructions]:
-    """Return the sets of a processor with these extensions, as Linux names them."""
+    """Return the sets of an x86-64 with these extensions (Linux's names)."""
     found: dict[str, Instructions] = {}
     flags: list[str] = []
     for name, (below, own) in _X86.items():
         if not own.keys() <= extensions or not found.keys() >= set(below):
             continue
         flags += own.values()
-        # for the processor at hand among those that have the set, which adds no instruction
+        # tune for this processor; adds no instructions
         tuned = ["-mtune=native"] if own else []
-        wide = ["-mprefer-vector-width=512"] if "avx512" in (*below, name) else []  # as the kernels' vectors
+        wide = ["-mprefer-vector-width=512"] if "avx512" in (*below, name) else []  # the width of the kernels' vectors
         flags_of_set = ("-march=x86-64", *tuned, *flags, *wide)
         found[name] = Instructions(name, flags_of_set, has_bf16="avx512_bf16" in (*below, name))
     return found
 
 
 def sets_of_arm(extensions: set[str]) -> Mapping[str, Instructions]:
-    """Return the sets of a 64-bit Arm with these extensions, as Linux names them."""
+    """Return the sets of a 64-bit Arm with these extensions (Linux's names)."""
     there = {name: flags for name, (needed, flags) in _ARM.items() if needed <= extensions}
     return {name: Instructions(name, flags, has_bf16=name == "neon_bf16") for name, flags in there.items()}

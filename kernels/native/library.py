@@ -1,15 +1,14 @@
-"""Kernels in C for the CPU: carried by the package, or compiled once on the user's machine.
+"""C kernels for the CPU: included in the wheel, or compiled once on the user's machine.
 
-The kernels of `*.c` read at the machine's bandwidth, and a recorded step runs a list of them in one call. They share
-their work among threads of their own (`native_threads.h`), as many as torch has. Their source text is the structs of
-their arguments, made from the operations' signatures, and the sources. Each element type has a library of its own, made
-when it is first asked for; that of float32 has what all share.
+The kernels in `*.c` read at memory bandwidth, and a recorded step runs a list of them in one call. They share work
+among their own threads (`native_threads.h`), as many as torch has. The source text is the structs of the arguments,
+generated from the operators' signatures, and the sources. Each element type has its own library, made when first
+needed; float32's has what all share.
 
-A package carries compiled kernels where `tools/make wheel --with-kernels` made it. They are named by their instructions
-and by what they were made of, so that those of other sources are never loaded. Else the compiler that Triton needs too
-makes them. Without a C compiler `library()` is None, `why_not()` says why, and torch's operators do the work, which is
-said once on standard error. GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said. GRAPHDECODE_ISA names the
-instructions.
+Wheels of `tools/make wheel --with-kernels` include compiled kernels. They are named by instruction set and a digest of
+their sources, so that others are never loaded. Otherwise the C compiler compiles them. Without one, `library()` is
+None, `why_not()` says why, and torch's operators are used, with one message on standard error. GRAPHDECODE_NATIVE=0
+does the same without a message. GRAPHDECODE_ISA names the instruction set.
 """
 
 import ctypes
@@ -38,24 +37,24 @@ from .private_folder import FOLDER_VARIABLE, PrivateFolder, cache_folder
 from .system import opened_library
 
 CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # types of 8 bits that C tells apart; the others are 0
-WIDE_CODE = 3  # of a `Wide` tensor in float32
-FOLDER = Path(__file__).parent  # of the headers; a source stands beside the operation of its name
+WIDE_CODE = 3  # element code of a `Wide` tensor in float32
+FOLDER = Path(__file__).parent  # of the headers; sources are beside the operators of the same name
 CARRIED = FOLDER / "carried"
 _PACKAGE = __package__.rpartition(".")[0]
 _END = (
     "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
     "    for (int i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
 )
-_RECORDS: dict[str, str] = {}  # these are filled while the operations' files are imported, and then read
+_RECORDS: dict[str, str] = {}  # filled while the operators are imported
 _STRUCTS: dict[str, str] = {}
 _CONSTANTS: dict[str, int] = {}
 
 
 def declare(name: str, struct: str, records: dict[str, str], constants: dict[str, int]) -> None:
-    """Let the sources know an operation's arguments, the records among them, and some integers by their names.
+    """Declare an operator's arguments, records and constants to the sources.
 
     Raises:
-        ValueError: a name stands for two integers.
+        ValueError: a constant has two values.
     """
     _RECORDS.update(records)
     _STRUCTS[name] = struct
@@ -65,12 +64,12 @@ def declare(name: str, struct: str, records: dict[str, str], constants: dict[str
 
 
 def include_flags() -> list[str]:
-    """Return the compiler's options that make the unit's includes found."""
+    """Return the compiler's include options."""
     return [f"-I{FOLDER}", f"-I{FOLDER.parent}"]
 
 
 def source_text(kind: str) -> str:
-    """Return the source text of the kernels for an element type, but for what it includes."""
+    """Return the source text of the kernels for an element type, without its includes."""
     sources = sorted(FOLDER.parent.glob("*/*.c"))
     for source in sources:
         importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
@@ -84,20 +83,20 @@ def source_text(kind: str) -> str:
     return f"{given}{includes}{_END if kind == _FIRST else ''}"
 
 
-LANES = 16  # values that the kernels take at once
+LANES = 16  # values per vector
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-_FIRST = ELEMENTS[torch.float32]  # whose library has what all share
+_FIRST = ELEMENTS[torch.float32]  # its library has what all share
 _SHARED = ("parallel", "choose_token")
 SWITCH = "GRAPHDECODE_NATIVE"
 _SILENT_SECONDS = 1
-_WAIT_SECONDS = COMPILE_SECONDS + 10  # for another process that compiles the same
+_WAIT_SECONDS = COMPILE_SECONDS + 10  # to wait for another process that compiles
 _SWITCHED_OFF: ContextVar[bool] = ContextVar("switched_off", default=False)
 _LOADING = threading.Lock()  # two threads must not compile at the same time
 _LOG = logging.getLogger("graphdecode")
 
 
 class LoadedLibrary(NamedTuple):
-    """The library of an element type and where it came from, or why there is none."""
+    """The library of an element type and its origin, or why there is none."""
 
     library: ctypes.CDLL | None
     file: Path | None
@@ -105,12 +104,12 @@ class LoadedLibrary(NamedTuple):
     reason: str | None
 
 
-LOADED: dict[str, LoadedLibrary] = {}  # filled once for each element type
+LOADED: dict[str, LoadedLibrary] = {}  # by element type
 
 
 @contextmanager
 def switched_off() -> Iterator[None]:
-    """Let operators that are bound or run inside take torch's way, to measure what compiling is worth."""
+    """Make operators use torch inside, for comparison."""
     token = _SWITCHED_OFF.set(True)
     try:
         yield
@@ -119,20 +118,20 @@ def switched_off() -> Iterator[None]:
 
 
 def fits(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can take these: one element type that they know, in host memory; None counts as fitting."""
+    """Whether kernels support these tensors: one element type, in host memory; None counts as supported."""
     given = [tensor for tensor in tensors if tensor is not None]
     dtype = given[0].dtype
     return dtype in ELEMENTS and all(t.dtype == dtype and t.is_cpu for t in given) and library(dtype) is not None
 
 
 def library(element: torch.dtype | None = None) -> ctypes.CDLL | None:
-    """Return the compiled kernels, made at the first call; None if they cannot be had here, or are switched off.
+    """Return the compiled kernels, compiled at the first call; None if unavailable or switched off.
 
     Args:
-        element: what they compute in; None for those that are the same for all, and compiled with float32's.
+        element: the element type; None: kernels without one, which are in float32's library.
 
     Raises:
-        MissingInstructions: GRAPHDECODE_ISA names instructions that this processor does not have.
+        MissingInstructions: GRAPHDECODE_ISA names an instruction set that this processor lacks.
     """
     return None if _SWITCHED_OFF.get() else _load(element).library
 
@@ -143,7 +142,7 @@ def why_not() -> str | None:
 
 
 def describe() -> str:
-    """Return which compiled kernels there are, or why there are none, in one paragraph."""
+    """Return the status of the compiled kernels, as text."""
     loaded = _load()
     if loaded.library is None:
         return f"compiled kernels: none, torch's operators do the work: {loaded.reason}"
@@ -154,9 +153,7 @@ def describe() -> str:
 
 
 def is_expected(element: torch.dtype | None) -> bool:
-    """Whether `library` would give something, as far as is known without compiling.
-
-    It is carried by the package, or there is a compiler.
+    """Whether `library` is expected to succeed, without compiling: there are included kernels, or a compiler.
     """
     kind = ELEMENTS[element or torch.float32]
     loaded = LOADED.get(kind)
@@ -170,10 +167,10 @@ def is_expected(element: torch.dtype | None) -> bool:
 
 @functools.cache
 def kernel(name: str, element: torch.dtype | None) -> Any:
-    """Return a kernel as a function of (its arguments' struct as bytes, threads).
+    """Return a kernel as a function of (argument struct as bytes, threads).
 
     Args:
-        name: of its operation.
+        name: the operator's name.
         element: see `library`.
 
     Raises:
@@ -184,7 +181,7 @@ def kernel(name: str, element: torch.dtype | None) -> Any:
 
 @functools.cache
 def run_all() -> Any:
-    """Return a function of (kernels, their arguments, how many, threads) that runs one after another."""
+    """Return a function of (kernels, arguments, count, threads) that runs kernels in order."""
     return _function("run_all")
 
 
@@ -193,7 +190,7 @@ def _function(name: str, element: torch.dtype | None = None) -> Any:
     if loaded.library is None:
         raise RuntimeError(f"there are no compiled kernels here: {loaded.reason}")
     function = getattr(loaded.library, name)
-    function.restype = None  # what it takes needs no declaration: bytes are passed as a pointer, an int as an int
+    function.restype = None  # no argtypes needed: bytes are passed as a pointer, int as int
     return function
 
 
@@ -207,7 +204,7 @@ def _load(element: torch.dtype | None = None) -> LoadedLibrary:
 
 
 def _made_or_not(kinds: list[str]) -> dict[str, LoadedLibrary]:
-    """Return the libraries of some element types, or why there are none, for any that is not loaded yet."""
+    """Return the libraries of element types that are not loaded yet, or why there are none."""
     reason = f"{SWITCH} is 0"
     if os.environ.get(SWITCH) != "0":
         try:
@@ -222,17 +219,17 @@ def _made_or_not(kinds: list[str]) -> dict[str, LoadedLibrary]:
 
 
 def carried_name(made_for: Instructions, kind: str) -> str:
-    """Return the file name of carried kernels: their instructions, and a digest of system, options and sources.
+    """Return the file name of included kernels: instruction set, and a digest of system, options and sources.
 
-    The sources have the structs of the arguments, which are the binary interface.
+    The sources include the argument structs, which are the binary interface.
     """
-    options = [option for option in made_for.flags if option != "-mtune=native"]  # which changes no instruction
+    options = [option for option in made_for.flags if option != "-mtune=native"]  # adds no instructions
     text = source_text(kind)
     return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS], text)}-{kind}.so"
 
 
 def _digest(parts: Sequence[str], text: str) -> str:
-    """Return a digest of what a library is made by, and of all sources."""
+    """Return a digest of the build's inputs and all sources."""
     key = hashlib.sha256("\n".join(parts).encode())
     for file in sorted(FOLDER.parent.glob("*/*.[ch]")):
         key.update(file.read_bytes())
@@ -244,7 +241,7 @@ def _carried_file(kind: str) -> Path:
 
 
 def _carried(kinds: list[str]) -> dict[str, LoadedLibrary]:
-    """Load libraries that the package carries; none if one is missing, or needs a newer system than this."""
+    """Load the included libraries; none if one is missing or needs a newer system."""
     if not CARRIED.is_dir():
         return {}
     files = {kind: _carried_file(kind) for kind in kinds}
@@ -260,7 +257,7 @@ def _carried(kinds: list[str]) -> dict[str, LoadedLibrary]:
 
 
 def _share(loaded: Mapping[str, ctypes.CDLL]) -> None:
-    """Give libraries what the first of all has for them."""
+    """Connect libraries to the first one, which has what all share."""
     first = loaded[_FIRST] if _FIRST in loaded else LOADED[_FIRST].library
     for kind, library in loaded.items():
         for name in _SHARED if kind != _FIRST else ():
@@ -268,7 +265,7 @@ def _share(loaded: Mapping[str, ctypes.CDLL]) -> None:
 
 
 def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
-    """Load libraries, compiled side by side if no earlier process has done it."""
+    """Load compiled libraries; missing ones are compiled in parallel."""
     compiler = Compiler.found()
     texts, options = {kind: source_text(kind) for kind in kinds}, include_flags()
     parts = [*compiler.command, *options, compiler.processor, compiler.version]
@@ -282,7 +279,7 @@ def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
             with closing(PrivateFolder(path)) as folder:
                 _make_missing(folder, {named[kind]: text for kind, text in texts.items()}, compiler, options)
                 loaded = {kind: _opened(folder, name) for kind, name in named.items()}
-        except OSError as error:  # it cannot be written, or nothing in it may be executed
+        except OSError as error:  # not writable, or mounted noexec
             problems.append(f"{path}: {error}")
             continue
         if problems:
@@ -303,7 +300,7 @@ def _opened(folder: PrivateFolder, name: str) -> ctypes.CDLL:
 
 
 def _make_missing(folder: PrivateFolder, texts: dict[str, str], compiler: Compiler, options: list[str]) -> None:
-    """Compile the libraries that a folder lacks into it, unless another process is doing it."""
+    """Compile a folder's missing libraries, or wait for another process that does."""
     if all(folder.holds(name) for name in texts):
         return
     with folder.locked(_WAIT_SECONDS):
@@ -316,7 +313,7 @@ def _make_missing(folder: PrivateFolder, texts: dict[str, str], compiler: Compil
 
 @contextmanager
 def _announced() -> Iterator[None]:
-    """Say on standard error that kernels are compiled, where that takes long; in a terminal, also for how long."""
+    """Report a long compilation on standard error; in a terminal with elapsed seconds."""
     done = threading.Event()
 
     def tell() -> None:
@@ -329,7 +326,7 @@ def _announced() -> Iterator[None]:
             return
         while not done.wait(1):
             seconds += 1
-            print(f"\r{seconds} s", end="", file=sys.stderr, flush=True)  # short, for a narrow terminal
+            print(f"\r{seconds} s", end="", file=sys.stderr, flush=True)  # fits a narrow terminal
         print(file=sys.stderr)
 
     thread = threading.Thread(target=tell, name="compiling", daemon=True)
@@ -343,12 +340,12 @@ def _announced() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class NativeCall:
-    """One kernel over fixed memory; calling it runs it, on as many threads as torch has in the calling thread.
+    """One kernel over fixed memory; a call runs it on as many threads as torch has in the calling thread.
 
     Attributes:
         function: the kernel.
-        packed: its arguments' struct.
-        held: what the struct points into.
+        packed: its argument struct.
+        held: tensors that the struct points into.
     """
 
     function: Any
@@ -361,10 +358,10 @@ class NativeCall:
 
 
 class NativeSequence:
-    """Some kernels one after another, in one call.
+    """Several kernels in order, in one call.
 
     Args:
-        calls: what to run.
+        calls: the kernels.
     """
 
     __slots__ = ("_addresses", "_arguments", "_run_all", "calls")
@@ -383,7 +380,7 @@ class NativeSequence:
 
 
 def joined(calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Return the same calls, neighbouring compiled ones as one `NativeSequence`."""
+    """Return the same calls, with adjacent compiled ones joined to a `NativeSequence`."""
     result: list[Callable[[], Any]] = []
     single = (part for call in calls for part in (call.calls if isinstance(call, NativeSequence) else (call,)))
     for is_native, group in groupby(single, lambda call: isinstance(call, NativeCall)):

@@ -15,7 +15,7 @@
 
 #include "native_threads.h"
 
-/* as many as the processor's registers hold: the compiler takes wider vectors apart badly */
+/* the processor's registers: the compiler splits wider vectors badly */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
@@ -23,12 +23,12 @@
 #else
 #define LANES 4
 #endif
-#define PARALLEL_WORK 8192 /* elements that are too few to share */
+#define PARALLEL_WORK 8192 /* fewer elements are not shared between threads */
 
 static inline int64_t items_of(int64_t work, int64_t item) { return 1 + work / (item > 0 ? item : 1); }
 
 #define INLINE static inline __attribute__((always_inline)) /* for constants that unroll loops */
-#define APART static __attribute__((noinline)) /* for all registers to be free for its loops */
+#define APART static __attribute__((noinline)) /* so that its loops have all registers */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -78,7 +78,7 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* How many rows are alive: what a step was told, within what there is. */
+/* The number of live rows, within bounds. */
 static inline int64_t live_of(const int32_t *live, int64_t rows) { return *live < 0 ? 0 : least_of(*live, rows); }
 
 static float *own_floats(int which, int64_t floats) {
@@ -87,7 +87,7 @@ static float *own_floats(int which, int64_t floats) {
         free(own_memory[which].at);
         own_memory[which].size = (bytes + 4095) / 4096 * 4096;
         own_memory[which].at = aligned_alloc(64, own_memory[which].size);
-        if (!own_memory[which].at) { /* where Linux grants what it has not got, this is not reached */
+        if (!own_memory[which].at) { /* not reached if Linux overcommits memory */
             fprintf(stderr, "graphdecode: no memory for %zu bytes of a kernel's workspace\n", own_memory[which].size);
             abort();
         }
@@ -96,8 +96,8 @@ static float *own_floats(int which, int64_t floats) {
     return own_memory[which].at;
 }
 
-/* Memory of the calling thread, at least so many floats, aligned to a vector; the next call takes it back. It stays for
- * the next kernel: a step that has run before allocates nothing. */
+/* Memory of the calling thread, at least so many floats, aligned to a vector, valid until the next call. It is reused by the
+ * next kernels: a step that has run before allocates nothing. */
 static float *scratch(int64_t floats) { return own_floats(0, floats); }
 
 /* The same, beside it: for what a kernel's parts, which have scratch of their own, leave for its end. */
@@ -183,7 +183,7 @@ INLINE void add_lanes(const int rows, const int vectors, const int begin, float 
         for (int v = 0; v < vectors; v++) {
             vec lane = load_f32(b + k * padded + v * LANES);
 #if LANES > 4
-            __asm__("" : "+v"(lane)); /* GCC would load it anew for each row */
+            __asm__("" : "+v"(lane)); /* GCC would reload it for each row */
 #endif
             lanes[v] = lane;
         }

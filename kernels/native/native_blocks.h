@@ -6,15 +6,15 @@
 #pragma once
 
 #include "native_products.h"
-#define HALF_PANEL 16 /* output features whose words stand together */
+#define HALF_PANEL 16 /* adjacent output features of a word row */
 #define BLOCK_SIZE (QUANTIZED_BLOCK * PANEL)
-#define CHUNK_BLOCKS 8 /* are unpacked together, and stay in the first cache */
+#define CHUNK_BLOCKS 8 /* blocks unpacked together, which stay in the L1 cache */
 #define CHUNK (CHUNK_BLOCKS * QUANTIZED_BLOCK)
 #define LEAST_GROUP 16
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
 #define TABLE 64
 #define ROW_WORDS 32 /* of 16 bits, with the codes of all output features of a panel */
-#define BYTES_AHEAD 4096 /* of codes, which are asked for row by row: many at once keep others waiting */
+#define BYTES_AHEAD 4096 /* of codes, prefetched row by row: many at a time delay other loads */
 
 /* The scales, or the least values, of all panels: for each panel and group one for each output feature. With factors
  * they are int8, to be multiplied with those, of which each serves some neighbouring groups. */
@@ -29,9 +29,9 @@ struct block_weight {
     int64_t blocks; /* of a panel */
     int bits;
     int is_e4m3;   /* codes of 8 bits are float8 */
-    int is_linear; /* a code means what it is, less `zero` */
+    int is_linear; /* a code's value is itself minus `zero` */
     int zero;
-    int64_t span; /* input features that are summed up before they are scaled */
+    int64_t span; /* input features that are summed before scaling */
     struct block_numbers scales, mins;
     float floats[TABLE];
     uint16_t pairs[TABLE]; /* bf16 */
@@ -120,7 +120,7 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
  * has one span's numbers, or two spans'. */
 INLINE void dequantize_floats(const int bits, float *out, vec *sums, const float *x, const uint16_t *at,
                         const struct block_weight *weight, const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
-    const int unrolled = bits == 4 || bits == 8 ? 4 : 8; /* more compile for long, and gain nothing */
+    const int unrolled = bits == 4 || bits == 8 ? 4 : 8; /* more take long to compile, for no gain */
     for (int first = 0; first < QUANTIZED_BLOCK; first += unrolled) {
         const int64_t place = weight->span < QUANTIZED_BLOCK ? first / LEAST_GROUP : 0;
 #pragma GCC unroll 8
@@ -269,14 +269,14 @@ static void unpack_pairs(uint16_t *out, const uint16_t *at, const struct block_w
 }
 #endif
 
-/* How many input features are summed up before they are scaled: the most that divide a group, or fill a chunk. */
+/* Input features that are summed before scaling: the most that divide a group, or fill a chunk. */
 static int64_t span_of(int64_t features, int64_t groups) {
     int64_t group = features / groups, span = CHUNK;
     while (groups > 1 && group % span != 0) span /= 2;
     return span;
 }
 
-/* Say which groups share what, and what codes mean. */
+/* Set which groups share numbers, and the values of codes. */
 static void read_weight(struct block_weight *weight, const int8_t *table) {
     int64_t features = weight->blocks * QUANTIZED_BLOCK, groups = weight->scales.groups;
     weight->span = span_of(features, groups);

@@ -10,7 +10,7 @@
 
 #define PANEL 32
 #define VECTORS (PANEL / LANES)
-#define ROWS_OF_PANEL (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
+#define ROWS_OF_PANEL (LANES == 16 ? 8 : 2) /* rows whose sums all stay in registers */
 #define SQUARE_ROWS 4
 #if defined(WITH_SQUARES) && defined(ELEMENT_BF16)
 #define ROWS SQUARE_ROWS
@@ -18,10 +18,10 @@
 #define ROWS ROWS_OF_PANEL
 #endif
 #define MOST_ROWS 8
-#define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
-#define TILED_BYTES 1048576 /* of rows that stay in the second cache while panels go by */
-#define TILED_IN 256 /* input features of a panel that stay in the first cache while rows go by */
-#define ONE_PLACE 4096 /* bytes: lines so far apart share a place in the first cache, which holds few of them */
+#define SHARED_WORK 65536 /* fewest multiplications of a chunk */
+#define TILED_BYTES 1048576 /* of rows, which stay in the L2 cache while panels are read */
+#define TILED_IN 256 /* input features of a panel, which stay in the L1 cache while rows are read */
+#define ONE_PLACE 4096 /* bytes: lines at this distance share an L1 set */
 
 typedef vec panel_sums[VECTORS];
 
@@ -92,7 +92,7 @@ INLINE void square_products(const int goes_on, panel_sums *out, const uint16_t *
 }
 #endif
 
-/* So many rows share the panels that go by. */
+/* Rows that share the panels read. */
 static inline int64_t rows_together(int64_t in) {
     return items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
 }

@@ -1,5 +1,4 @@
-/* What the kernels ask of the operating system: Linux, and macOS, where none of this has been run. The same in Python is
- * system.py.
+/* The kernels' interface to the operating system: Linux, and macOS (never run). The Python counterpart is system.py.
  */
 #pragma once
 
@@ -9,7 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* 1 + the core that this thread is on; 0 where that cannot be known. */
+/* 1 + the core that this thread is on; 0: unknown. */
 static inline int64_t own_core(void) {
     extern int sched_getcpu(void); /* which headers declare for some programs alone */
     return 1 + sched_getcpu();

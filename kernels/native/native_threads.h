@@ -1,9 +1,8 @@
 /* The threads that share a kernel's work.
  *
- * Work is cut in chunks, and a thread takes the next one when it is done with its last: slow cores do less, and a thread
- * that the system has taken off its core is waited for only while it holds a chunk. A barrier for all threads, as OpenMP
- * has it, costs milliseconds a kernel as soon as something else wants a core. Which thread does a chunk changes nothing
- * in its result.
+ * Work is cut into chunks; a thread takes the next one when it finishes the last: slow cores do less, and a descheduled
+ * thread is waited for only while it holds a chunk. OpenMP's barrier for all threads costs milliseconds per kernel as soon
+ * as another process uses a core. Results do not depend on which thread computes a chunk.
  */
 #pragma once
 
@@ -15,10 +14,10 @@
 #include <stdlib.h>
 
 #define MOST_THREADS 256
-#define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, after which a thread without work goes to sleep */
-#define YIELD_SPINS 1000 /* pauses after which a waiting caller offers its core */
+#define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, before a thread without work sleeps */
+#define YIELD_SPINS 1000 /* pauses before a waiting caller yields its core */
 #define PARTS 6       /* of a thread's even share */
-#define FIRST_PARTS 3 /* that its first chunk is of: nobody asked ahead for what a chunk begins with. Later ones are of one */
+#define FIRST_PARTS 3 /* parts of its first chunk, whose beginning is not prefetched. Later chunks are one part */
 #define CHUNK_BITS 11 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
 _Static_assert(MOST_THREADS * PARTS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 
@@ -44,7 +43,7 @@ static inline void pause_core(void) {
 #endif
 }
 
-/* Of the libraries in a process, one for each element type, float32's has what all share; the others are given it. */
+/* Of a process's libraries, one per element type, float32's owns the shared state; the others get pointers to it. */
 #define SHARED(function) void share_##function(void *given) { function = given; }
 
 #ifdef SHARED_ELSEWHERE
@@ -56,9 +55,9 @@ static struct {
     pthread_cond_t wake;
     atomic_flag busy;         /* one job at a time */
     _Atomic uint64_t ticket;  /* number of the job, its chunks, the next of them: CHUNK_BITS each of the last two */
-    _Atomic int64_t finished; /* chunks that are done */
+    _Atomic int64_t finished; /* finished chunks */
     _Atomic int64_t sleeping;
-    _Atomic int64_t threads; /* that share the job, the caller's own among them */
+    _Atomic int64_t threads; /* threads of the job, including the caller */
     int64_t started;
     body run;
     const void *job;
@@ -74,8 +73,8 @@ static inline int64_t begin_of(int64_t chunk) {
     return (chunk + longer * (FIRST_PARTS - 1)) * pool.part;
 }
 
-/* Do chunks of a job until none is left to take. All that says whether a chunk may be taken stands in the ticket; the
- * job's other fields hold until every chunk that was taken is done. */
+/* Run chunks of a job until none is left. The ticket alone says whether a chunk may be taken; the job's other fields are
+ * valid until all taken chunks are finished. */
 static void share_work(uint64_t number) {
     const uint64_t mask = ((uint64_t)1 << CHUNK_BITS) - 1;
     for (;;) {
@@ -111,7 +110,7 @@ static void *serve(void *place) {
     return 0;
 }
 
-/* Start what is missing of the threads; signals go to the caller's threads alone. */
+/* Start missing threads; they block all signals. */
 static void start_threads(int64_t threads) {
     sigset_t all, before;
     sigfillset(&all);
@@ -124,8 +123,8 @@ static void start_threads(int64_t threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. While another
- * thread's job is shared, this thread does its own alone. */
+/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items, and wait for all. While another thread's job
+ * is shared, this thread runs its own without help. */
 void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
     int64_t even = (items + threads * PARTS - 1) / (threads * PARTS), part = even > least ? even : least;
     if (threads < 2 || items <= part || atomic_flag_test_and_set(&pool.busy)) {
@@ -145,7 +144,7 @@ void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t
         pthread_cond_broadcast(&pool.wake);
         pthread_mutex_unlock(&pool.lock);
     }
-    number = job_of(atomic_load(&pool.ticket)); /* it may have begun anew at 0 */
+    number = job_of(atomic_load(&pool.ticket)); /* it may have wrapped to 0 */
     share_work(number);
     for (int64_t spins = 1; atomic_load(&pool.finished) < chunks; spins++) {
         pause_core();

@@ -11,7 +11,7 @@
 #define TILE_ROWS 16
 #define TILE_IN 32 /* values of bf16 in a row of a tile */
 
-/* As the processor keeps them. */
+/* In the processor's layout. */
 struct tile_shapes {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];

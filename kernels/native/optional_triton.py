@@ -1,19 +1,18 @@
-"""Triton where a kernel can be launched, and a stand-in for its decorators where none can.
+"""Triton, or a stand-in for its decorators if no kernel can be launched.
 
-Triton has wheels for Linux alone, and its import takes 70 MB and a sixth of a second, which a torch that was built
-without CUDA has no use for. There the torch versions of all operators work, and the kernels' source must still import:
-the stand-in keeps `@triton.jit` functions as plain functions, which nothing ever launches. Whoever interprets kernels,
-or compiles them for a GPU that is not there, has set TRITON_INTERPRET or imported Triton before.
+Triton has wheels only for Linux, and its import takes 70 MB and a sixth of a second. With a torch built without CUDA
+the torch versions of operators are used, but the kernels' source must still import: the stand-in leaves `@triton.jit`
+functions plain, and they are never launched. To interpret kernels, or compile them for an absent GPU, set
+TRITON_INTERPRET or import Triton first.
 
-A kernel may begin while the one before it still runs, and wait where it must: programmatic dependent launch. One that
-begins early (`launch_pdl=True`) reads what nobody writes, then waits with `gdc_wait` for all that the kernel before it
-wrote, and then says with `gdc_launch_dependents` that the kernel behind it may begin. Two rules keep a chain of such
-kernels right:
+Programmatic dependent launch: a kernel may start before the previous one ends. With `launch_pdl=True` it first reads
+constants, then waits with `gdc_wait` for the previous kernel's writes, and then allows the next kernel to start with
+`gdc_launch_dependents`. Two rules keep a chain of such kernels correct:
 
-- Wait, then trigger. Whoever waits knows that the kernel before has ended; so when a kernel begins early, all but the
-  one before it have ended, and what they wrote may be read without a wait.
-- Every path through a kernel waits, early returns too: a program that ends without would let the kernel behind begin
-  before the one before has ended.
+- Wait, then trigger. After the wait the previous kernel has ended; so when a kernel starts early, all but the previous
+  kernel have ended, and their results may be read without a wait.
+- Every path through a kernel waits, also early returns: a program that ends without waiting would let the next kernel
+  start before the previous one has ended.
 """
 
 import functools
@@ -28,7 +27,7 @@ _IS_WANTED = torch.backends.cuda.is_built() or os.environ.get("TRITON_INTERPRET"
 
 try:
     if not _IS_WANTED:
-        raise ImportError("nothing here launches a kernel")  # as where there is no Triton
+        raise ImportError("nothing here launches a kernel")  # as without Triton
     import triton
     import triton.language as tl
 except ImportError:
@@ -42,22 +41,22 @@ except ImportError:
 
 @functools.cache
 def has_early_start(device: torch.device) -> bool:
-    """Whether kernels can begin early on this device: NVIDIA GPUs from sm_90 on."""
+    """Whether the device supports programmatic dependent launch: NVIDIA GPUs from sm_90 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def early_start_options(device: torch.device) -> dict[str, bool]:
-    """Return what the launch of a kernel with the flag `PDL` is given, for it to begin early where that is possible."""
+    """Return the launch options of a kernel with the flag `PDL`, for an early start if supported."""
     return {"PDL": True, "launch_pdl": True} if has_early_start(device) else {"PDL": False}
 
 
 @triton.jit
 def prefetch(places, is_wanted):
-    """Ask for the line of 128 bytes at each place to be in the L2 cache, where it is wanted; nobody waits for it.
+    """Prefetch the 128-byte line at each masked address into the L2 cache.
 
-    A tensor with fewer elements than the program has threads is held by several of them, and each would ask.
+    A tensor with fewer elements than threads is replicated, and each thread would prefetch.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s64 p, $1, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
@@ -71,6 +70,6 @@ def prefetch(places, is_wanted):
 
 @triton.jit
 def wait_and_trigger():
-    """Wait for the kernel before, and let the one behind begin."""
+    """Wait for the previous kernel, and let the next one start."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()

@@ -1,7 +1,7 @@
-"""A folder that no other user can write, of files that are what was once put there.
+"""A private folder for loadable files, with integrity checks.
 
-Code that is loaded from a file runs as this user, so the file must be this user's own work: folder and file are ours,
-nobody else may write them, and neither is a link. A digest beside each file tells one that is cut short or damaged.
+Code loaded from a file runs as this user, so folder and file must belong to this user, not be writable by others, and
+not be links. A digest beside each file detects truncation and damage.
 """
 
 import fcntl
@@ -37,13 +37,13 @@ _POLL_SECONDS = 0.05
 
 
 class PrivateFolder:
-    """One such folder, made if it is not there.
+    """A private folder, created if missing.
 
     Args:
-        path: of the folder; its parents are made too.
+        path: the folder; its parents are created, too.
 
     Raises:
-        OSError: it cannot be made or read, or is not private.
+        OSError: it cannot be created or read, or is not private.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class PrivateFolder:
         os.close(self._folder)
 
     def opened(self, name: str) -> int | None:
-        """Return a descriptor of a file that is as it was put; None if there is none, or not as it was.
+        """Return a descriptor of an intact file; None if it is missing or damaged.
 
         Raises:
             PermissionError: another user could have written the file.
@@ -87,7 +87,7 @@ class PrivateFolder:
         return None
 
     def holds(self, name: str) -> bool:
-        """Whether there is a file that is as it was put."""
+        """Whether a file is there and intact."""
         descriptor = self.opened(name)
         if descriptor is None:
             return False
@@ -95,7 +95,7 @@ class PrivateFolder:
         return True
 
     def put(self, made: Path, name: str) -> None:
-        """Move a finished file in, on disk before it has its name."""
+        """Move a finished file in; it is synced to disk before it gets its name."""
         made.chmod(0o700)
         digest = made.with_suffix(".digest")
         with made.open("rb") as file:
@@ -109,10 +109,10 @@ class PrivateFolder:
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
-        """Keep other processes out.
+        """Lock the folder against other processes.
 
         Raises:
-            TimeoutError: one of them stays for longer than `seconds`.
+            TimeoutError: the lock is held for longer than `seconds`.
         """
         lock = self._open(_LOCK, os.O_RDWR | os.O_CREAT)
         try:
@@ -130,7 +130,7 @@ class PrivateFolder:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Return a folder inside to work in, while this one is locked; what killed processes left is removed too."""
+        """Return a temporary folder inside, while this one is locked; leftovers of killed processes are removed."""
         for left in self.path.glob(f"{_SCRATCH}*"):
             shutil.rmtree(left, ignore_errors=True)
         inside = self.path / f"{_SCRATCH}{os.getpid()}"

@@ -1,14 +1,12 @@
-"""How an operation becomes a `torch.library` operator.
+"""Registration of `torch.library` operators.
 
-The decorated function is the operation: its annotations are the only place where its signature stands, its docstring
-says what callers give it, and its body computes with torch operators and is the oracle of the tests. From the signature
-come the operator's schema, the order of its arguments in torch's dispatcher, the function that callers see, and the C
-struct that a compiled kernel is given. A NamedTuple is one argument of the function, and one argument for each field
-everywhere else.
+The decorated function defines the operator: its annotations are the signature, its docstring describes the arguments,
+and its body computes with torch operators, as the reference of the tests. The schema, the dispatcher's argument order,
+the callers' function and the C struct of a compiled kernel are derived from the signature. A NamedTuple is one argument
+of the function, and one argument per field everywhere else.
 
-An operation may have a Triton version, which runs on CUDA tensors, and a kernel in C of the same name, which runs on a
-CPU where there is a C compiler. Being registered makes a step recordable on a CPU, traceable by FakeTensor and fit for
-`torch.library.opcheck`.
+An operator may have a Triton version, for CUDA tensors, and a C kernel of the same name, for CPUs with a C compiler.
+Registered operators can be recorded on a CPU, traced by FakeTensor and checked by `torch.library.opcheck`.
 """
 
 import functools
@@ -32,34 +30,34 @@ T = TypeVar("T")
 
 
 class OneOf(tuple[str, ...]):
-    """The values that a string may have; C is given the place of the value."""
+    """The values of a string argument; C gets the index."""
 
 
-Written = Annotated[T, "written"]  # the operation writes into it
+Written = Annotated[T, "written"]  # the operator writes into it
 Int32 = Annotated[Tensor, torch.int32]
 Int64 = Annotated[Tensor, torch.int64]
 Float32 = Annotated[Tensor, torch.float32]
 Bfloat16 = Annotated[Tensor, torch.bfloat16]
-AnyElement = Annotated[Tensor, "any"]  # a tensor whose dtype need not be that of the other unmarked ones
-Wide = Annotated[Tensor, "wide"]  # of their dtype, or float32 beside narrower ones, which C is told
+AnyElement = Annotated[Tensor, "any"]  # a tensor of any dtype
+Wide = Annotated[Tensor, "wide"]  # of the element type or float32; C gets which
 
-_DIMENSIONS = 4  # of the tensors that compiled kernels take
+_DIMENSIONS = 4  # most dimensions of compiled kernels' tensors
 _NO_TENSOR = (0,) * (2 + 2 * _DIMENSIONS)
 _MISSING = tuple((0,) * (_DIMENSIONS - given) for given in range(_DIMENSIONS + 1))
 _C_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float", torch.bfloat16: "uint16_t"}
 
 
 class Field(NamedTuple):
-    """One argument as the dispatcher and C see it.
+    """One argument in the dispatcher and in C.
 
     Attributes:
-        name: as in the function, or as in the NamedTuple that it is part of.
+        name: name in the function or NamedTuple.
         kind: Tensor, int, float, bool or str.
         is_optional: a tensor that may be None.
-        is_written: the operation writes into it.
-        dtype: the only one that a tensor may have; None: the element type that all such tensors share; "any" or "wide":
-            it need not be that.
-        choices: of a string.
+        is_written: the operator writes into it.
+        dtype: a tensor's required dtype; None: the element type, which such tensors share; "any" or "wide": see
+            `AnyElement` and `Wide`.
+        choices: values of a string.
     """
 
     name: str
@@ -79,7 +77,7 @@ class Field(NamedTuple):
 
     @property
     def c_declaration(self) -> str | None:
-        """Return the struct member; None for what C is not given."""
+        """Return the struct member; None if C does not get the argument."""
         if self.kind is Tensor:
             const = "" if self.is_written else "const "
             element = "void" if not isinstance(self.dtype, torch.dtype) else _C_TYPES[self.dtype]
@@ -91,7 +89,7 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument as the function has it; `group` is the NamedTuple that it is, or None."""
+    """One argument of the function; `group`: its NamedTuple type, or None."""
 
     name: str
     fields: tuple[Field, ...]
@@ -112,16 +110,16 @@ class Parameter:
 
     @property
     def spread(self) -> str:
-        """Return the source of its fields, given the function's argument."""
+        """Return source code of its fields, given the function's argument."""
         return f"*({self.name} or ({'None, ' * len(self.fields)}))" if self.group else self.name
 
     def value_of(self, field: Field) -> str:
-        """Return the source of one of its fields, given the function's argument."""
+        """Return source code of one of its fields, given the function's argument."""
         return f"{self.name}.{field.name}" if self.group else field.name
 
     @property
     def c_declaration(self) -> str:
-        """Return the struct's members; those of a record are members of the struct as well."""
+        """Return the struct's members; a record's members are also members of the struct."""
         members = "".join(field.c_declaration or "" for field in self.fields)
         if self.group is None:
             return members
@@ -129,7 +127,7 @@ class Parameter:
 
     @property
     def gathered(self) -> str:
-        """Return the source of the function's argument, by its name, given its fields."""
+        """Return source code of the function's keyword argument, given its fields."""
         if self.group is None:
             return f"{self.name}={self.name}"
         whole = f"group_{self.name}({', '.join(field.name for field in self.fields)})"
@@ -137,20 +135,20 @@ class Parameter:
 
 
 class Signature:
-    """What the annotations of one function say.
+    """The signature of one function, from its annotations.
 
     Attributes:
-        name: of the function, the operator and the kernel.
-        parameters: as the function has them.
-        fields: the same one by one, as the dispatcher and C have them.
-        has_element: whether there are tensors that share an element type.
+        name: name of the function, the operator and the kernel.
+        parameters: the function's arguments.
+        fields: the flattened arguments, for the dispatcher and C.
+        has_element: whether tensors share an element type.
 
     Raises:
         ValueError: two fields have the same name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = function.__name__.lstrip("_")  # where callers see another function around it
+        self.name = function.__name__.lstrip("_")  # a leading underscore: callers use another function around it
         self._function = function
         hints = get_type_hints(function, include_extras=True)
         given = signature(function).parameters
@@ -175,7 +173,7 @@ class Signature:
 
     @property
     def c_struct(self) -> str:
-        """The struct that the compiled kernel is given; records are members of it too."""
+        """The argument struct of the compiled kernel, with records as members."""
         members = "".join(parameter.c_declaration for parameter in self.parameters)
         return f"typedef struct {{\n{members}}} {self.name}_args;\n"
 
@@ -187,7 +185,7 @@ class Signature:
 
     @property
     def choices(self) -> dict[str, int]:
-        """What strings are in C, by their names there."""
+        """The C constants of string values."""
         return {
             f"{field.name}_{choice}".upper(): place
             for field in self.fields
@@ -195,7 +193,7 @@ class Signature:
         }
 
     def face(self, registered: Callable[..., None]) -> Callable[..., None]:
-        """Return the function that callers see: it takes what the function takes and calls the operator."""
+        """Return the callers' function, which has the same arguments and calls the operator."""
         body = "".join(
             f"    if {parameter.value_of(field)} not in choices_{field.name}: "
             f"raise unknown({field.name!r}, {parameter.value_of(field)}, choices_{field.name})\n"
@@ -213,7 +211,7 @@ class Signature:
         return update_wrapper(face, self._function)
 
     def flat(self, version: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a version, which takes some of the function's arguments by name, as a function of all fields."""
+        """Return a version, which has some of the arguments as keywords, as a function of all fields."""
         taken = signature(version).parameters
         is_flat = not any(parameter.group or parameter.is_keyword for parameter in self.parameters)
         if is_flat and [*taken] == [field.name for field in self.fields]:
@@ -223,9 +221,9 @@ class Signature:
         return self._made(f"def made({names}):\n    return version({gathered})\n", version=version)
 
     def packed(self, values: Sequence[Any]) -> tuple[bytes, torch.dtype | None] | None:
-        """Return the fields as the C struct, and their element type; None if a dtype is not what C expects."""
+        """Return the fields as C struct, and the element type; None if C does not support a dtype."""
         element: torch.dtype | None = None
-        has_floats = False  # among the wide ones
+        has_floats = False  # whether a wide tensor is float32
         members: list[int | float] = []
         for (_, kind, _, _, dtype, choices), value in zip(self.fields, values, strict=True):
             if value is None:
@@ -252,7 +250,7 @@ class Signature:
         return self._layout.pack(*members), torch.float32 if element is None and has_floats else element
 
     def _made(self, source: str, **names: Any) -> Any:
-        """Return the function of a source text; its frames count as the operation's file."""
+        """Compile a function from source text, with the operator's file in tracebacks."""
         names |= {f"group_{parameter.name}": parameter.group for parameter in self.parameters}
         names |= {f"choices_{field.name}": field.choices for field in self.fields}
         names["unknown"] = _unknown_choice
@@ -261,7 +259,7 @@ class Signature:
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Any], bool]:
-    """Return what an annotation is about, its marks, and whether it may be None."""
+    """Return an annotation's type, its marks, and whether it may be None."""
     marks: list[Any] = []
     is_optional = False
     while True:
@@ -296,13 +294,12 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 class Versions(NamedTuple):
-    """The versions of one operator; all take its arguments one by one, as the dispatcher does.
+    """The versions of one operator, with flattened arguments.
 
     Attributes:
         torch: computes with torch operators.
-        triton: launches the Triton kernel; the torch version where there is none.
-        native: returns the compiled kernel over these tensors, or None where it does not serve them; None where there
-            is no such kernel.
+        triton: launches the Triton kernel; the torch version if there is none.
+        native: returns the compiled kernel over these tensors, or None if it does not support them; None: no kernel.
     """
 
     torch: Callable[..., None]
@@ -310,7 +307,7 @@ class Versions(NamedTuple):
     native: Callable[..., NativeCall | NativeSequence | None] | None
 
 
-_VERSIONS: dict[Any, Versions] = {}  # filled while the operators' files are imported, and then read
+_VERSIONS: dict[Any, Versions] = {}  # filled while operators are imported
 
 
 def operator(
@@ -321,16 +318,16 @@ def operator(
     keys: tuple[str, ...] = (),
     parts: Callable[..., Sequence[tuple[str, Sequence[Any]]]] | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Return a decorator that registers a function as an operator, and returns what callers call instead.
+    """Return a decorator that registers a function as an operator, and replaces it by the callers' function.
 
     Args:
-        triton_version: takes the function's arguments; runs on CUDA tensors.
-        is_compiled: takes some of the function's arguments and says whether the C kernel of the operation's name serves
-            them, whatever their dtypes; True: all; False: there is no such kernel.
-        constants: integers that the kernel knows by these names.
-        keys: further dispatch keys that the torch version answers (packed CPU weights have one of their own).
-        parts: takes the function's arguments and returns the operators, by name and with the dispatcher's arguments,
-            that do the same one after another; they run instead where all of them have compiled kernels.
+        triton_version: version for CUDA tensors, with the same arguments.
+        is_compiled: takes some of the arguments and returns whether the C kernel supports them, apart from dtypes;
+            True: always; False: no C kernel.
+        constants: integers declared to C by name.
+        keys: further dispatch keys of the torch version (packed CPU weights have one).
+        parts: returns operators, by name with flattened arguments, that together do the same; they run instead if all
+            of them have compiled kernels.
     """
 
     def registered(function: Callable[P, None]) -> Callable[P, None]:
@@ -349,7 +346,7 @@ def operator(
         for key in ("CPU", *keys):
             _LIBRARY.impl(signature.name, on_host, key)
         _LIBRARY.impl(signature.name, plain if triton_version is None else _where_its_tensors_are(on_device), "CUDA")
-        # it only writes into tensors that it is given, and so does nothing to those without memory
+        # it only writes into its arguments, so the fake does nothing
         _LIBRARY.impl(signature.name, lambda *_: None, "Meta")
         overload = getattr(getattr(torch.ops, NAMESPACE), signature.name).default
         _VERSIONS[overload] = Versions(plain, on_device, native)
@@ -359,7 +356,7 @@ def operator(
 
 
 def _where_its_tensors_are(launches: Callable[..., None]) -> Callable[..., None]:
-    """Triton launches on the current device, whatever the tensors say; torch's own operators look at these."""
+    """Make the tensors' device current; unlike torch's operators, Triton launches on the current device."""
 
     def launched(*arguments: Any) -> None:
         with torch.cuda.device(next(given.device for given in arguments if isinstance(given, torch.Tensor))):
@@ -399,19 +396,19 @@ def _run_on_host(
 
 
 def versions(name: str) -> Versions:
-    """Return the versions of an operator whose file has been imported."""
+    """Return the versions of an imported operator."""
     return _VERSIONS[getattr(getattr(torch.ops, NAMESPACE), name).default]
 
 
 def is_own(registered: Any) -> bool:
-    """Whether an operator is one of these, which write into tensors that they are given and return nothing."""
+    """Whether an operator was registered here; these write into their arguments and return nothing."""
     return registered in _VERSIONS
 
 
 def bind(registered: Any, *arguments: Any) -> Callable[[], Any] | None:
-    """Return a function that runs an operator over these CPU tensors, natively if that can be; None if it is not ours.
+    """Return a function that runs an operator over these CPU tensors, natively if supported; None if it is not ours.
 
-    A recorded step calls it without the dispatcher in between, which would cost more than some of the operators.
+    It bypasses the dispatcher, which costs more than some operators.
     """
     found = _VERSIONS.get(registered)
     if found is None:

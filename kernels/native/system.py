@@ -1,6 +1,6 @@
-"""What the compiled kernels ask of the operating system: Linux, and macOS, where none of this has been run.
+"""The compiled kernels' interface to the operating system: Linux, and macOS (never run).
 
-The same in C is `native_system.h`.
+The C counterpart is `native_system.h`.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ IS_MACOS = sys.platform == "darwin"
 IS_KNOWN = IS_MACOS or sys.platform == "linux"
 INSTALLS_COMPILER = "xcode-select --install" if IS_MACOS else "apt install gcc"
 _SYSCTL = ("machdep.cpu", "hw.optional")
-# as Linux names them, what macOS calls otherwise
+# Linux's names of extensions that macOS names otherwise
 _ARM_NAMES = {"FEAT_DotProd": "asimddp", "FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm", "AdvSIMD": "asimd", "neon": "asimd"}
 _X86_NAMES = {"avx1.0": "avx", "avx512_vbmi": "avx512vbmi"}
 
@@ -31,19 +31,19 @@ def is_arm() -> bool:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return (os.cpu_count() or 1) if IS_MACOS else len(os.sched_getaffinity(0))
 
 
 def processor() -> str:
-    """Return what a compiler's option "native" depends on."""
+    """Return a description of the processor, on which the compiler's option "native" depends."""
     lines = _sysctl().splitlines() if IS_MACOS else _cpuinfo().split("\n\n", 1)[0].splitlines()
     told = ("machdep.cpu.", "hw.optional.") if IS_MACOS else ("model name", "flags", "Features", "CPU part")
     return platform.machine() + "\n".join(line for line in lines if line.startswith(told))
 
 
 def extensions() -> set[str]:
-    """Return the processor's extensions, as Linux names them."""
+    """Return the processor's extensions, by Linux's names."""
     if IS_MACOS:
         return extensions_on_macos(_sysctl())
     lines = _cpuinfo().splitlines()
@@ -51,7 +51,7 @@ def extensions() -> set[str]:
 
 
 def extensions_on_macos(told: str) -> set[str]:
-    """Return the extensions that sysctl tells of, as Linux names them: a list on x86, a line each on Arm."""
+    """Return the extensions from sysctl, by Linux's names: a list on x86, one line each on Arm."""
     words = " ".join(re.findall(r"^machdep\.cpu\.(?:leaf7_)?features: (.*)$", told, re.MULTILINE)).lower().split()
     features = re.findall(r"^hw\.optional\.(?:arm\.)?(\w+): 1$", told, re.MULTILINE)
     of_arm = {_ARM_NAMES[name] for name in features if name in _ARM_NAMES}
@@ -59,9 +59,9 @@ def extensions_on_macos(told: str) -> set[str]:
 
 
 def opened_library(descriptor: int) -> ctypes.CDLL:
-    """Load a library by its descriptor, which stays open: what was checked is what is loaded.
+    """Load a library by its descriptor, so that the checked file is the loaded one; the descriptor stays open.
 
-    The loader takes what has the path of an earlier library for the same one; macOS loads by the path alone.
+    The loader identifies libraries by path; macOS can only load by path.
     """
     if not IS_MACOS:
         return ctypes.CDLL(f"/proc/self/fd/{descriptor}")

@@ -1,1 +1,1 @@
-"""Norms, fused with the residual."""
+"""Norms."""

@@ -1,7 +1,7 @@
-"""RMSNorm with a gate, in groups of channels, as layers with recurrent state have it behind their heads.
+"""RMSNorm with a gate, in groups of channels, for layers with recurrent state.
 
 `norm(x * silu(gate))` (Mamba2), or with `norm_first` `norm(x) * silu(gate)` (gated delta nets); float32 in between.
-Without a gain there is no norm, and the gate may be `sigmoid(gate)` (gated attention).
+Without a weight there is no norm, and the gate may be `sigmoid(gate)` (gated attention).
 """
 
 import torch
@@ -71,9 +71,9 @@ def gated_rms_norm(
         gate: [rows, width]; rows may be strided.
         weight: float32 [width], or [group], the same for all groups; None: there is no norm.
         eps: added to the mean square of a group.
-        group: channels that are normed together; they divide the width.
-        norm_first: whether the norm stands before the gate.
-        sigmoid: whether the gate is `sigmoid(gate)` in place of `silu(gate)`.
+        group: channels of a group; divides the width.
+        norm_first: whether the norm comes before the gate.
+        sigmoid: whether the gate is `sigmoid(gate)` instead of `silu(gate)`.
     """
     shape = (out.shape[0], -1, group)
     values, active = x.float(), (torch.sigmoid if sigmoid else silu)(gate.float())

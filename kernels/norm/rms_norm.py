@@ -1,8 +1,8 @@
-"""RMSNorm, alone and behind a residual add (Zhang and Sennrich, 2019, equation 4).
+"""RMSNorm, alone and after a residual add (Zhang and Sennrich, 2019, equation 4).
 
-`y = x / sqrt(mean(x^2) + eps) * weight`, the mean over the last dimension, in fp32. With the residual:
-`residual += scale * x` first, or `scale` times the norm of `x`, and the norm of the sum. Weights are fp32 whatever
-the rest is: one that is stored as its distance from 1 would lose it in 16 bits.
+`y = x / sqrt(mean(x^2) + eps) * weight`, the mean over the last dimension, in fp32. With the residual: first `residual
++= scale * x`, or `scale` times the norm of `x`, then the norm of the sum. Weights are always fp32: weights stored minus
+1 would lose bits in 16-bit floats.
 """
 
 import torch
@@ -37,7 +37,7 @@ def _rms_norm_kernel(
     inside = columns < hidden
     if PDL:
         wait_and_trigger()
-    if HAS_POST:  # the gains are asked for with the rows, not when the factors are known
+    if HAS_POST:  # load the weights together with the rows, not after the factors
         post_gain = tl.load(post_weight + columns, mask=inside, other=0.0)
     if HAS_WEIGHT:
         gain = tl.load(weight + columns, mask=inside, other=0.0)
@@ -113,17 +113,17 @@ def add_rms_norm(
     post_eps: float = 0.0,
     scale: float = 1.0,
 ) -> None:
-    """Add `scale * x` to `residual` in place, or of RMSNorm of `x`, and write RMSNorm of the sum into `out`.
+    """Add `scale * x`, or `scale * RMSNorm(x)`, to `residual` in place, and write RMSNorm of the sum into `out`.
 
     Args:
         out: [rows, hidden], contiguous.
         residual: [rows, hidden], contiguous, of out's dtype, or fp32; the sum is rounded to it before it is normalized.
         x: [rows, hidden], rows may be strided; of out's dtype, or fp32.
-        weight: fp32 [hidden]; None: the sum itself goes into `out`.
+        weight: fp32 [hidden]; None: write the sum itself.
         eps: added to the mean square of the sum.
         post_weight: fp32 [hidden], of the norm of `x`; None: `x` is added as it is.
         post_eps: added to the mean square of `x`.
-        scale: multiplies what is added.
+        scale: factor of the summand.
     """
     if post_weight is None and scale == 1.0:
         residual.add_(x)

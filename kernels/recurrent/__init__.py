@@ -1,1 +1,1 @@
-"""Operators of layers that keep a state of fixed size in place of keys and values."""
+"""Operators of layers with a recurrent state."""

@@ -1,7 +1,7 @@
 /* Causal convolution over the tokens of a sequence; see causal_conv.py for the formulas and the shapes. */
 #include "native.h"
 
-/* Some lanes from value `i` on; behind the last of them is 0. */
+/* Some lanes from value `i` on; missing ones are 0. */
 INLINE vec NAME(some_at)(const int is_wide, const void *x, int64_t i, int64_t lanes) {
     if (lanes >= LANES) return load_at(is_wide, x, i);
     vec found = splat(0.0f);

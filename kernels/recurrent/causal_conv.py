@@ -1,8 +1,8 @@
-"""Causal convolution over the tokens of a sequence, each channel by itself.
+"""Causal depthwise convolution over the tokens of a sequence.
 
 `y[t] = activation(bias + sum_j weight[j] * x[t - width + 1 + j])`. The last `width - 1` inputs of a sequence are its
-state. Mamba2, gated delta nets and LFM2 have such layers. The gated form of LFM2 convolves `b * x` and returns `c * y`;
-`b`, `c` and `x` stand side by side.
+state. Used by Mamba2, gated delta nets and LFM2, whose gated form convolves `b * x` and returns `c * y`; `b`, `c` and
+`x` are adjacent.
 """
 
 import torch
@@ -20,7 +20,7 @@ _MAX_BLOCK = 256
 def _input_at(
     x, token, begin, channels, count, inside, x_stride, state, past, WIDTH: tl.constexpr, GATED: tl.constexpr
 ):
-    """Return the input of a token of a run; of one before the run what the state holds."""
+    """Return the input of a token of a run; before the run, from the state."""
     if token >= begin:
         at = x + token.to(tl.int64) * x_stride + channels
         value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -53,8 +53,8 @@ def _convolve(
     tl.store(out + token.to(tl.int64) * count + channels, total.to(out.dtype.element_ty), mask=inside)
 
 
-# One program takes one token and a block of channels: it reads WIDTH inputs of each and the weights, and writes one
-# output. The first tokens of a row, which look into the state, and the new state are its first token's.
+# One program computes one token of a block of channels: it reads WIDTH inputs per channel and the weights, and writes
+# one output. The program of a row's first token also computes the tokens that read the state, and writes the new state.
 @triton.jit
 def _causal_conv_kernel(
     out, x, state, weight, bias, tokens, channel_count, x_stride,
@@ -71,7 +71,7 @@ def _causal_conv_kernel(
     back = tl.arange(0, 8)
     before = token - 1 - back
     same = tl.load(tokens.rows + before, mask=(before >= 0) & (back < WIDTH - 1), other=-1) == row
-    depth = tl.sum(same.to(tl.int32))  # tokens of the row before this one, as far as the width reaches
+    depth = tl.sum(same.to(tl.int32))  # tokens of the row before this one, within the width
     if depth >= WIDTH - 1:
         own = state  # not read
         _convolve(
@@ -91,7 +91,7 @@ def _causal_conv_kernel(
             to = own
             if KEEPS:
                 to = state + tl.load(tokens.kept_states + token + i).to(tl.int64) * (WIDTH - 1) * channel_count
-            for j in tl.static_range(WIDTH - 1):  # place j takes what stands behind it: read before it is written
+            for j in tl.static_range(WIDTH - 1):  # entry j gets entry j + 1: read before it is written
                 at = token + i - WIDTH + 2 + j
                 value = _input_at(x, at, token, channels, channel_count, inside, x_stride, own, past, WIDTH, GATED)
                 tl.store(to + j * channel_count + channels, value, mask=inside)
@@ -137,9 +137,9 @@ def causal_conv(
         out: [t, channels], contiguous.
         x: [t, channels], or gated [t, 3 * channels]: `b`, `c`, `x`; rows may be strided.
         state: float32 [states + 1, width - 1, channels], the oldest input first.
-        weight: float32 [width, channels], the oldest input's first; width 2 to 8.
+        weight: float32 [width, channels], for the oldest input first; width 2 to 8.
         bias: float32 [channels], or None.
-        silu: whether the activation is SiLU; else there is none.
+        silu: whether to apply SiLU.
         tokens: their rows and states.
     """
     channels, width = out.shape[1], weight.shape[0]

@@ -1,7 +1,7 @@
 /* The gated delta rule, token after token; see gated_delta.py for the formulas and the shapes. */
 #include "native.h"
 
-#define DELTA_VECTORS 4 /* of value channels, that one item takes */
+#define DELTA_VECTORS 4 /* vectors of value channels per item */
 
 static inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
@@ -46,7 +46,7 @@ static inline float *NAME(delta_state)(const gated_delta_args *a, int64_t place,
     return a->state.data + (place * a->state.size[1] + head) * a->state.size[2] * a->state.size[3];
 }
 
-/* Some value channels of one head, over all tokens; in a copy if they are no whole vectors, or states are kept. */
+/* Some value channels of one head, over all tokens; in a copy if they are not whole vectors, or states are kept. */
 INLINE void NAME(delta_block)(const int is_wide, const gated_delta_args *a, int64_t head, int64_t first) {
     const int64_t heads = a->state.size[1], key_dim = a->state.size[2], value_dim = a->state.size[3];
     const int64_t key_size = (a->qkv.size[1] - heads * value_dim) / 2, key_heads = key_size / key_dim;

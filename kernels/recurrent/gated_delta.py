@@ -28,15 +28,15 @@ _VALUE_BLOCK = 16  # with 32 a float32 state of 128 key channels spills on sm_10
 
 
 class DeltaGates(NamedTuple):
-    """What a token's decay and strength are made of."""
+    """Inputs of the tokens' decays and strengths."""
 
     ab: Wide  # [t, 2 * value heads]: `a` of each head, then `b`; rows may be strided
     a_log: Float32  # float32 [value heads]
     dt_bias: Float32  # float32 [value heads]
 
 
-# One program takes the tokens of one row, one value head and a block of its channels; the programs of later tokens
-# return. It reads the state once, and of each token the head's q and k, a block of v, and its gates.
+# One program computes the tokens of one row, one value head and a block of its channels; programs of later tokens
+# return. It reads the state once, and for each token the head's q and k, a block of v, and its gates.
 @triton.jit
 def _gated_delta_kernel(
     out, qkv, state, gates, tokens, key_heads, value_heads, qkv_stride, ab_stride, strength, eps,
@@ -111,7 +111,7 @@ def gated_delta(
     Args:
         out: [t, value heads * value channels], contiguous.
         qkv: [t, 2 * key heads * key channels + value heads * value channels]: queries, keys, values; rows may be
-            strided. A key head serves as many neighbouring value heads as there are for each.
+            strided. Value heads per key head are adjacent.
         state: float32 [states + 1, value heads, key channels, value channels].
         gates: of each token.
         tokens: their rows and states.

@@ -26,15 +26,15 @@ _CHANNEL_BLOCK = 32
 
 
 class ScanWeights(NamedTuple):
-    """What a layer's heads have: decay, skip, and the bias of their steps."""
+    """Decay, skip and step bias of a layer's heads."""
 
     a_log: Float32  # float32 [heads]
     skip: Float32  # float32 [heads], `D`
     dt_bias: Float32  # float32 [heads]
 
 
-# One program takes the tokens of one row, one head and a block of its channels; the programs of later tokens return. It
-# reads the state once, and of each token a block of x, the group's B and C, and the head's step.
+# One program computes the tokens of one row, one head and a block of its channels; programs of later tokens return. It
+# reads the state once, and for each token a block of x, the group's B and C, and the head's step.
 @triton.jit
 def _selective_scan_kernel(
     out, xbc, state, dt, weights, tokens, groups, xbc_stride, dt_stride, least, most,
@@ -113,8 +113,8 @@ def selective_scan(
 
     Args:
         out: [t, heads * head channels], contiguous.
-        xbc: [t, heads * head channels + 2 * groups * state channels]: `x`, `B`, `C`; rows may be strided. A group
-            serves as many neighbouring heads as there are for each.
+        xbc: [t, heads * head channels + 2 * groups * state channels]: `x`, `B`, `C`; rows may be strided. Heads
+            of a group are adjacent.
         state: float32 [states + 1, heads, state channels, head channels].
         dt: [t, heads], the heads' steps; rows may be strided.
         weights: of the heads.

@@ -1,4 +1,4 @@
-"""Where the states of a pass's tokens are: the record that all recurrent operators take."""
+"""The states of a pass's tokens: the record that all recurrent operators take."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,23 +10,21 @@ from ..native.registration import Int32
 
 
 class StateTokens(NamedTuple):
-    """The tokens of a pass and their states; tokens of one row stand together, in order.
+    """The tokens of a pass and their states; tokens of one row are adjacent, in order.
 
-    A state is a row of a tensor [states + 1, ...], whose last row belongs to nobody. A row whose token has position 0
-    begins with a state of zeros, so that nobody has to clear states between two sequences.
-
-    Where drafts are verified, the state behind each token is kept at a place of its own, and that of its row is not
-    advanced.
+    A state is a row of a tensor [states + 1, ...]; the last is the trash row. A token at position 0 starts from a state
+    of zeros, so that states need not be cleared between sequences. When drafts are verified, the state after each token
+    is kept in its own row, and that of the batch row is not advanced.
     """
 
     rows: Int32  # [t], the batch row of each token
     positions: Int32  # [t]
     live: Int32  # [1]; tokens from there on are padding: nothing is read or written for them
     state_rows: Int32  # [b], the state of each batch row
-    kept_states: Int32 | None = None  # [t], where the state behind each token goes; None: the last one to its row's
+    kept_states: Int32 | None = None  # [t], state row for the state after each token; None: only the row's last
 
     def runs(self) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield begin, end, state and whether it is new, of the tokens of each row; reads on the host."""
+        """Yield begin, end, state row and whether it is new, for each row's tokens; reads on the host."""
         count = min(int(self.live), self.rows.shape[0])
         rows, positions, states = (each.tolist() for each in (self.rows[:count], self.positions, self.state_rows))
         begin = 0
@@ -38,7 +36,7 @@ class StateTokens(NamedTuple):
 
 @triton.jit
 def run_length(rows, begin, live, BLOCK: tl.constexpr = 128):
-    """Return how many tokens from `begin` on have its row; they stand together."""
+    """Return the number of adjacent tokens of the row at `begin`."""
     row = tl.load(rows + begin)
     length = 0
     found = BLOCK
@@ -61,13 +59,13 @@ def own_token(tokens):
 
 @triton.jit
 def state_at(state, place, head, heads, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the places of block [i, j] of a head's state [ROWS, COLUMNS]."""
+    """Return pointers to block [i, j] of a head's state [ROWS, COLUMNS]."""
     return state + (place.to(tl.int64) * heads + head) * ROWS * COLUMNS + i[:, None] * COLUMNS + j[None, :]
 
 
 @triton.jit
 def head_state(state, tokens, first, row, head, heads, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return block [i, j] of a head's state [ROWS, COLUMNS] before its row's first token: places, mask and values."""
+    """Return block [i, j] of a head's state [ROWS, COLUMNS] before its row's first token: pointers, mask and values."""
     own = state_at(state, tl.load(tokens.state_rows + row), head, heads, i, j, ROWS, COLUMNS)
     inside = (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
     s = tl.zeros(inside.shape, tl.float32)
@@ -77,10 +75,10 @@ def head_state(state, tokens, first, row, head, heads, i, j, ROWS: tl.constexpr,
 
 
 def without_none(tokens: StateTokens) -> StateTokens:
-    """Return tokens of which a Triton kernel takes each field; it is told whether states are kept."""
+    """Return tokens without None fields, for Triton kernels, which get whether states are kept separately."""
     return tokens if tokens.kept_states is not None else tokens._replace(kept_states=tokens.rows)
 
 
 def is_contiguous(*tensors: Tensor) -> bool:
-    """Whether the compiled kernels can take these: all contiguous."""
+    """Whether compiled kernels support these: all are contiguous."""
     return all(tensor.is_contiguous() for tensor in tensors)

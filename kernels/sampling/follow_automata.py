@@ -1,8 +1,8 @@
-"""Follow each row's automaton over tokens by the token that it sampled, and write the mask of its next one.
+"""Advance each row's token automaton by its sampled token, and write the token mask of the next step.
 
-An automaton says for each of its states which tokens may come, and to which state each of them leads: structured
-output is followed in tables, without the host. Tokens that lead to the same states from everywhere are one class, so
-that a table is small whatever the vocabulary. Many automata share the tables; a state is a line of these.
+An automaton has for each state the allowed tokens and the next states: structured output is followed in tables, without
+the host. Tokens with the same transitions in all states are one class, which keeps tables small for any vocabulary.
+Automata share the tables; a state is a line.
 """
 
 from typing import NamedTuple
@@ -11,30 +11,30 @@ from ..native.optional_triton import tl, triton
 from ..native.registration import Int32, Int64, Written, operator
 from .sampling_slots import ACCEPTS, COMPLETES, CONSTANTS, MASK_BITS
 
-NO_AUTOMATON = -1  # the state of a row that follows none
+NO_AUTOMATON = -1  # state of a row without an automaton
 
 
 class Guides(NamedTuple):
     """The automata of a batch's rows."""
 
-    automaton_state: Written[Int32]  # int32 [b], the line of the row's state; NO_AUTOMATON: it follows none
-    next_mask: Written[Int32]  # int32 [b, words], the rows' `token_mask` of the step after, see `SamplingSlots`
-    automaton: Int32  # int32 [b], which of the automata the row follows
+    automaton_state: Written[Int32]  # int32 [b], line of the row's state, or NO_AUTOMATON
+    next_mask: Written[Int32]  # int32 [b, words], the next step's `token_mask`, see `SamplingSlots`
+    automaton: Int32  # int32 [b], the row's automaton
     automaton_classes: Int32  # int32 [automata, vocab], the class of each token
-    # int32 [lines, classes], the line that a class leads to; -1: to none, so that it ends the row
+    # int32 [lines, classes], the next line; -1: none, the row ends
     automaton_next: Int32
-    automaton_masks: Int32  # int32 [lines, words], the tokens that may come, those that end a text among them
+    automaton_masks: Int32  # int32 [lines, words], the allowed tokens, including those that end a text
     automaton_ends: Int32  # int32 [lines], ACCEPTS and COMPLETES
 
 
 @triton.jit
 def follow_row(row, token, state, automaton, stops, guides, finished, vocab, FORM: tl.constexpr, K: tl.constexpr):
-    """Take a token into the automaton of a row that goes on, and return whether it still does.
+    """Advance the automaton of a running row by a token, and return whether the row continues.
 
     It reads the token's class, its line and a mask of vocab / 8 bytes, and writes the mask.
 
     Args:
-        stops: int32, the row's stop ids, -1 where there is none.
+        stops: int32, the row's stop ids, -1: none.
     """
     kind = tl.load(guides.automaton_classes + automaton.to(tl.int64) * vocab + token)
     line = tl.load(guides.automaton_next + state.to(tl.int64) * FORM.CLASSES + kind)
@@ -49,7 +49,7 @@ def follow_row(row, token, state, automaton, stops, guides, finished, vocab, FOR
             inside = words < FORM.MASK_WORDS
             tl.store(mask_of_row + words, tl.load(from_line + words, mask=inside, other=0), mask=inside)
         if (ends & K.ACCEPTS) != 0:
-            tl.debug_barrier()  # all words are there before bits of them are set
+            tl.debug_barrier()  # all words are written before bits are set
             is_stop = (stops >= 0) & (stops < FORM.MASK_WORDS * K.MASK_BITS)
             tl.atomic_or(mask_of_row + stops // K.MASK_BITS, 1 << (stops % K.MASK_BITS), mask=is_stop, sem="relaxed")
     else:
@@ -61,14 +61,14 @@ def follow_row(row, token, state, automaton, stops, guides, finished, vocab, FOR
 def follow_automata(
     guides: Guides, finished: Written[Int32], running: Written[Int32], sampled: Int64, live_rows: Int32, stop_ids: Int32
 ) -> None:
-    """Take the sampled tokens into the automata of the rows that follow one and have not ended, behind `advance`.
+    """Advance the automata of running rows by the sampled tokens, after `advance`.
 
-    A row whose token leads to no state, or to one that nothing can follow, ends with this token. The others get their
-    new state and its mask, with their stop ids where the text may end. Rows that are dead, finished, without a choice
-    or without an automaton are left alone.
+    A row whose token leads to no state, or to one that nothing can follow, ends with this token. Others get their new
+    state and its mask, with their stop ids if the text may end. Rows that are dead, finished, without a choice or
+    without an automaton are left unchanged.
 
     Args:
-        guides: of the rows.
+        guides: the rows' automata.
         finished: int32 [b], see `AdvanceState`.
         running: int32 [1], see `AdvanceState`.
         sampled: int64 [b], from `sample`.

@@ -1,11 +1,10 @@
-"""What happens to a row's logits before a token is chosen: bias, penalties, what is forbidden; in this order, in fp32.
+"""Processing of a row's logits before sampling: bias, penalties, then masks, in fp32.
 
-Bias adds to the logits of some ids. The repetition penalty (Keskar et al., 2019, "CTRL", section 4.1)
-divides a positive logit and multiplies a negative one, for each token that the prompt or the output has. The
-presence penalty subtracts once for each token that the output has, the frequency penalty once for each time.
-The stop mask forbids the stop ids as long as the row is shorter than its minimum. The token mask forbids what has no
-bit set. A bad word forbids its last token where the row's last generated tokens are its others; those of one token
-are always forbidden.
+Bias adds to the logits of some ids. The repetition penalty (Keskar et al., 2019, "CTRL", section 4.1) divides a
+positive logit and multiplies a negative one, for each token in the prompt or the output. The presence penalty subtracts
+once for each token in the output, the frequency penalty once per occurrence. Stop ids are masked while the row is
+shorter than its minimum. The token mask forbids tokens whose bit is not set. A bad word forbids its last token after
+its other tokens; bad words of one token are always forbidden.
 """
 
 import numpy as np
@@ -30,9 +29,9 @@ from .sampling_slots import (
 def processed_logits(
     values, columns, inside, row, flags, position, slots, state, counts_stride, FORM: tl.constexpr, K: tl.constexpr
 ):
-    """The logits `values` of the vocabulary ids `columns` of a row, after what its flags ask for.
+    """Return the processed logits `values` of the vocabulary ids `columns` of a row.
 
-    `position` is that of the token to be sampled. A row with no flag costs nothing, and a list what is used of it.
+    `position` is that of the token to be sampled. Rows without flags cost nothing; of lists only used entries are read.
     """
     wide_row = row.to(tl.int64)
     if (flags & K.FLAG_BIAS) != 0:
@@ -71,7 +70,7 @@ def processed_logits(
     if FORM.BAD_WORDS:  # noqa: SIM102 - decided at compile time
         if (flags & K.FLAG_BAD_WORDS) != 0:
             places = tl.arange(0, K.BAD_WORD_LENGTH)
-            # what stands where a word's places are, if its last one is `position`; see `advance`
+            # the recent tokens at a word's positions, if its last one is at `position`; see `advance`
             past = tl.load(
                 state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + (position + 1 + places) % K.BAD_WORD_LENGTH
             )
@@ -100,16 +99,17 @@ def process_row(
     token_counts: Tensor | None,
     recent_tokens: Tensor | None,
 ) -> None:
-    """Do the same to a row's logits in place.
+    """Process a row's logits in place.
 
     Args:
         line: float32 [vocab].
-        row: of the slots.
-        flags: of the row.
-        position: of the token to be sampled.
-        slots: what rows ask for.
+        row: index of the row in the slots.
+        flags: the row's sampling flags.
+        position: position of the token to be sampled.
+        slots: the rows' sampling parameters.
         token_counts: int32 [b, vocab]; None: no row has penalties.
-        recent_tokens: int32 [b, BAD_WORD_LENGTH], each at the remainder of its position; None: no row has bad words.
+        recent_tokens: int32 [b, BAD_WORD_LENGTH], each at its position modulo BAD_WORD_LENGTH; None: no row has bad
+            words.
     """
     if flags & FLAG_BIAS:
         ids = slots.bias_ids.numpy()[row]

@@ -1,7 +1,7 @@
 /* Log-probabilities of the sampled token and of the likeliest ones, and its rank; see logprobs.py. */
 #include "native.h"
 
-/* How many come before the token: those that are likelier, and of its equals those of lower ids. */
+/* The number of tokens before this one: more likely ones, and equal ones with lower ids. */
 static int32_t NAME(count_before)(const element *logits, int64_t vocab, int64_t token) {
     float chosen = widen(logits[token]);
     ivec counts = {0};
@@ -26,7 +26,7 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
         int32_t *ids = a->top_ids.data + row * width;
         int64_t sampled = a->sampled.data[row];
         for (int64_t i = 0; i < tops; i++) values[i] = -INFINITY, ids[i] = -1;
-        /* the likeliest so far, in order; what equals one of them comes behind it */
+        /* the most likely so far, in order; ties by id */
         for (int64_t i = 0; tops && i < vocab; i++) {
             if (i + LANES <= vocab) {
                 ivec beats = load(logits + i) > values[tops - 1];

@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampled token, with its rank, and of the likeliest ones, from the model's own logits.
+"""Log-probabilities of the sampled token, with its rank, and of the most likely ones, from unprocessed logits.
 
 `logprob = logit - log(sum(exp(logits)))` in fp32, before temperature, penalties or any filter.
 """
@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 class _Form(NamedTuple):
-    """What is compiled for: see `SamplerForm`."""
+    """Constants of the kernels; see `SamplerForm`."""
 
     TOPS: int
     BLOCK: int
@@ -27,7 +27,7 @@ class _Form(NamedTuple):
 
 @triton.jit
 def store_block_sums(block_max, block_sum, place, values):
-    """Write a block's largest logit, and the sum of exponentials relative to it; 0 for a block of -inf."""
+    """Write a block's maximum, and the sum of exponentials relative to it; 0 for a block of -inf."""
     largest = tl.max(values, axis=0)
     tl.store(block_max + place, largest)
     tl.store(block_sum + place, tl.sum(tl.exp(values - tl.maximum(largest, -3.0e38)), axis=0))
@@ -35,10 +35,10 @@ def store_block_sums(block_max, block_sum, place, values):
 
 @triton.jit
 def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, FORM: tl.constexpr):
-    """Write what `token_logprobs` says of one row, whose logits are at `line` and whose `store_block_sums` were made.
+    """Write the results of `token_logprobs` for one row with logits at `line`, after `store_block_sums`.
 
-    It reads the logits once for the rank, and then takes the likeliest tokens one by one, `wanted` of them, each time
-    from the block with the largest remaining logit.
+    It reads the logits once for the rank, and then takes the `wanted` most likely tokens one by one, each from the
+    block with the largest remaining logit.
     """
     blocks = tl.arange(0, FORM.BLOCKS_PADDED)
     maxima = tl.load(block_max + row * FORM.BLOCKS + blocks, mask=blocks < FORM.BLOCKS, other=float("-inf"))
@@ -62,7 +62,7 @@ def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab,
         chosen = tl.argmax(maxima, axis=0)
         columns = chosen * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
-        # What comes after the last token taken: smaller, or as large with a higher id.
+        # logits after the last token taken: smaller, or equal with a higher id
         after = (values < last_value) | ((values == last_value) & (columns > last_id))
         values = tl.where(after, values, float("-inf"))
         last_value = tl.max(values, axis=0)
@@ -73,7 +73,7 @@ def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab,
         maxima = tl.where(blocks == chosen, tl.max(remaining, axis=0), maxima)
 
 
-# One program reads one block of one row, where the row wants log-probabilities.
+# One program reads one block of one row, if log-probabilities are requested.
 @triton.jit
 def _block_sums_kernel(
     block_max, block_sum, logits, live_rows, sampling_flags, vocab, logits_stride, FORM: tl.constexpr, K: tl.constexpr
@@ -88,7 +88,7 @@ def _block_sums_kernel(
             store_block_sums(block_max, block_sum, row * tl.num_programs(1) + block, values)
 
 
-# One program per row that wants log-probabilities.
+# One program per row with log-probabilities.
 @triton.jit
 def _row_logprobs_kernel(
     outputs,
@@ -149,17 +149,17 @@ def token_logprobs(
     sampling_flags: Int32,
     num_logprobs: Int32,
 ) -> None:
-    """Write log-probabilities for the live rows whose flags have FLAG_LOGPROBS; other rows' outputs stay.
+    """Write log-probabilities for the live rows with FLAG_LOGPROBS; other rows' outputs are unchanged.
 
     Args:
-        outputs: of the sampled token, its rank among all from 1, and the `num_logprobs` likeliest with their ids,
-            likeliest first, the lower id first on ties; where fewer tokens are possible, the rest of these is -inf and
-            -1. What is behind them stays.
-        logits: [b, vocab], any float dtype, rows contiguous; as the model gave them.
-        sampled: int64 [b]; what is no token has -inf and rank 0, and the rest of its row is of no use.
+        outputs: the sampled token's log-probability and rank, from 1, and the `num_logprobs` most likely tokens, ties
+            by the lower id; if fewer tokens are possible, the rest of these is -inf and -1. Further entries are
+            unchanged.
+        logits: [b, vocab], any float dtype, rows contiguous; unprocessed.
+        sampled: int64 [b]; if it is not a token, the result is -inf and rank 0, and the rest of the row undefined.
         live_rows: int32 [1].
         sampling_flags: int32 [b].
-        num_logprobs: int32 [b], how many of the likeliest a row wants.
+        num_logprobs: int32 [b], requested top tokens.
     """
     wanted = num_logprobs.numpy().clip(0, outputs.top_ids.shape[1]).tolist()
     for row, flags in enumerate(sampling_flags.numpy()[: int(live_rows.item())].tolist()):

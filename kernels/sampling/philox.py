@@ -17,7 +17,7 @@ _WORD = 0xFFFFFFFF
 
 @triton.jit
 def uniform_bits_of(seed, position):
-    """The 24 uniform bits of (seed int64, position int32), as int64; a scalar or a block of them."""
+    """Return the 24 uniform bits of (seed int64, position int32), as int64; scalars or blocks."""
     zero = (position * 0).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, position.to(tl.uint32), zero, zero, zero)
     return (word >> 8).to(tl.int64)

@@ -10,11 +10,11 @@
 #define GRAPHDECODE_SAMPLE
 #define WEIGHT_SCALE 68719476736.0f /* 2^36 */
 #define FRACTION_BITS 24
-#define RANGES 5 /* of values, by their distance from the largest: 1, 2, 4, 8, more */
+#define RANGES 5 /* ranges of values, by distance from the largest: 1, 2, 4, 8, more */
 #define FIRST_SHIFT 21
 #define RADIX_BITS 11
 #define BUCKETS (1 << RADIX_BITS)
-#define SUM_BLOCK 1024 /* ids whose weights are added up before they are looked at one by one */
+#define SUM_BLOCK 1024 /* ids whose weights are summed together, before the search in one block */
 
 /* Half as many values as in other vectors: 64-bit integers take twice the room. */
 #define HALF (LANES / 2)
@@ -49,7 +49,7 @@ static int64_t fraction_of(int64_t total, int64_t bits) {
     return (total >> FRACTION_BITS) * bits + (((total & mask) * bits) >> FRACTION_BITS);
 }
 
-/* Integers that compare as the floats do; the two zeros are one. */
+/* Integers with the order of the floats; zeros are equal. */
 static inline int32_t ordered_key(float value) {
     int32_t bits;
     value += 0.0f;
@@ -114,7 +114,7 @@ static void process_line(const sample_args *a, int64_t row, float *logits) {
     if ((flags & FLAG_BAD_WORDS) && a->recent_tokens.data) mask_bad_words(a, row, logits);
 }
 
-/* Divide by the temperature, and weigh. */
+/* Divide by the temperature, and compute weights. */
 static void weigh_line(struct line *line, float temperature) {
     line->largest /= temperature;
     for (int64_t i = line->vocab; i < line->padded; i++) line->logits[i] = -INFINITY;
@@ -153,7 +153,7 @@ static int64_t kept_sum(const struct line *line, int64_t begin, int64_t end) {
     return sum_wide(sum);
 }
 
-/* Find in which range of values the threshold lies, and write the ids in it; what is above is taken off `needed`. */
+/* Find the range of the threshold, and write its ids; what is above is subtracted from `needed`. */
 static int64_t narrowed(const struct line *line, int64_t *needed, int by_weight) {
     float borders[RANGES];
     wide_ivec sums[RANGES - 1] = {{0}};
@@ -183,7 +183,7 @@ static int64_t narrowed(const struct line *line, int64_t *needed, int by_weight)
     return count;
 }
 
-/* The largest logit such that what is kept and at least as large measures `needed`: in weight, or in ids. */
+/* The largest logit such that kept logits >= it measure `needed`, in weight or ids. */
 static float threshold(const struct line *line, int64_t needed, int by_weight) {
     uint32_t top = (uint32_t)ordered_key(line->largest), distance = 0;
     int64_t count = narrowed(line, &needed, by_weight);
@@ -234,7 +234,7 @@ static int64_t draw_token(const sample_args *a, int64_t row, struct line *line) 
     return begin;
 }
 
-/* The id, or why its logit, the largest or a NaN, leaves no choice. */
+/* The id, or the code of no choice for its logit, the largest or a NaN. */
 static inline int64_t choice(int64_t id, float largest) {
     return isfinite(largest) ? id : largest < 0 ? WITHOUT_FINITE : WITHOUT_NUMBERS;
 }
@@ -242,7 +242,7 @@ static inline int64_t choice(int64_t id, float largest) {
 
 /* The first index of the largest value, or of the first NaN. */
 static int64_t NAME(argmax)(const element *x, int64_t count) {
-    vec largest = splat(-INFINITY); /* of each lane, and which vector it stands in */
+    vec largest = splat(-INFINITY); /* per lane, with the index of its vector */
     ivec places = {0}, is_nan = {0};
     int64_t found = 0, i = 0;
     for (; i + LANES <= count; i += LANES) {

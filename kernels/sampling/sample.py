@@ -1,17 +1,16 @@
-"""Choose the next token of each row from its logits, by what the row's slots ask for.
+"""Sample the next token of each row from its logits, by the row's sampling parameters.
 
-Greedy rows take the largest logit, the lowest id on ties. Other rows divide by the temperature and keep
-- top-k: the k largest logits, and those equal to the k-th;
-- top-p (Holtzman et al., 2020): of these, the likeliest whose mass reaches top_p, and those equal to the last;
-- min-p (Nguyen et al., 2024): of these, those at least min_p times as likely as the likeliest;
-and then invert the cumulative distribution of what is kept, in the order of ids, at one uniform number that is a
-function of (seed, position).
+Greedy rows take the largest logit, the lowest id on ties. Other rows divide by the temperature and keep - top-k: the k
+largest logits, and those equal to the k-th; - top-p (Holtzman et al., 2020): of these, the most likely whose mass
+reaches top_p, and those equal to the last; - min-p (Nguyen et al., 2024): of these, those at least min_p times as
+likely as the most likely; and then invert the cumulative distribution of the kept tokens, in the order of ids, at a
+uniform number that is a function of (seed, position).
 
-A row has no choice where a logit is NaN or +inf, where all are masked (-inf), or where the temperature drives the
-largest out of float32's range: it gets the code that says so (`sampling_slots`), and no token.
+A row has no choice if a logit is NaN or +inf, if all are masked (-inf), or if the temperature drives the largest out of
+float32's range: it gets an error code (`sampling_slots`) instead of a token.
 
-Probabilities are integers here (`token_filters`). Sums of integers do not depend on their order, so the token is the
-same whatever the tiling, the row, the bucket or the company.
+Probabilities are integers (`token_filters`), whose sums do not depend on their order: the token does not depend on
+tiling, row, bucket or other rows.
 """
 
 import numpy as np
@@ -34,7 +33,7 @@ from .token_filters import sample_row
 
 
 def most_likely(logits: np.ndarray) -> int:
-    """Return the largest logit's id, or why there is no choice; float32 [vocab]."""
+    """Return the id of the largest logit, float32 [vocab], or the code of no choice."""
     token = int(logits.argmax())  # a NaN counts as the largest
     largest = logits[token]
     return token if np.isfinite(largest) else WITHOUT_FINITE if largest < 0 else WITHOUT_NUMBERS
@@ -52,16 +51,16 @@ def sample(
 ) -> None:
     """Write the next token of each live row into `sampled`.
 
-    This is the CPU path and the oracle; on a GPU `sample_and_advance` does the same within its launch.
+    This is the CPU path and the reference; on a GPU, `sample_and_advance` includes it.
 
     Args:
         sampled: int64 [b]; dead rows get token 1, rows without a choice a code below -1.
         logits: [b, vocab], any float dtype, rows contiguous.
-        positions: int32 [b], where the token stands that was fed; the new one's position is one more.
-        live_rows: int32 [1]; nothing of the rows from there on is read.
-        slots: what each row asks for.
-        token_counts: int32 [b, vocab] of the penalties; None: no row has penalties, whatever the flags say.
-        recent_tokens: int32 [b, BAD_WORD_LENGTH], see `advance`; None: no row has bad words, whatever the flags say.
+        positions: int32 [b], position of the token that was fed; the new token's is one more.
+        live_rows: int32 [1]; rows from there on are not read.
+        slots: the rows' sampling parameters.
+        token_counts: int32 [b, vocab], for penalties; None: no row has penalties.
+        recent_tokens: int32 [b, BAD_WORD_LENGTH], see `advance`; None: no row has bad words.
     """
     live = int(live_rows.item())
     tokens = sampled.numpy()

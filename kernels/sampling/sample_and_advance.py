@@ -1,8 +1,9 @@
-"""The end of a step: sample the next tokens, make their log-probabilities, advance the rows, and follow their automata.
+"""The end of a step: sample the next tokens, compute log-probabilities, advance the rows and their automata.
 
-On a GPU it is two launches: each block of a row says what it has of its logits, and then programs choose the rows'
-tokens, those of rows that draw one from the weights of their candidates, whose sums by blocks are known; the program
-that has a row's token takes the row along. On a CPU it is the operations one after another.
+On a GPU it is two launches: the first summarizes each block of a row's logits; in the second, programs choose the rows'
+tokens, for rows with a temperature from the weights of their candidates. The program that has a row's token also
+advances
+the row. On a CPU the operators run one after another.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +24,10 @@ from .sampling_slots import CONSTANTS, LogprobOutputs, SamplingSlots
 from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, threshold_key
 
 
-# One program reads one block of one row and finds its largest logit, after bias, penalties and what is forbidden: that
-# is all a greedy row needs. For rows that draw it also writes the logits over the temperature, in fp32, their sketch
-# (see `candidates`) and the sum of their exponentials; for rows with log-probabilities the sum of exponentials of the
-# model's own logits. A NaN counts as +inf, so that the maximum tells of it. It leaves the counters of the next launch
-# at 0, which nobody else uses while it runs.
+# One program reads one block of one row and finds its largest logit after processing: a greedy row needs no more. For
+# rows with a temperature it also writes the scaled logits, in fp32, their sketch (see `candidates`) and the sum of
+# their exponentials; for rows with log-probabilities the sum of exponentials of the unprocessed logits. A NaN counts as
+# +inf, so that the maximum shows it. It resets the counters of the next launch, which are not in use meanwhile.
 @triton.jit
 def _block_max_kernel(
     memory, logits, live_rows, slots, state, sizes, FORM: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr
@@ -78,10 +78,9 @@ def _block_max_kernel(
 def draw_token(
     sums, scaled, candidate_ids, count, vocab, largest, least, most, k, share, lowest_weight, bits, FORM: tl.constexpr
 ):
-    """The token of one row, whose blocks are all added up and whose `count` candidates are listed.
+    """Return the token of one row, whose blocks are summed and whose `count` candidates are listed.
 
-    The thresholds are searched among the candidates. Should these be more than the list holds, or a bound have been
-    wrong, all logits are the list.
+    Thresholds are searched among the candidates; among all logits if the list is too short, or a bound was wrong.
     """
     PADDED: tl.constexpr = FORM.BLOCKS_PADDED
     blocks = tl.arange(0, PADDED)
@@ -100,7 +99,7 @@ def draw_token(
         needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
         needed = tl.where(by_count, k.to(tl.int64), needed)
         between = tl.where(by_count, count.to(tl.int64), between)
-        has_all = least <= largest - 25.0  # what is not listed has no weight
+        has_all = least <= largest - 25.0  # unlisted logits have no weight
         is_listed = (count <= FORM.CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
         if is_listed:
             needed -= above
@@ -129,7 +128,7 @@ def draw_token(
             ids = tl.load(candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
             ids = tl.where(is_listed, ids, places)
             tl.atomic_add(sums + ids // FORM.BLOCK, weights, mask=weights > 0, sem="relaxed")
-        tl.debug_barrier()  # all have added before one of them reads
+        tl.debug_barrier()  # all threads have added before one reads
     kept = tl.load(sums + blocks, mask=is_block, other=0, cache_modifier=".cg")
     reached = tl.cumsum(kept, axis=0)
     target = fraction_of_total(tl.sum(kept, axis=0), bits)
@@ -146,11 +145,11 @@ def draw_token(
     return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, ids, 2147483647), axis=0)
 
 
-PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
+PROGRAMS = 128  # programs that share the rows of a batch: as many as a large GPU runs at once
 
 
 class Wish(NamedTuple):
-    """What a row asks of a draw, and where it stands."""
+    """A row's sampling parameters and position."""
 
     temperature: Any
     k: Any
@@ -162,7 +161,7 @@ class Wish(NamedTuple):
 
 @triton.jit
 def count_row(counter, goes_on):
-    """Count a row that is done in int32 [2], at a multiple of 8 bytes; return how many are, and how many go on."""
+    """Count a finished row in int32 [2], 8-byte aligned; return how many have finished, and how many continue."""
     mine = 1 + (goes_on.to(tl.int64) << 32)
     counts = tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), mine, sem="acq_rel") + mine
     return counts.to(tl.int32), (counts >> 32).to(tl.int32)
@@ -170,7 +169,7 @@ def count_row(counter, goes_on):
 
 @triton.jit
 def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
-    """Add up a program's blocks of a row, and return whether it was the last to do so, and then the row's token."""
+    """Sum a program's blocks of a row; return whether it was the last program, and then the row's token."""
     wide_row = row.to(tl.int64)
     line = memory.scaled + wide_row * sizes.scaled_stride
     row_sums = memory.sums + wide_row * (4 * FORM.BLOCKS)
@@ -187,12 +186,12 @@ def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
             memory.block_sum + row * FORM.BLOCKS, wish.temperature, top, wish.k, wish.share, by_count, FORM,
         )  # fmt: skip
         if by_count & (wish.share < 1.0):
-            most = top  # top-p weighs all that top-k keeps
+            most = top  # top-p weighs all tokens kept by top-k
     take_blocks(
         row_sums, line + FORM.BLOCKS * FORM.BLOCK, ids, memory.counters + 2 * row + 1, line, sizes.vocab,
         top, least, most, lowest_weight, is_filtered, by_count, FORM,
     )  # fmt: skip
-    tl.debug_barrier()  # all threads have written before one of them says so
+    tl.debug_barrier()  # all threads have written before the counter is incremented
     is_last = tl.atomic_add(memory.counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
     token = tl.full([], 0, dtype=tl.int32)
     if is_last:
@@ -205,11 +204,11 @@ def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
     return is_last, token
 
 
-# Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
-# last one to arrive looks at the candidates, and then at one block for the token. Of a row that does not draw the first
-# one reduces the blocks' maxima. Whoever has the token makes the row's log-probabilities, advances the row and takes it
-# into its automaton; the last row's ends the step. Nothing depends on who was last. What a row asks for and where it
-# stands was written before the launch before this one, and is read before the wait.
+# Several programs share a row with a temperature; each sums its blocks of the row's scaled logits, which are in L2, and
+# the last one to arrive searches the candidates, and then one block for the token. For a greedy row the first program
+# reduces the blocks' maxima. The program with the token computes log-probabilities, and advances the row and its
+# automaton; that of the last row ends the step. Results do not depend on which is last. Parameters and positions were
+# written before the previous launch, and are read before the wait.
 @triton.jit
 def _choose_kernel(
     memory,
@@ -268,7 +267,7 @@ def _choose_kernel(
         if (flags & K.FLAG_LOGPROBS) != 0:
             line = logits + row.to(tl.int64) * sizes.logits_stride
             row_logprobs(outputs, memory.own_max, memory.own_sum, line, row, token, before.wanted, sizes.vocab, FORM)
-            tl.debug_barrier()  # all of it is there before it is copied
+            tl.debug_barrier()  # all of it is written before it is copied
         goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, FORM, K)
         if FORM.FOLLOW:  # noqa: SIM102 - decided at compile time
             if goes_on & (automaton_state >= 0):
@@ -280,8 +279,8 @@ def _choose_kernel(
             end_step(before.step, going_on, rows, state, sizes, FORM)
 
 
-BLOCK = 4096  # ids of the vocabulary that a program takes at once
-CAPACITY = 16384  # candidates of a row that are listed
+BLOCK = 4096  # vocabulary ids per program
+CAPACITY = 16384  # listed candidates per row
 
 
 def sample_and_advance_triton(
@@ -342,18 +341,17 @@ def sample_and_advance(
     slots: SamplingSlots,
     guides: Guides | None = None,
 ) -> None:
-    """Give each live row its next token, and make it ready for the step after; see `sample` and `advance`.
+    """Sample each live row's next token, and prepare the next step; see `sample` and `advance`.
 
     Args:
-        state: what is changed; the positions, counts and recent tokens that sampling looks at are in it too. Its rings
-            may be pinned memory of the host, which is written as the device's own.
+        state: changed in place; includes positions, counts and recent tokens for sampling. Its rings may be in pinned
+            host memory.
         sampled: int64 [b]; dead rows get token 1, rows without a choice a code below -1.
-        outputs: log-probabilities of the rows that want them, see `token_logprobs`.
+        outputs: log-probabilities, see `token_logprobs`.
         logits: [b, vocab], any float dtype, rows contiguous.
-        live_rows: int32 [1]; nothing of the rows from there on is read.
-        slots: what each row asks for.
-        guides: what the rows that follow an automaton are taken into, see `follow_automata`; `next_mask` is the slots'
-            `token_mask`. None: no row follows one.
+        live_rows: int32 [1]; rows from there on are not read.
+        slots: the rows' sampling parameters.
+        guides: the rows' automata, see `follow_automata`; `next_mask` is the slots' `token_mask`. None: no row has one.
     """
     sample(sampled, logits, state.pre_step_seqlens, live_rows, slots, state.token_counts, state.recent_tokens)
     token_logprobs(outputs, logits, sampled, live_rows, slots.sampling_flags, slots.num_logprobs)

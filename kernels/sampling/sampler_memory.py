@@ -1,4 +1,4 @@
-"""What the sampler's first launch leaves for its second one, and what both are compiled for."""
+"""Memory between the sampler's two launches, and their constants."""
 
 from typing import NamedTuple, Self
 
@@ -11,19 +11,19 @@ from .candidates import BLOCK_SUMS, SKETCH_BINS
 from .follow_automata import Guides
 from .sampling_slots import LogprobOutputs, SamplingSlots
 
-_LIST_BLOCK = 1024  # candidates that are looked at together
-_PARTS = 8  # of a block, of which one is looked at for the token
-_MASK_BLOCK = 8192  # words of a mask that are copied at once: those of 262,144 tokens
+_LIST_BLOCK = 1024  # candidates processed together
+_PARTS = 8  # parts of a block; one is searched for the token
+_MASK_BLOCK = 8192  # mask words copied at a time, for 262,144 tokens
 
 
 class SamplerForm(NamedTuple):
-    """What the sampler's kernels are compiled for; sizes that are loaded at once are padded to powers of two."""
+    """Constants of the sampler's kernels; padded sizes are powers of two."""
 
-    BLOCK: int  # ids of the vocabulary that a program takes at once
-    BLOCKS: int  # of a row
-    BLOCKS_PADDED: int  # the same, padded
-    CAPACITY: int  # candidates of a row that are listed
-    LIST_BLOCK: int  # of these, how many are looked at together
+    BLOCK: int  # vocabulary ids per program
+    BLOCKS: int  # per row
+    BLOCKS_PADDED: int
+    CAPACITY: int  # listed candidates per row
+    LIST_BLOCK: int  # candidates processed together
     PARTS: int  # of a block
     BINS: int  # of a sketch
     PENALTIES: bool  # whether rows may have them
@@ -32,14 +32,14 @@ class SamplerForm(NamedTuple):
     FOLLOW: bool  # whether rows may follow an automaton
     BIASES: int  # entries of a row's bias
     STOPS: int  # stop ids of a row
-    STOPS_PADDED: int  # the same, padded
+    STOPS_PADDED: int
     WORDS: int  # bad words of a row
     MASK_WORDS: int  # words of a row's token mask
-    MASK_BLOCK: int  # of these, how many are copied at once
-    TOPS: int  # likeliest tokens of a row
-    TOPS_PADDED: int  # the same, padded
+    MASK_BLOCK: int  # words copied at a time
+    TOPS: int  # top tokens of a row
+    TOPS_PADDED: int
     RING_ROWS: int  # rows of the rings, padded
-    CLASSES: int  # of tokens in an automaton
+    CLASSES: int  # token classes of an automaton
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class SamplerForm(NamedTuple):
         block: int,
         capacity: int,
     ) -> Self:
-        """Return the form for the end of a step over these."""
+        """Return the constants for these tensors."""
         blocks = -(-vocab // block)
         stops, words, tops = slots.stop_ids.shape[1], slots.token_mask.shape[1], outputs.top_ids.shape[1]
         return cls(
@@ -81,42 +81,41 @@ class SamplerForm(NamedTuple):
 
 
 class SamplerSizes(NamedTuple):
-    """Numbers of a step that the sampler's kernels are given."""
+    """Sizes and strides for the sampler's kernels."""
 
     vocab: int  # ids
-    logits_stride: int  # elements from one row's logits to those of the next
+    logits_stride: int  # of rows, in elements
     scaled_stride: int  # of `SamplerMemory.scaled`
-    counts_stride: int  # of the counts of tokens
-    ring_length: int  # steps that the rings keep
+    counts_stride: int  # of `token_counts`
+    ring_length: int  # steps in the rings
     ring_rows: int  # of the rings
 
     @classmethod
     def of(cls, logits: Tensor, scaled: Tensor, state: AdvanceState) -> Self:
-        """Return the numbers of these."""
+        """Return the sizes and strides of these tensors."""
         counts_stride = 0 if state.token_counts is None else state.token_counts.stride(0)
         return cls(logits.shape[1], logits.stride(0), scaled.stride(0), counts_stride, *state.ring_tokens.shape)
 
 
 class SamplerMemory(NamedTuple):
-    """Memory of one step's sampling; nothing in it outlives the step, and nothing need be in it before."""
+    """Scratch memory of one step's sampling."""
 
     block_max: Tensor  # float32 [b, blocks], the largest logits after all processing
     block_id: Tensor  # int32 [b, blocks], their ids
     block_sum: Tensor  # float32 [b, blocks], see `candidate_window`
-    own_max: Tensor  # float32 [b, blocks], the largest of the model's own logits
+    own_max: Tensor  # float32 [b, blocks], the largest unprocessed logits
     own_sum: Tensor  # float32 [b, blocks], see `store_block_sums`
     sketch: Tensor  # int32 [b, blocks, bins], see `candidates`
-    # float32 [b, blocks * block + capacity], a row's logits over the temperature, and then its candidates
+    # float32 [b, blocks * block + capacity], a row's scaled logits, then its candidates
     scaled: Tensor
     candidate_ids: Tensor  # int32 [b, capacity]
     sums: Tensor  # int64 [b, 4, blocks], see `take_blocks`
-    # int32 [2 b + 2]: programs of each row that are done, and its candidates; rows that are done, and those of them
-    # that go on
+    # int32 [2 b + 2]: finished programs and candidates of each row; finished rows, and how many continue
     counters: Tensor
 
     @classmethod
     def allocate(cls, rows: int, form: SamplerForm, device: torch.device) -> Self:
-        """Return memory for some rows."""
+        """Allocate memory for a number of rows."""
         blocks = form.BLOCKS
 
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:

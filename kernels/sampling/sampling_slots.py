@@ -1,6 +1,6 @@
-"""What a row may ask of sampling: the per-row slots in device memory, named once.
+"""The per-row slots of sampling parameters in device memory.
 
-The host fills a row's slots when it joins the batch, and kernels read them at every step.
+The host fills a row's slots when it joins the batch; kernels read them in every step.
 """
 
 from collections import namedtuple
@@ -11,20 +11,19 @@ import torch
 from ..native.registration import Float32, Int32, Int64
 
 MASK_BITS = 32  # tokens of one word of a token mask
-BAD_WORD_LENGTH = 16  # tokens of a bad word at most, and those that a row remembers
-DEAD_TOKEN = 1  # what is sampled for rows past the live ones
+BAD_WORD_LENGTH = 16  # most tokens of a bad word; as many recent tokens are kept
+DEAD_TOKEN = 1  # sampled for dead rows
 
-# What is sampled for a row whose logits leave no choice; no token, so the row ends with it. -1 stands in the ring
-# where a row had ended before.
+# Codes in place of a token, for a row without a choice, which ends. In the ring, -1 means that the row had ended
+# before.
 WITHOUT_NUMBERS = -2  # a logit is NaN or +inf
 WITHOUT_FINITE = -3  # all are -inf: masked
 TOO_COLD = -4  # the largest leaves the range of float32 when it is divided by the temperature
 
-# token_counts holds, for each token of a row, how often it was generated (low 30 bits) and whether the
-# prompt has it (this bit).
+# token_counts has for each token how often it was generated (low 30 bits), and whether it is in the prompt (this bit).
 PROMPT_BIT = 1 << 30
 
-# Bits of `sampling_flags`. A row with none of them is plain greedy, and no other slot of it is read.
+# Bits of `sampling_flags`. A row without any is greedy, and its other slots are not read.
 FLAG_SAMPLE = 1
 FLAG_PENALTIES = 2
 FLAG_BIAS = 4
@@ -39,7 +38,7 @@ ACCEPTS = 1  # the answer may end here
 COMPLETES = 2  # nothing can follow
 
 
-_NAMED = {  # the numbers above, by their names in kernels, of Triton and in C
+_NAMED = {  # the constants above, by their names in Triton and C
     "ACCEPTS": ACCEPTS,
     "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
     "COMPLETES": COMPLETES,
@@ -61,27 +60,27 @@ CONSTANTS: Any = namedtuple("SamplingConstants", _NAMED)(**_NAMED)
 
 
 class SamplingCapacity(NamedTuple):
-    """How much one row may ask for; the memory for it is there from the beginning."""
+    """The limits of one row's sampling parameters; memory for them is preallocated."""
 
-    max_logprobs: int = 20  # most likely tokens that are reported
-    max_stop_token_ids: int = 128  # tokens that end it
-    max_logit_biases: int = 1024  # entries of a logit bias
-    max_bad_words: int = 128  # sequences of tokens that it may not generate
+    max_logprobs: int = 20
+    max_stop_token_ids: int = 128
+    max_logit_biases: int = 1024
+    max_bad_words: int = 128
 
 
 class SlotSpec(NamedTuple):
     """One per-row slot."""
 
-    name: str  # of the slot
-    dtype: torch.dtype  # of its elements
-    sizes: tuple[int, ...] = ()  # of one row; a number where it is empty
-    neutral: float = 0  # what asks for nothing
-    # the bit of a row's `sampling_flags` without which nobody reads the row of this slot; 0: it is always read
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...] = ()  # per row; empty: a number
+    neutral: float = 0  # value without effect
+    # bit of a row's `sampling_flags` without which the slot is not read; 0: always read
     flag: int = 0
 
 
 def sampling_slots(capacity: SamplingCapacity, vocab_size: int) -> tuple[SlotSpec, ...]:
-    """Return the slots in which the host tells what rows ask for, in the order of `SamplingSlots`."""
+    """Return the specifications of the slots, in the order of `SamplingSlots`."""
     biases, words = (capacity.max_logit_biases,), (-(-vocab_size // MASK_BITS),)
     return (
         SlotSpec("sampling_flags", torch.int32),
@@ -105,42 +104,41 @@ def sampling_slots(capacity: SamplingCapacity, vocab_size: int) -> tuple[SlotSpe
 
 
 class SamplingSlots(NamedTuple):
-    """The slots of one bucket, by the names of `sampling_slots`; lists begin with what is used."""
+    """The slots of one bucket, named as in `sampling_slots`; unused entries of lists are last."""
 
-    sampling_flags: Int32  # int32 [b], what the row asks for; see `sampling_flags`
-    temperature: Float32  # float32 [b], > 0 where FLAG_SAMPLE is set
+    sampling_flags: Int32  # int32 [b], see the function
+    temperature: Float32  # float32 [b], > 0 if FLAG_SAMPLE is set
     top_k: Int32  # int32 [b], <= 0 is off
     top_p: Float32  # float32 [b], >= 1 is off
     min_p: Float32  # float32 [b], <= 0 is off
     seed: Int64  # int64 [b], the Philox key
-    repetition_penalty: Float32  # float32 [b], 1 is off; counts the prompt too
-    presence_penalty: Float32  # float32 [b], 0 is off; counts the output alone
-    frequency_penalty: Float32  # float32 [b], 0 is off; counts the output alone
-    bias_ids: Int32  # int32 [b, biases], distinct token ids, -1 where unused
+    repetition_penalty: Float32  # float32 [b], 1 is off; includes the prompt
+    presence_penalty: Float32  # float32 [b], 0 is off
+    frequency_penalty: Float32  # float32 [b], 0 is off
+    bias_ids: Int32  # int32 [b, biases], distinct token ids, -1: unused
     bias_values: Float32  # float32 [b, biases], added to the logits of those ids
-    # int32 [b, stop ids], -1 where unused; what `held_back` gives, behind all others, for a token that is not sampled
-    # below `min_position` either, and ends nothing
+    # int32 [b, stop ids], -1: unused; last, encoded by `held_back`, tokens that are only masked below `min_position`
     stop_ids: Int32
-    min_position: Int32  # int32 [b], below it the stop ids are neither sampled nor obeyed
+    min_position: Int32  # int32 [b], below it stop ids are masked, and end nothing
     last_position: Int32  # int32 [b], the row is finished by the token at this position
-    num_logprobs: Int32  # int32 [b], likeliest tokens to report, with FLAG_LOGPROBS
-    token_mask: Int32  # int32 [b, ceil(vocab / 32)], bit i of word w is set where token 32 w + i is allowed
-    # int32 [b, words, BAD_WORD_LENGTH], sequences of tokens whose last one is forbidden behind the others; right-
-    # aligned, -1 in front, and -1 at the end where unused
+    num_logprobs: Int32  # int32 [b], top tokens to report, with FLAG_LOGPROBS
+    token_mask: Int32  # int32 [b, ceil(vocab / 32)], bit i of word w is set if token 32 w + i is allowed
+    # int32 [b, words, BAD_WORD_LENGTH], token sequences that are forbidden; right-aligned, padded with -1, unused: ends
+    # with -1
     bad_words: Int32
 
 
 class LogprobOutputs(NamedTuple):
-    """Where log-probabilities go."""
+    """Outputs of log-probabilities."""
 
     sampled_logprob: Float32  # float32 [b], of the sampled token
-    sampled_rank: Int32  # int32 [b], its place among all tokens, from 1
-    top_logprobs: Float32  # float32 [b, logprobs], of the likeliest
+    sampled_rank: Int32  # int32 [b], its rank, from 1
+    top_logprobs: Float32  # float32 [b, logprobs], of the top tokens
     top_ids: Int32  # int32 [b, logprobs]
 
 
 def held_back(token: int) -> int:
-    """Return a token as `stop_ids` holds it that is masked below `min_position`, and no stop id; it undoes itself."""
+    """Encode a token in `stop_ids` that is masked below `min_position` but does not end the row; its own inverse."""
     return -2 - token
 
 
@@ -156,18 +154,18 @@ def sampling_flags(
     is_masked: bool = False,
     num_bad_words: int = 0,
 ) -> int:
-    """Return the value of the slot `sampling_flags` for a row that asks for these; each default is off.
+    """Return a row's `sampling_flags`; all defaults are off.
 
     Args:
         temperature: 0 is greedy.
-        repetition_penalty: of the prompt's and the output's tokens.
-        presence_penalty: of the output's.
-        frequency_penalty: of the output's.
-        num_biases: how many entries of bias_ids are used.
+        repetition_penalty: 1 is off.
+        presence_penalty: 0 is off.
+        frequency_penalty: 0 is off.
+        num_biases: used entries of bias_ids.
         masks_stops: the row has stop ids, and a min_position beyond its first generated position.
-        num_logprobs: likeliest tokens to report.
+        num_logprobs: top tokens to report.
         is_masked: the row has a token mask.
-        num_bad_words: how many entries of bad_words are used.
+        num_bad_words: used entries of bad_words.
     """
     is_penalized = repetition_penalty != 1.0 or presence_penalty != 0.0 or frequency_penalty != 0.0
     return (

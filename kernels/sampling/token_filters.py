@@ -1,11 +1,11 @@
-"""Which tokens a sampler keeps: thresholds of top-k and top-p, and the integer weights they count in.
+"""Thresholds of top-k and top-p, and the integer weights of tokens.
 
-`weight = trunc(exp(logit - max) * 2^36)`, logits already divided by the temperature. Sums of integers do not depend
-on their order. A token 2^36 times less likely than the likeliest has weight 0; a uniform number with 24 bits could
-not tell it either. The largest weight is 2^36, and the sum over 2^18 tokens stays below 2^54.
+`weight = trunc(exp(logit - max) * 2^36)`, logits already divided by the temperature. Sums of integers do not depend on
+their order. A token 2^36 times less likely than the most likely one has weight 0, which a uniform number of 24 bits
+could not select anyway. The largest weight is 2^36, and the sum over 2^18 tokens stays below 2^54.
 
-A threshold is the largest logit t such that {logits >= t} measures enough: in tokens for top-k, in weight for
-top-p. What equals the threshold is kept. The torch versions sort; the kernels search, reading the row a few times.
+A threshold is the largest logit t such that {logits >= t} is large enough: in tokens for top-k, in weight for top-p.
+Logits equal to the threshold are kept. The torch versions sort; the kernels search, reading the row a few times.
 """
 
 import numpy as np
@@ -16,31 +16,31 @@ from .philox import UNIFORM_BITS
 from .sampling_slots import TOO_COLD
 
 _WEIGHT_SCALE = float(2**36)
-_FEW = 1024  # so many candidates are looked at before the whole vocabulary is sorted
+_FEW = 1024  # candidates to try before sorting the whole vocabulary
 
 
 @triton.jit
 def fraction_of_total(total, bits):
-    """floor(total * bits / 2^24) for int64 total < 2^62 and int64 bits <= 2^24, without overflow."""
+    """Return floor(total * bits / 2^24) for int64 total < 2^62 and int64 bits <= 2^24, without overflow."""
     return (total >> 24) * bits + (((total & 0xFFFFFF) * bits) >> 24)
 
 
 @triton.jit
 def ordered_key(values):
-    """int32 keys that compare as the float32 values do; the two zeros are one. Its own inverse on the bits."""
+    """Return int32 keys with the order of the float32 values; zeros are equal. Its own inverse on the bits."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def weights_of(values, largest):
-    """The int64 weights of float32 logits; `largest` is finite."""
+    """Return the int64 weights of float32 logits; `largest` is finite."""
     return (tl.exp(values - largest) * 68719476736.0).to(tl.int64)
 
 
 @triton.jit
 def kept_weights(line, columns, count, largest, lowest_key, lowest_weight):
-    """Weights of some of `count` logits, 0 for what has a key or a weight below the lowest."""
+    """Return weights of some of `count` logits, 0 for keys or weights below the lowest."""
     values = tl.load(line + columns, mask=columns < count, other=float("-inf"))
     weights = weights_of(values, largest)
     return tl.where((ordered_key(values) >= lowest_key) & (weights >= lowest_weight), weights, 0)
@@ -48,7 +48,7 @@ def kept_weights(line, columns, count, largest, lowest_key, lowest_weight):
 
 @triton.jit
 def kept_total(line, count, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr):
-    """The sum of `kept_weights` over `count` logits, int64."""
+    """Return the sum of `kept_weights` over `count` logits, int64."""
     sums = tl.zeros([BLOCK], dtype=tl.int64)
     for block in range(tl.cdiv(count, BLOCK)):
         columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -58,10 +58,10 @@ def kept_total(line, count, largest, lowest_key, lowest_weight, BLOCK: tl.conste
 
 @triton.jit
 def threshold_key(line, count, largest, low, high, needed, by_count, BLOCK: tl.constexpr):
-    """The key of the threshold: the largest whose set among `count` logits measures `needed` (int64, >= 1) or more.
+    """Return the threshold's key: the largest whose set of logits measures at least `needed` (int64, >= 1).
 
-    `line` points to float32 logits, `largest` is the row's. The threshold lies in [low, high]: the set of `low`
-    measures enough. Each pass over the logits cuts the interval to a quarter, or to the keys that occur in it.
+    `line` points to float32 logits, `largest` is the row's. The threshold lies in [low, high]: the set of `low` is
+    large enough. Each pass over the logits cuts the interval to a quarter, or to the keys that occur in it.
     """
     low = low.to(tl.int64)
     high = high.to(tl.int64)
@@ -99,7 +99,7 @@ def threshold_key(line, count, largest, low, high, needed, by_count, BLOCK: tl.c
 
 
 def _top_p_threshold(logits: np.ndarray, weights: np.ndarray, top_p: float) -> float:
-    """Return the largest logit such that what is at least as large holds `top_p` of the int64 weights."""
+    """Return the largest logit such that logits >= it have `top_p` of the int64 weights."""
     share = int(np.float32(top_p) * np.float32(1 << UNIFORM_BITS))
     needed = max((int(weights.sum()) * share) >> UNIFORM_BITS, 1)
     for count in (min(_FEW, len(logits)), len(logits)):
@@ -115,7 +115,7 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
 
     Args:
         logits: float32 [vocab], processed, the largest finite; overwritten.
-        uniform: the draw's 24 bits.
+        uniform: 24 uniform bits.
         temperature: > 0.
         top_k: <= 0 is off.
         top_p: >= 1 is off.
@@ -133,7 +133,7 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
     if top_p < 1.0:
         weights[logits < _top_p_threshold(logits, weights, top_p)] = 0
     if min_p > 0.0:
-        weights[weights < int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))] = 0  # the least: min_p of the largest
+        weights[weights < int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))] = 0  # least weight: min_p of the largest
     cumulative = np.cumsum(weights)
     target = (int(cumulative[-1]) * uniform) >> UNIFORM_BITS
     return int(np.searchsorted(cumulative, target, side="right"))

@@ -1,1 +1,1 @@
-"""Speculation on the device: drafts looked up, spread over queries, judged and settled."""
+"""Speculation on the device: n-gram drafts, and their verification."""

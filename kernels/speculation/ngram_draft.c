@@ -1,8 +1,8 @@
-/* Prompt lookup: where a row's last tokens stood before; see ngram_draft.py. */
+/* Prompt lookup: earlier occurrences of a row's last tokens; see ngram_draft.py. */
 #include "native.h"
 
 #ifdef ELEMENT_F32
-/* The latest place whose token agrees with the last one, before `end`; -1 where there is none. */
+/* The latest position before `end` whose token equals the last one; -1: none. */
 static int64_t place_before(const int32_t *line, int64_t end, int32_t token) {
     for (; end >= LANES; end -= LANES) {
         ivec same;

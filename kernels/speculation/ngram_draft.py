@@ -1,7 +1,7 @@
-"""Prompt lookup (Saxena, 2023): what followed the last tokens where they stood before is likely to follow again.
+"""Prompt lookup (Saxena, 2023): drafts are the tokens that followed an earlier occurrence of the last tokens.
 
-Of all earlier places the one is taken whose tokens agree furthest back, up to `ngram_max`; of equals the latest. Where
-the drafts reach the row's own end they go round: a text that repeats with a period goes on with it.
+The longest match is used, up to `ngram_max`; ties: the latest. Drafts that reach the row's end wrap around: a periodic
+text continues.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import Int32, Written, operator
 
-_BLOCK = 1024  # places that are looked at together
+_BLOCK = 1024  # positions compared together
 
 
-# One program a row. It reads the row's history `ngram_max` times, from cache, and writes its drafts.
+# One program per row. It reads the row's history `ngram_max` times, from cache, and writes its drafts.
 @triton.jit
 def _ngram_draft_kernel(
     drafts,
@@ -87,17 +87,17 @@ def ngram_draft(
     ngram_min: int,
     ngram_max: int,
 ) -> None:
-    """Write each live row's drafts, as many as there is room for, or none.
+    """Write each live row's drafts, as many as fit, or none.
 
     Args:
         drafts: int32 [b, most], contiguous.
-        num_drafts: int32 [b]; 0 where the last `ngram_min` tokens stand nowhere before.
-        match_lengths: int32 [b], how many tokens agree; 0 where there is no draft.
+        num_drafts: int32 [b]; 0 without an earlier match of `ngram_min` tokens.
+        match_lengths: int32 [b], length of the match; 0 without drafts.
         history: int32 [b, width], the rows' tokens, contiguous.
-        positions: int32 [b], of each row's last token in it.
+        positions: int32 [b], position of each row's last token.
         live_rows: int32 [1].
-        ngram_min: tokens that must agree.
-        ngram_max: tokens that are compared.
+        ngram_min: shortest match.
+        ngram_max: longest match.
     """
     most, tokens, last_places = drafts.shape[1], history.numpy(), positions.numpy()
     for row in range(int(live_rows.item())):

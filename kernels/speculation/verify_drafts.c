@@ -1,4 +1,4 @@
-/* Queries of rows with drafts, and what is made of their results; see verify_drafts.py. */
+/* Queries of rows with drafts, and their verification; see verify_drafts.py. */
 #include "native.h"
 
 #ifdef ELEMENT_F32

@@ -1,16 +1,16 @@
-"""Verification of drafts: what speculation keeps of each row, the queries of a pass, and what becomes of its results.
+"""Verification of drafts.
 
-Rows with drafts become queries, each a row of its own, over its sequence's pages. The first query of a row is its token
-to feed, the others are its drafts. Queries without a draft, and all of dead rows, are at position 0 of the trash page.
+A row's token to feed and its drafts become queries, each a row of the pass over the sequence's pages. Queries without a
+draft, and those of dead rows, are at position 0 of the trash page.
 
-A step samples a row's queries one after another, and `advance` takes each token as if it came from a step of its own:
-counts, stop ids, lengths and the ring see nothing but tokens. Between two of them `judge_drafts` holds the rows whose
-draft was not what was sampled, or that have none, so that what follows passes them by. Then `settle_drafts` lets them
-go on, and counts the next step's drafts.
+A step samples a row's queries one after another, and `advance` takes each token as if it came from a separate step:
+counts, stop ids, lengths and the ring need no knowledge of drafts. After each query `judge_drafts` holds the rows
+without a draft, or whose draft differs from the sampled token, so that further queries skip them. Then `settle_drafts`
+releases the rows, and counts the next step's drafts.
 
-A draft is fed at its position, and the token behind it is sampled there: none is taken whose token would stand past the
-row's last position. Where the limits adapt, one that proved too low doubles, and one that proved too high goes half the
-way down to what was accepted, but not below two.
+A draft is fed at its position, and its successor is sampled there: drafts whose successor would be past the row's last
+position are not used. An adaptive limit doubles if it was too low, and otherwise falls halfway to the number of
+accepted drafts, but not below two.
 """
 
 from collections import namedtuple
@@ -23,12 +23,12 @@ from ..native.optional_triton import tl, triton
 from ..native.registration import Int32, Int64, Written, operator
 from ..sampling.sampling_slots import DEAD_TOKEN
 
-HELD = 2  # `finished` of a row whose step is over before those of its neighbours; 1 is a row that has ended
-DRAFT_COLUMNS = 4  # of one step's entry in the ring of drafts:
+HELD = 2  # `finished` of a row that skips the rest of the step; 1: the row has ended
+DRAFT_COLUMNS = 4  # columns of an entry in the ring of drafts:
 VERIFIED, ACCEPTED, FOUND, MATCHED = range(DRAFT_COLUMNS)
 
 
-_NAMED = {  # the numbers above, by their names in kernels, of Triton and in C
+_NAMED = {  # the constants above, by their names in Triton and C
     "ACCEPTED": ACCEPTED,
     "DRAFT_COLUMNS": DRAFT_COLUMNS,
     "FOUND": FOUND,
@@ -40,7 +40,7 @@ CONSTANTS: Any = namedtuple("DraftConstants", _NAMED)(**_NAMED)
 
 
 class DraftSizes(NamedTuple):
-    """How many drafts a row has at most, how many steps the rings keep, and of how many rows."""
+    """Most drafts per row, and length and rows of the rings."""
 
     most: int
     ring_length: int
@@ -53,35 +53,35 @@ class DraftSizes(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """The rows of a batch with drafts; `advance` and the drafts' source write what is only read here."""
+    """The rows of a batch with drafts; `advance` and the draft source write the fields that are only read here."""
 
     tokens: Int64  # int64 [b], to feed
     pre_step_seqlens: Int32  # int32 [b], their positions
     last_position: Int32  # int32 [b]
     live_rows: Int32  # int32 [1]
-    step_index: Int64  # int64 [1], behind the newest entry of the rings
+    step_index: Int64  # int64 [1], after the newest ring entry
     ring_tokens: Int64  # int64 [R, b_max]
-    drafts: Int32  # int32 [b, most], contiguous, tokens that may follow the one to feed
-    match_lengths: Int32  # int32 [b], how many tokens agreed where they were found; 0: drafts of a model
-    # int32 [b], how many drafts there are; of more than a step has queries for, the first ones are fed
+    drafts: Int32  # int32 [b, most], contiguous
+    match_lengths: Int32  # int32 [b], match length; 0: drafts of a model
+    # int32 [b], number of drafts; a step feeds as many as it has queries for
     num_drafts: Written[Int32]
-    draft_limit: Written[Int32]  # int32 [b], how many of them a step may take; 0 for rows that are not to draft
-    finished: Written[Int32]  # int32 [b]; HELD for rows whose step is over
-    active_rows: Written[Int32]  # int32 [1], behind the last row whose step goes on
+    draft_limit: Written[Int32]  # int32 [b], most drafts per step; 0: the row does not draft
+    finished: Written[Int32]  # int32 [b]; HELD for rows that skip the rest of the step
+    active_rows: Written[Int32]  # int32 [1], after the last row that continues the step
     running: Written[Int32]  # int32 [1], live rows that are not finished
-    step_entries: Written[Int32]  # int32 [1], entries of the rings that a step of this kind takes
+    step_entries: Written[Int32]  # int32 [1], ring entries of a step of this kind
     history: Written[Int32]  # int32 [b, width], the rows' tokens
-    # int32 [R, DRAFT_COLUMNS, b_max]; a step's entry is that of its first token. VERIFIED is how many drafts were fed,
-    # ACCEPTED how many were what was sampled (in a step without drafts 1 where the first one would have been), FOUND
-    # and MATCHED are the next step's drafts and what speaks for them
+    # int32 [R, DRAFT_COLUMNS, b_max], at the entry of a step's first token. VERIFIED: fed drafts; ACCEPTED: drafts
+    # equal to the sampled tokens (in a step without drafts, 1 if the first one would have been); FOUND and MATCHED:
+    # number and match length of the next step's drafts
     ring_drafts: Written[Int32]
 
 
-_BLOCK = 512  # pages that are copied together
+_BLOCK = 512  # pages copied together
 
 
 class Queries(NamedTuple):
-    """The queries of a pass, those of a row side by side."""
+    """The queries of a pass; those of a row are adjacent."""
 
     query_tokens: Int64  # int64 [b * queries]
     query_positions: Int32  # int32 [b * queries]
@@ -89,7 +89,7 @@ class Queries(NamedTuple):
     live_queries: Int32  # int32 [1], those of live rows
 
 
-# One program a query. It copies a row of the page table.
+# One program per query. It copies a row of the page table.
 @triton.jit
 def _spread_queries_kernel(
     spread, given, page_table, most, pages, queries, trash_page, DEAD: tl.constexpr, BLOCK: tl.constexpr
@@ -133,11 +133,11 @@ def spread_queries(
     """Write the queries of a pass.
 
     Args:
-        spread: what is written.
-        rows: tokens, positions and drafts are read; a row that has ended feeds its token again, and no draft.
+        spread: the queries, written.
+        rows: tokens, positions and drafts are read; a row that has ended feeds its token again, without drafts.
         page_table: int32 [b, pages], contiguous.
-        queries: of each row.
-        trash_page: nobody's.
+        queries: queries per row.
+        trash_page: the trash page.
     """
     live = int(rows.live_rows.item())
     spread.query_tokens.fill_(DEAD_TOKEN)
@@ -153,7 +153,7 @@ def spread_queries(
         spread.query_pages[first:behind] = page_table[row]
 
 
-# One program does the whole batch; it reads and writes some 40 bytes a row.
+# One program for the whole batch; it reads and writes some 40 bytes per row.
 @triton.jit
 def _judge_drafts_kernel(
     given, width, sizes, INDEX: tl.constexpr, QUERIES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
@@ -197,12 +197,12 @@ def judge_drafts_triton(rows: DraftRows, *, index: int, queries: int) -> None:
 
 @operator(triton_version=judge_drafts_triton, is_compiled=True, constants=CONSTANTS._asdict())
 def judge_drafts(rows: DraftRows, *, index: int, queries: int) -> None:
-    """Judge the draft behind query `index`, whose token is the ring's newest.
+    """Compare the draft after query `index` with the query's sampled token, the ring's newest.
 
     Args:
         rows: finished, active_rows, history, and ACCEPTED of ring_drafts are written; with the first query VERIFIED.
-        index: of the query, from 0.
-        queries: of each row.
+        index: index of the query.
+        queries: queries per row.
     """
     newest = int(rows.step_index.item()) - 1
     length = rows.ring_tokens.shape[0]
@@ -232,7 +232,7 @@ def judge_drafts(rows: DraftRows, *, index: int, queries: int) -> None:
     rows.active_rows.fill_(active)
 
 
-# One program does the whole batch; it reads and writes some 50 bytes a row.
+# One program for the whole batch; it reads and writes some 50 bytes per row.
 @triton.jit
 def _settle_drafts_kernel(given, sizes, queries, ADAPTS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
     rows = tl.arange(0, ROWS)
@@ -271,13 +271,13 @@ def settle_drafts_triton(rows: DraftRows, *, queries: int, adapts: bool) -> None
 
 @operator(triton_version=settle_drafts_triton, is_compiled=True, constants=CONSTANTS._asdict())
 def settle_drafts(rows: DraftRows, *, queries: int, adapts: bool) -> None:
-    """Make the rows ready for the next step, whose drafts have been written.
+    """Prepare the rows for the next step, whose drafts are written.
 
     Args:
-        rows: HELD becomes 0, num_drafts how many drafts the next step takes; running, step_entries, and FOUND and
+        rows: HELD becomes 0, num_drafts the number of drafts for the next step; running, step_entries, and FOUND and
             MATCHED of ring_drafts are written.
-        queries: of each row.
-        adapts: whether draft_limit follows what is accepted.
+        queries: queries per row.
+        adapts: whether draft_limit adapts.
     """
     first = (int(rows.step_index.item()) - queries) % rows.ring_drafts.shape[0]
     entry, ended = rows.ring_drafts[first], rows.finished.numpy()

@@ -1,1 +1,1 @@
-"""Operations that only the drop-in surfaces use; no engine launches any of them."""
+"""Operators of the drop-in surfaces; the engine uses none of them."""

@@ -1,6 +1,6 @@
 """Append new keys and values to a cache, as TransformerEngine (`cache_append`) and FlashInfer (`paged_append`) do it.
 
-They differ in how a token's place is found. A token that has none is skipped; nothing is read on the host.
+They differ in how a token's slot is found. Tokens without one are skipped; nothing is read on the host.
 """
 
 from typing import NamedTuple, Self
@@ -28,7 +28,7 @@ class Entries(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> Self:
-        """Return the record of a cache or of new tokens; packed tokens [tokens, heads, channels] are in one row."""
+        """Return the record of a cache or new tokens; packed tokens [tokens, heads, channels] are one row."""
         if keys.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
             keys, values = keys.view(torch.uint8), values.view(torch.uint8)
         if keys.stride(-1) != 1 or values.stride(-1) != 1:
@@ -39,7 +39,7 @@ class Entries(NamedTuple):
 
 
 class AppendForm(NamedTuple):
-    """Channels of keys and of values, the same padded to powers of two, and the heads that one program copies."""
+    """Channels of keys and values, these padded to powers of two, and heads per program."""
 
     DIM_K: int
     DIM_V: int
@@ -57,7 +57,7 @@ class AppendForm(NamedTuple):
 
 @triton.jit
 def _copy_token(cache, slot, place, new, row, token, heads, FORM: tl.constexpr):
-    """Copy the keys and values of some heads of a token; `heads` is 0 where there is nothing to copy."""
+    """Copy the keys and values of some heads of a token; `heads` is 0 if there is nothing to copy."""
     head = tl.program_id(1) * FORM.HEADS + tl.arange(0, FORM.HEADS)[:, None]
     d = tl.arange(0, FORM.BLOCK_K)[None, :]
     mask = (head < heads) & (d < FORM.DIM_K)
@@ -71,7 +71,7 @@ def _copy_token(cache, slot, place, new, row, token, heads, FORM: tl.constexpr):
 
 # One program copies one token's keys and values of a group of heads: it reads and writes
 # heads * (d_k + d_v) * itemsize bytes, and three or four int32 of metadata (packed: all of cu_seqlens_q, which stays
-# in L2). A position or page that cannot be is skipped, never an address.
+# in L2). Invalid positions and pages are skipped.
 @triton.jit
 def _cache_append_kernel(
     cache,
@@ -185,7 +185,7 @@ def paged_append_triton(
 
 
 def _write(cache: Tensor, new: Tensor, slots: Tensor, places: Tensor) -> None:
-    """Write `new` [n, heads, channels] to places of a cache."""
+    """Write `new` [n, heads, channels] to slots of a cache."""
     new = new.to(cache.dtype)
     if cache.element_size() == 1:
         cache, new = cache.view(torch.uint8), new.view(torch.uint8)
@@ -202,10 +202,10 @@ def cache_append(
     cu_seqlens_kv: Int32,
     page_table: Int32 | None = None,
 ) -> None:
-    """Write each row's new keys and values at the end of what it has.
+    """Append each row's new keys and values.
 
-    Token i of row r goes to position `kv_len[r] - q_len[r] + i`; both lengths are differences of neighbours in the
-    cumulative sums. A token past its row's step length, or past the packed total, is skipped.
+    Token i of row r goes to position `kv_len[r] - q_len[r] + i`; both lengths are differences of adjacent cumulative
+    sums. A token past its row's step length, or past the packed total, is skipped.
 
     Args:
         k_cache: [rows, max_seq, h, d_k], or with a page table [pages, page_size, h, d_k]; contiguous.
@@ -257,7 +257,7 @@ def paged_append(
     indices: Int32,
     indptr: Int32,
 ) -> None:
-    """Write new keys and values to their places in pages that are listed one row after another.
+    """Write new keys and values to pages, whose indices are concatenated by row.
 
     Args:
         k_cache: [pages, page_size, heads, d], strided but for the last dimension; any float dtype, fp8 too.
@@ -265,9 +265,9 @@ def paged_append(
         key: [tokens, heads, d].
         value: [tokens, heads, dv].
         batch_indices: int32 [tokens], the row of each token; -1: it is skipped.
-        positions: int32 [tokens], its position in its row; past the row's pages it is skipped.
-        indices: int32, pages of all rows, one row after another.
-        indptr: int32 [rows + 1], where each row's pages begin.
+        positions: int32 [tokens], its position in its row; past the row's pages: it is skipped.
+        indices: int32, pages of all rows, concatenated.
+        indptr: int32 [rows + 1], offsets of each row's pages.
     """
     page_size = k_cache.shape[1]
     named = (batch_indices >= 0) & (batch_indices < indptr.shape[0] - 1) & (positions >= 0)

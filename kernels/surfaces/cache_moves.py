@@ -1,8 +1,8 @@
 """Move whole rows of a contiguous cache when sequences change rows: plan on the device, then move in place.
 
-Each row of a layer remembers the tag of the sequence whose tokens it holds (`owners`). A step names the tags that it
-wants in each row. Where they agree, nothing moves, and that is found out on the device: a captured step stays right
-for any later membership, and running it twice moves nothing twice.
+Each row of a layer has the tag of the sequence whose tokens it holds (`owners`). A step has the required tag of each
+row. Rows with equal tags do not move. The comparison is on the device: a captured step stays valid when the batch
+changes, and running it twice moves nothing twice.
 
 A plan is int32: [number of rows that move, tokens to move, each row's source or -1].
 """
@@ -15,9 +15,9 @@ from ..native.registration import Int32, Written, operator
 
 PLAN_HEADER = 2
 _TILE = 16
-_MOVE_TILE = 4096  # elements that a program holds at a time
+_MOVE_TILE = 4096  # elements per program at a time
 _MOST_COLUMNS = 1024
-_MOVE_PROGRAMS = 528  # a few waves on any chip; each walks its share of a row
+_MOVE_PROGRAMS = 528  # a few waves on any GPU; each moves its share of a row
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,8 +26,7 @@ def plan_words(rows: int) -> int:
     return PLAN_HEADER + rows
 
 
-# One program plans all moves. It reads 2 * rows tags, and nothing more where they agree; else it matches tags with
-# owners, tile by tile.
+# One program plans all moves. It reads 2 * rows tags; if they differ it matches tags with owners, tile by tile.
 @triton.jit
 def _plan_row_moves_kernel(
     plan, owners, tags, origins, cu_seqlens_q, cu_seqlens_kv, rows, ROWS: tl.constexpr, TILE: tl.constexpr
@@ -119,16 +118,16 @@ def move_rows_triton(k_cache: Tensor, v_cache: Tensor, plan: Tensor) -> None:
 def plan_row_moves(
     plan: Written[Int32], owners: Written[Int32], tags: Int32, origins: Int32, cu_seqlens_q: Int32, cu_seqlens_kv: Int32
 ) -> None:
-    """Plan the moves that bring each row the tokens it is meant to have, and note the new owners.
+    """Plan the moves that give each row its tokens, and write the new owners.
 
-    A row gets the tokens of the row whose owner is its tag, or else, for a fork, whose owner is its origin. A row
-    whose tag is found nowhere is a new sequence and stays as it is.
+    A row gets the tokens of the row whose owner is its tag, or else, for a fork, whose owner is its origin. A row whose
+    tag is not found is a new sequence and unchanged.
 
     Args:
         plan: int32 [plan_words(rows)], written.
         owners: int32 [rows], tags of the tokens in each row; becomes `tags`.
-        tags: int32 [rows], wanted; > 0 and unique, 0 for no sequence.
-        origins: int32 [rows], the tag to copy from where the row's own is not found; 0 for none.
+        tags: int32 [rows], required tags; > 0 and unique, 0: no sequence.
+        origins: int32 [rows], the tag to copy from if the row's own is not found; 0: none.
         cu_seqlens_q: int32 [rows + 1], sums of the step lengths.
         cu_seqlens_kv: int32 [rows + 1], sums of the lengths after the step; the tokens before the step are moved.
     """

@@ -1,8 +1,7 @@
-"""Merging attention over disjoint parts of the keys: outputs weighted by their base-2 log-sum-exps.
+"""Merging of attention over disjoint sets of keys: outputs weighted by their base-2 log-sum-exps.
 
 `v = sum_i 2^(s_i - s) v_i` with `s = log2 sum_i 2^s_i` (Ye et al., Cascade Inference, 2024; the recursion of online
-softmax). A state with s = -inf counts for nothing, whatever its v holds; nothing but such states gives v = 0, s = -inf.
-What is no number stays so.
+softmax). A state with s = -inf has no weight, whatever its v; only such states give v = 0, s = -inf. NaNs stay NaN.
 """
 
 import torch
@@ -53,7 +52,7 @@ def _merge_states_kernel(
     tl.store(s_out + row * heads + head, top + tl.log2(norm))
 
 
-# One program merges one head of one row into its first state, or leaves it alone where the mask says so.
+# One program merges one head of one row into its first state, unless masked.
 @triton.jit
 def _merge_state_kernel(v, s, v_other, s_other, mask, heads, dim, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -132,7 +131,7 @@ def merge_state_in_place(
         s: fp32 [rows, heads], contiguous, written.
         v_other: [rows, heads, dim], contiguous.
         s_other: fp32 [rows, heads], contiguous.
-        mask: bool or int [rows]; rows where it is 0 are left alone. None: all are merged.
+        mask: bool or int [rows]; rows with 0 are unchanged. None: all are merged.
     """
     merged, log_sum = torch.empty_like(v), torch.empty_like(s)
     merge_states.__wrapped__(  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from ..native.registration import Int32, Written, operator
 
 @operator()
 def page_gather(out: Written[Tensor], cache: Tensor, page_table: Int32, cu_seqlens_kv: Int32) -> None:
-    """Write each row's tokens into a contiguous row, and zeros behind them; nothing is read on the host.
+    """Write each row's tokens into a contiguous row, followed by zeros; nothing is read on the host.
 
     Args:
         out: [b, max_seq, h, d], contiguous.

@@ -13,7 +13,7 @@ from ..native.registration import Written, operator
 
 
 class Strides(NamedTuple):
-    """Strides of the cache (slot, head, place) and of the new tokens (row, head, token), in elements."""
+    """Strides of the cache (slot, head, position) and the new tokens (row, head, token), in elements."""
 
     slot: int
     head: int
@@ -103,10 +103,10 @@ def slot_scatter(
         new: [rows, h, n, d], any strides.
         slots: int [rows], unique; None means row i is slot i.
         positions: int [rows, n]; None means `offset`, `offset + 1`, ... in every row.
-        owned: [rows, n], nonzero where this shard owns the position: it goes to place `position // shards`, and
-            every other one to the last place, which is garbage; None means that positions are places.
-        shards: over how many shards positions are dealt.
-        offset: the first position where `positions` is None.
+        owned: [rows, n], nonzero if this shard owns the position: it goes to index `position // shards`, others to the
+            last index, which is garbage; None: positions are indices.
+        shards: number of shards that positions are distributed over.
+        offset: the first position if `positions` is None.
     """
     rows, _, tokens, _ = new.shape
     length = cache.shape[2]
@@ -125,7 +125,7 @@ def slot_scatter(
 
 @operator()
 def slot_shift(cache: Written[Tensor], new: Tensor, slots: Tensor | None = None) -> None:
-    """Drop the oldest tokens of each named slot at the left, and append the new ones at the right.
+    """Shift the tokens of each named slot to the left, and append the new ones at the right.
 
     Args:
         cache: [slots, h, length, d].
@@ -137,7 +137,7 @@ def slot_shift(cache: Written[Tensor], new: Tensor, slots: Tensor | None = None)
         return
     index = torch.arange(rows, device=cache.device)
     slot = index if slots is None else slots.long()
-    row_of = torch.full((count + 1,), -1, device=cache.device)  # of each slot; what is no slot is behind them
+    row_of = torch.full((count + 1,), -1, device=cache.device)  # by slot; the last entry is for invalid slots
     row_of[torch.where((slot >= 0) & (slot < count), slot, count)] = index
     row_of = row_of[:count]
     if cache.element_size() == 1:  # fp8 has bits to copy, but hardly any operators

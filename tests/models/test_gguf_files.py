@@ -151,7 +151,7 @@ def test_of_a_repository_one_model_is_fetched(monkeypatch, tmp_path, name, fetch
 @pytest.mark.parametrize("content", [b"", b"GG", b"\x80\x04\x95 a pickle of Python", b"GGML" + bytes(60)])
 def test_another_file_is_no_gguf(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    assert "is no GGUF file" in refusal(file)
+    assert "is not a GGUF file" in refusal(file)
 
 
 def test_a_file_cut_off_anywhere_is_truncated(file: Path) -> None:

@@ -203,7 +203,7 @@ def test_what_is_not_found_is_told_with_what_was_looked_for_and_what_is_here(fol
     with pytest.raises(GraphdecodeError) as caught:
         resolve_model_path("subtractor")
     told = str(caught.value)
-    assert "'subtractor' is no folder, in no folder of GRAPHDECODE_MODELS (" in told
+    assert "'subtractor' is not a folder, in no folder of GRAPHDECODE_MODELS (" in told
     assert all(str(folder) in told for folder in folders)
     assert "this machine has demo," in told
     assert all(name in told for name in ("adder", "owner/name", "owner/small.gguf"))

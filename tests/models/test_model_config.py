@@ -277,7 +277,7 @@ def test_a_file_of_weights_is_answered_by_the_folder_to_give(folder: Path) -> No
 
 
 def test_another_file_is_no_folder(folder: Path) -> None:
-    assert "is no folder but a file" in refusal(folder / "tokenizer.json")
+    assert "is not a folder but a file" in refusal(folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
@@ -330,10 +330,10 @@ def test_an_adapter_is_called_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is no JSON: Expecting value"),
-        (b'{"architectures": ["LlamaForCausalLM"],', "is no JSON: Expecting property name"),
-        (b"\xff\xfe", "is no JSON: 'utf-8' codec can't decode byte 0xff"),
-        (b"[1]", "is no JSON object"),
+        (b"", "is not JSON: Expecting value"),
+        (b'{"architectures": ["LlamaForCausalLM"],', "is not JSON: Expecting property name"),
+        (b"\xff\xfe", "is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b"[1]", "is not a JSON object"),
         (b"{}", "architecture None is not supported"),
     ],
 )
@@ -349,8 +349,8 @@ def test_a_tilde_is_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("USERPROFILE", str(folder.parent))
     assert resolve_model_path("~/model") == folder
     assert resolve_model_path(Path("~/model")) == folder
-    assert "model '~/none' is no folder" in refusal("~/none")
-    assert "model '~nobody-of-that-name/m' is no folder" in refusal("~nobody-of-that-name/m")
+    assert "model '~/none' is not a folder" in refusal("~/none")
+    assert "model '~nobody-of-that-name/m' is not a folder" in refusal("~nobody-of-that-name/m")
 
 
 def test_the_weights_are_looked_at_before_the_tokenizer(folder: Path) -> None:

@@ -53,13 +53,13 @@ def test_the_demo_is_the_demo_wherever_one_stands(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["no-such-folder", "/no/such/folder", "a/b/c", "", "a b/c"])
 def test_a_name_that_is_no_model_is_one_clear_error(name: str) -> None:
-    with pytest.raises(ModelSourceError, match="is no folder") as caught:
+    with pytest.raises(ModelSourceError, match="is not a folder") as caught:
         resolve_model_path(name)
     assert repr(name) in str(caught.value)
 
 
 def test_a_name_that_is_longer_than_a_files_may_be_is_one_short_error() -> None:
-    with pytest.raises(ModelSourceError, match="is no folder") as caught:
+    with pytest.raises(ModelSourceError, match="is not a folder") as caught:
         resolve_model_path("long" * 1000)
     assert len(str(caught.value)) < 1000
 
@@ -72,7 +72,7 @@ def test_a_gguf_file_that_is_not_there_is_not_asked_for_at_the_hub(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["a--b/c", ".a/b.", "a/" + "b" * 120])
 def test_a_name_that_the_hub_forbids_is_one_clear_error(name: str) -> None:
-    with pytest.raises(ModelSourceError, match="no name of a repository"):
+    with pytest.raises(ModelSourceError, match="not a repository id"):
         resolve_model_path(name)
 
 
@@ -117,7 +117,7 @@ except ModelSourceError as error:
     print(error)
 """
     printed = run_python(script, HF_HOME=str(tmp_path), **setting)
-    assert "'nobody/no-model' is no folder, in no folder of GRAPHDECODE_MODELS" in printed
+    assert "'nobody/no-model' is not a folder, in no folder of GRAPHDECODE_MODELS" in printed
     assert "and it could not be fetched from the hub: is there a network?" in printed
     assert printed.count("\n") == 1
 

@@ -168,7 +168,7 @@ def test_llamas_rope_is_kept_in_a_file_of_gguf(tmp_path: Path) -> None:
 def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     rope = LLAMA3 | {"original_max_position_embeddings": 32}
     model = checkpoint(tmp_path / "model", rope_parameters=rope)
-    with pytest.raises(UnsupportedModelError, match="cannot say that Llama 3.1's rope has other numbers"):
+    with pytest.raises(UnsupportedModelError, match="cannot express that Llama 3.1's rope has other numbers"):
         copy(model, tmp_path / "copy.gguf", "q8_0")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

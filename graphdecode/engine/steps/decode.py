@@ -34,7 +34,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.models import Chunks, Model
 
-_MOST_CLASSES = 1024  # of tokens, per automaton
+_MOST_CLASSES = 1024  # token classes per automaton
 # staging blocks
 _ROWS = "rows"
 _PAGES = "pages"  # the page table
@@ -47,7 +47,7 @@ def state_bytes(vocab_size: int) -> int:
     return 4 * (_MOST_CLASSES + -(-vocab_size // MASK_BITS) + 1)
 
 
-_Place = tuple[int, int]  # an automaton's number, and the line of its first state
+_Place = tuple[int, int]  # an automaton's number, and the table row of its first state
 
 
 class AutomatonTables:
@@ -69,7 +69,7 @@ class AutomatonTables:
         ]
 
     def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _Place]:
-        """Return the places of some automata; new ones are written in order, as long as there is room."""
+        """Return the positions of automata in the tables; new ones are written in order, as long as there is room."""
         distinct = list(dict.fromkeys(wanted))
         for automaton in distinct:
             num_states, num_classes = automaton.following.shape
@@ -108,13 +108,13 @@ class AutomatonTables:
 class Rings(NamedTuple):
     """Ring buffers in host memory for the tokens and log-probabilities of finished steps.
 
-    A GPU's kernels write straight into them. Only steps with drafts read their tokens back.
+    GPU kernels write straight into them. Only steps with drafts read tokens back.
     """
 
     tokens: Tensor  # int64 [length, rows]; -1 where a row had finished before
-    logprob: Tensor  # float32 [length, rows], of the sampled tokens
-    rank: Tensor  # int32 [length, rows], theirs among all tokens
-    top_logprobs: Tensor  # float32 [length, rows, logprobs], of the most likely ones
+    logprob: Tensor  # float32 [length, rows], the sampled tokens' log-probabilities
+    rank: Tensor  # int32 [length, rows], their ranks
+    top_logprobs: Tensor  # float32 [length, rows, logprobs], of the most likely tokens
     top_ids: Tensor  # int32 [length, rows, logprobs]
 
     @classmethod
@@ -131,7 +131,7 @@ class Rings(NamedTuple):
 class DecodeStep(Step):
     """Feed each row's token, sample its successor, and advance the row; see `Step`.
 
-    `queries`: tokens that a row feeds per step at most.
+    `queries`: largest number of tokens that a row feeds per step.
     """
 
     takes_constraints = True
@@ -199,7 +199,7 @@ class DecodeStep(Step):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
 
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
-        """Run one decode step of a bucket's rows, or one half of it; with chunks in one pass of a `MixingModel`."""
+        """Run one decode step or one half of it; with chunks, a mixed step of a `MixingModel`."""
         if shape.part == "choose":
             self._sample_plain(batch, batch.logits)
             return
@@ -227,7 +227,7 @@ class DecodeStep(Step):
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
-        """Write the rows: their last token, its position, how they sample, the counts of those with penalties."""
+        """Write the rows: last token, position, sampling parameters, and token counts for penalties."""
         count, staged = len(rows), self.buffers.staging(_ROWS)
         self._stage_guides(staged, rows)
         staged["tokens"][:count] = [inputs.token_ids[-1] for inputs in rows]
@@ -263,7 +263,7 @@ class DecodeStep(Step):
             staged["automaton_state"][row] = line + guides[row].state
 
     def _stage_block(self, flag: int, rows: Sequence[RowInputs]) -> None:
-        """Write the slots that only rows with a flag read; copies nothing if no row has it."""
+        """Write the slots that only rows with a flag read; nothing is copied if no row has it."""
         flagged = [row for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag]
         if not flagged:
             return
@@ -305,7 +305,7 @@ class DecodeStep(Step):
         self.buffers.step_index.fill_(step_index)
 
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
-        """Return the tokens of some steps from the rings, and the log-probabilities if wanted."""
+        """Return the tokens of steps from the rings, and the log-probabilities if requested."""
         read: list[StepTokens] = []
         ring = self._ring_tokens
         for step in steps:
@@ -322,17 +322,17 @@ class DecodeStep(Step):
 
 
 def slots_of(record: type[_Record], batch: Batch) -> _Record:
-    """Return a record of the slots that its fields name."""
+    """Return a record of the slots named by its fields."""
     return record(*(getattr(batch, name) for name in record._fields))  # type: ignore[attr-defined]
 
 
 def or_trash(state_row: int | None, trash_row: int) -> int:
-    """Return a sequence's row of states; the trash row if it has none."""
+    """Return a sequence's state row, or the trash row."""
     return trash_row if state_row is None else state_row
 
 
 def _block_of(flag: int) -> str:
-    """Return the staging block of slots that only rows with a flag read; it is copied if there are such rows."""
+    """Return the staging block of slots that only rows with a flag read."""
     return f"flag_{flag}" if flag else _ROWS
 
 
@@ -345,7 +345,7 @@ def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
 
 
 def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerState]) -> None:
-    """Adopt what a model writes besides slots: its cache and workspaces."""
+    """Adopt the tensors that a model writes besides slots: its cache and workspaces."""
     for layer, cache in enumerate(caches):
         for name, tensor in cache.tensors.items():
             buffers.adopt(f"{name}_{layer}", tensor)
@@ -354,7 +354,7 @@ def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerState]
 
 
 def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: bool) -> PagedDecodeAttention:
-    """Return decode attention over a setting's caches, for at most `rows` queries."""
+    """Return decode attention over the caches, for at most `rows` queries."""
     config = setting.model.config
     return PagedDecodeAttention(
         max_batch_size=rows,

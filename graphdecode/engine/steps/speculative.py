@@ -1,10 +1,10 @@
-"""Speculative decoding: a row feeds its token and some drafts, and keeps the drafts that were right.
+"""Speculative decoding: a row feeds its token and some drafts, and keeps the accepted drafts.
 
 A draft source writes each row's drafts on the device. Each position of a row is sampled from its own logits, with the
 row's parameters and the random number of its position, as in a plain step. A draft is accepted if it equals that token,
-so the output is that of plain decoding. A rejected draft leaves keys behind the row's length, which the next step
-overwrites before they are read: rollback leaves the length as it is. Recurrent states behind each query are kept, and
-that behind the last accepted one becomes the row's.
+so the output is that of plain decoding. A rejected draft leaves keys past the row's length, which the next step
+overwrites before they are read: no rollback is needed. The recurrent state after each query is kept, and that after the
+last accepted one becomes the row's.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from graphdecode.kernels.speculation.verify_drafts import (
 )
 from graphdecode.models import Chunks, Model
 
-_HISTORY = "history"  # staging block: the rows' tokens, and their largest number of drafts
+_HISTORY = "history"  # staging block: the rows' tokens and draft limits
 
 
 class DraftSource(ABC):
-    """Guesses the tokens that follow a row's last one; part of the captured step.
+    """Drafts the tokens that follow a row's last one; part of the captured step.
 
-    A wrong draft costs time and changes no token. A source that reads the target's hidden states declares a slot for
+    A rejected draft costs time and changes no token. A source that reads the target's hidden states declares a slot for
     them, which the model's `decode` writes.
     """
 
-    slots: Sequence[Slot] = ()  # of its own, in the step's buffers
-    tensors: Mapping[str, Tensor] = MappingProxyType({})  # what else it writes, by name: caches, workspaces
+    slots: Sequence[Slot] = ()  # its own slots in the step's buffers
+    tensors: Mapping[str, Tensor] = MappingProxyType({})  # other tensors that it writes, by name: caches, workspaces
     constants: Sequence[Tensor] = ()  # weights
-    is_cheap: bool = True  # plain steps make the first draft, too; if not, `prefill` takes the tokens that they fed
+    is_cheap: bool = True  # plain steps make the first draft, too; if False, `prefill` gets the tokens that they fed
 
     def prefill(self, chunks: Chunks) -> None:  # noqa: B027 (only sources with keys of their own)
-        """Compute keys and values of its own for prompt or output tokens; see `Model.prefill`."""
+        """Compute its own keys and values of prompt or output tokens; see `Model.prefill`."""
 
     @abstractmethod
     def look(self, batch: Batch) -> None:
@@ -67,7 +67,7 @@ class DraftSource(ABC):
         """
 
     def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (optional)
-        """Write the first `count` drafts at the beginning of a step; of cheap sources, in plain steps, too."""
+        """Write the first `count` drafts at the beginning of a step; cheap sources do so in plain steps, too."""
 
 
 class NgramDrafts(DraftSource):
@@ -83,11 +83,11 @@ class NgramDrafts(DraftSource):
 
 
 class ModelDrafts(DraftSource):
-    """The most likely tokens of a small model of the same vocabulary, in the same graph.
+    """The most likely tokens of a small model with the same vocabulary, in the same graph.
 
-    Its own caches use the target's page numbers. Drafting begins with the last two tokens, since the last draft of a
-    step was fed to the target alone. Tokens of plain steps are prefilled before the next drafts. Keys of a prefix that
-    another row has computed may be missing, which makes drafts worse.
+    Its caches use the target's page numbers. Drafting begins with the last two tokens, since the last draft of a step
+    was fed only to the target. Tokens of plain steps are prefilled before the next drafts. Keys of a shared prefix may
+    be missing, which makes drafts worse.
     """
 
     is_cheap = False
@@ -122,12 +122,12 @@ class ModelDrafts(DraftSource):
         self._model.prefill(chunks, self._caches)
 
     def look(self, batch: Batch) -> None:
-        """Announce the largest number of drafts."""
+        """Set the largest number of drafts."""
         batch.num_drafts.fill_(self._num_drafts)
         batch.match_lengths.zero_()
 
     def draft(self, batch: Batch, count: int) -> None:
-        """Write `count` drafts of each row, in as many passes."""
+        """Write `count` drafts of each row, one per pass."""
         position, table = batch.pre_step_seqlens, batch.page_table
         before = (position - 1).clamp(min=0)
         known = batch.history.gather(1, before[:, None].to(torch.int64))
@@ -150,8 +150,8 @@ class ModelDrafts(DraftSource):
 class SpeculativeStep(DecodeStep):
     """Plain decoding, and steps with several queries per row; see `Step`.
 
-    `source` makes the draft source of up to `num_drafts` drafts per row and step. With `adapts`, a row takes fewer
-    drafts after rejected ones, and more after all were accepted.
+    `source` makes the draft source, of up to `num_drafts` drafts per row and step. With `adapts`, the draft limit of a
+    row falls after rejected drafts, and rises when all were accepted.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class SpeculativeStep(DecodeStep):
         self._query_rows = torch.arange(rows * widths[-1], dtype=torch.int32, device=device)
         self._states = [tensor for layer in stateful(setting.caches) for tensor in layer]
         largest = max((state[0].numel() for state in self._states), default=0)
-        self._moved = torch.empty(rows * largest, device=device)  # the states of a tensor on the way to their rows
-        self._staged_history: list[tuple[Sequence[int], int]] = []  # row by row: tokens, how many are staged
+        self._moved = torch.empty(rows * largest, device=device)  # scratch for committing the states of one tensor
+        self._staged_history: list[tuple[Sequence[int], int]] = []  # per row: tokens, how many are staged
         super().__init__(setting, queries=widths[-1])
         self._widths, self.constants = widths, self._source.constants
         self.drafting = Drafting(not adapts, self._found, self._source.prefill, self._source.is_cheap)
@@ -217,7 +217,7 @@ class SpeculativeStep(DecodeStep):
             self._copy_drafts(batch)
 
     def _sample_plain(self, batch: Batch, logits: Tensor) -> None:
-        """Sample a token of each row; cheap drafts are made and judged, but not fed."""
+        """Sample a token of each row; cheap drafts are made and verified, but not fed."""
         if self._source.is_cheap:
             self._source.draft(batch, 1)
         self._sample(batch, logits, batch.live_rows)
@@ -237,10 +237,10 @@ class SpeculativeStep(DecodeStep):
         self._finish_step(batch, queries, adapts=self._adapts)
 
     def _commit_states(self, batch: Batch, accepted: Tensor, queries: int) -> None:
-        """Make the states behind the last accepted query, int32 [b], those of its row."""
+        """Commit the states after each row's last accepted query, int32 [b]."""
         kept = self._setting.draft_state_row + batch.query_rows[: batch.size] * queries + accepted
         rows = batch.state_rows.to(torch.int64)
-        for state in self._states:  # by way of memory that all graphs share: a recorded one would keep its own
+        for state in self._states:  # through memory that all graphs share: a recorded graph would keep its own
             moved = batch.moved_states[: batch.size * state[0].numel()].view(-1, *state.shape[1:])
             state.index_copy_(0, rows, torch.index_select(state, 0, kept, out=moved))
 
@@ -271,7 +271,7 @@ class SpeculativeStep(DecodeStep):
         return Batch(count, rows)
 
     def _finish_step(self, batch: Batch, queries: int, *, adapts: bool) -> None:
-        """Find the next step's drafts, and advance all rows."""
+        """Find the next step's drafts, and update the draft counts."""
         self._source.look(batch)
         settle_drafts(slots_of(DraftRows, batch), queries=queries, adapts=adapts)
 
@@ -284,7 +284,7 @@ class SpeculativeStep(DecodeStep):
             batch.host_drafts.copy_(batch.ring_drafts, non_blocking=True)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
-        """Write the rows as for a plain step, their history, and their first drafts."""
+        """Write the rows as for a plain step, their history and their first drafts."""
         super().stage(rows)
         staged, before = self.buffers.staging(_HISTORY), self._staged_history
         for row, inputs in enumerate(rows):
@@ -309,7 +309,7 @@ class SpeculativeStep(DecodeStep):
         return list(zip(*(slot[:num_rows].tolist() for slot in slots), strict=True))
 
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
-        """Return the tokens of some ring entries, with the counts of drafts."""
+        """Return the tokens of ring entries, with the counts of drafts."""
         read, ring = super().read(steps, num_rows, logprobs=logprobs), self._host_drafts.numpy()
         for index, step in enumerate(steps):
             entry = ring[step % len(ring), :, :num_rows].tolist()

@@ -35,27 +35,27 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.models import Chunks, MixingModel, Model
 
-_PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}  # of prefill passes that have graphs
-# of mixed steps: tokens of rows and chunks together, and rows. A CPU multiplies 16 or 32 rows at once; up to some
-# hundred rows, a GPU waits for weights
+_PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}  # prefill passes that have graphs
+# sizes of mixed steps: tokens of rows and chunks together, and rows. A CPU multiplies 16 or 32 rows at once; up to a
+# few hundred rows, a GPU waits for weights
 MIXED_TOKENS = {"cuda": (64, 128, 256, 512), "cpu": (16, 32, 64)}
 _MIXED_ROWS = {"cuda": (8, 64), "cpu": (1, 8, 32)}
 CACHED_BYTES = 8 * 2**20  # weights of this size stay in a CPU's caches
 
 
 def should_mix(model: Model) -> bool:
-    """Whether mixed steps save time: reading the weights a second time, for prompts alone, is not free."""
+    """Whether mixed steps save time: they do if a second read of the weights, for the prompts, is not free."""
     return model.device.type != "cpu" or model.weight_bytes > CACHED_BYTES
 
 
 def prompt_shapes(device_type: str, max_tokens: int) -> list[StepShape]:
-    """Return the shapes of prefill passes; larger passes take longer to run than to launch, and need no graph."""
+    """Return the shapes of prefill passes with graphs; larger ones take longer to run than to launch."""
     sizes = {min(tokens, max_tokens) for tokens in _PROMPT_TOKENS[device_type]}
     return [StepShape(0, 1, tokens) for tokens in sorted(sizes)]
 
 
 def mixed_shapes(device_type: str, max_tokens: int, ladder: BucketLadder) -> list[StepShape]:
-    """Return the shapes of mixed steps, for some of a ladder's buckets."""
+    """Return the shapes of mixed steps, for some buckets of a ladder."""
     most = ladder.max_batch_size
     buckets = {ladder.bucket_for(min(rows, most)) for rows in (*_MIXED_ROWS[device_type], most)}
     return [
@@ -79,7 +79,7 @@ _CopiedParams: Any = make_dataclass(
     "_CopiedParams", [(name, float, value) for name, value in _COPIED.items()], frozen=True
 )
 
-# instead of a token
+# codes in place of a token
 ENDED_BEFORE = -1  # the row had ended
 NO_CHOICE = {  # no token can be sampled, and why
     WITHOUT_NUMBERS: "a logit is NaN or +inf; dtype='float32' computes what goes beyond float16's 65504",
@@ -92,7 +92,7 @@ NO_CHOICE = {  # no token can be sampled, and why
 class RowSampling(_CopiedParams):
     """Sampling parameters and stop conditions of a row; fields are named like its `SamplingSlots`.
 
-    `token_mask=None` allows all tokens; `num_logprobs=-1` reports no log-probabilities.
+    `token_mask=None` allows all tokens; `num_logprobs=-1` reports none.
     """
 
     temperature: float = 0.0
@@ -132,10 +132,10 @@ class RowSampling(_CopiedParams):
         bad_words: Sequence[Sequence[int]] = (),
         constrained: np.ndarray | None = None,
     ) -> RowSampling:
-        """Return the values of a row's slots for a request's parameters.
+        """Return the slot values of a request.
 
-        `bad_words` are tokens; `constrained` is a token mask that its owner changes between steps. `held_back_ids` are
-        masked before `min_tokens`, too, but end no output.
+        `bad_words` are token ids; `constrained` is a token mask that the constraint changes between steps.
+        `held_back_ids` are also masked before `min_tokens`, but end no output.
         """
         if params.allowed_token_ids is not None:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
@@ -170,10 +170,10 @@ def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
 
 
 class SequenceMemory(NamedTuple):
-    """What a sequence owns of the device's memory."""
+    """A sequence's device memory."""
 
-    pages: Sequence[int] = ()  # in order, for cached tokens and some of the next
-    state_row: int | None = None  # of its recurrent states and rolling pages; None: the trash row
+    pages: Sequence[int] = ()  # in order, for cached tokens and some next ones
+    state_row: int | None = None  # row of its recurrent states and rolling pages; None: the trash row
     adapter: int = NO_ADAPTER  # slot of its adapter
 
 
@@ -190,7 +190,7 @@ class RowInputs:
 
 
 class StepLogprobs(NamedTuple):
-    """Log-probabilities by row of a step, or by token of a prompt: the token's, with its rank, and the top ones."""
+    """Log-probabilities of sampled tokens, by row of a step or by prompt token, with ranks and the top tokens."""
 
     sampled: list[float]
     ranks: list[int]
@@ -199,12 +199,12 @@ class StepLogprobs(NamedTuple):
 
 
 class StepDrafts(NamedTuple):
-    """Drafts of a step, row by row; verified 0 and accepted 1: the first draft, not fed, was right."""
+    """Drafts of a step, row by row; verified 0 and accepted 1: the first draft was right, but not fed."""
 
     verified: list[int]  # drafts that were fed
     accepted: list[int]  # how many of them equal the sampled tokens
     found: list[int]  # drafts for the next step
-    matched: list[int]  # length of the match that they follow
+    matched: list[int]  # match lengths of these
 
 
 class StepTokens(NamedTuple):
@@ -221,17 +221,17 @@ class StepSetting:
 
     model: Model
     caches: Sequence[LayerState]  # keys and values, or states, of each layer
-    trash_page: int  # of padding rows
-    kv_dtype: torch.dtype  # of keys and values
+    trash_page: int  # page of padding rows
+    kv_dtype: torch.dtype  # dtype of the cache
     page_size: int  # tokens of a page
     max_pages_per_row: int  # width of the page table
     config: BucketConfig
     batch_invariant: bool = False  # a row's bits do not depend on other rows or the bucket
-    prefill_tokens: int = 1  # of a prefill pass at most
+    prefill_tokens: int = 1  # largest prefill pass
     mixes: bool = False  # whether to use mixed steps if the model can
-    trash_state_row: int = 0  # row of recurrent states of padding rows
-    rolling: RollingPages | None = None  # pages of layers with a window, by row of states
-    draft_state_row: int = 0  # first row of the recurrent states behind drafts, as many as a step has queries
+    trash_state_row: int = 0  # state row of padding rows
+    rolling: RollingPages | None = None  # pages of layers with a window, by state row
+    draft_state_row: int = 0  # first state row for drafts; there are as many as a step has queries
 
     @property
     def row_shapes(self) -> list[StepShape]:
@@ -268,25 +268,25 @@ def ring_length(config: BucketConfig) -> int:
 class Drafting:
     """Properties of a step with speculation."""
 
-    is_fixed: bool  # every launch verifies all drafts, whatever that costs
-    # given the number of staged rows, each one's drafts for the next step and match length; None: not known yet
+    is_fixed: bool  # every launch verifies all drafts
+    # number of staged rows -> each one's drafts for the next step and match length; None: not known yet
     found: Callable[[int], list[tuple[int, int]] | None]
-    prefill: Callable[[Chunks], None]  # takes the chunks of each prefill, afterwards
-    is_cheap: bool  # plain steps make drafts, too; if not, `prefill` also takes the tokens that they fed
+    prefill: Callable[[Chunks], None]  # called after each prefill with its chunks
+    is_cheap: bool  # plain steps make drafts, too; if False, `prefill` also gets the tokens that they fed
 
 
 class Step(ABC):
-    """One kind of step: it owns its slots, and no other code knows their names.
+    """One kind of step; only it knows the names of its slots.
 
-    Its shapes are captured, each over the buffers narrowed to its rows.
+    Each shape is captured over the buffers narrowed to its rows.
     """
 
-    buffers: StepBuffers  # every tensor that it reads or writes
-    constants: Sequence[Tensor] = ()  # read only, besides the model's weights
-    loop: Loop | None = None  # allows several steps per launch
-    drafting: Drafting | None = None  # allows several queries per row
-    takes_constraints: bool = False  # runs in halves, too, of which only the second reads the token masks
-    guided_rows: Collection[int] = ()  # staged rows that follow their automata on the device, without staged masks
+    buffers: StepBuffers  # every tensor that it writes, and the slots that it reads
+    constants: Sequence[Tensor] = ()  # tensors that it only reads, besides the model's weights
+    loop: Loop | None = None  # set: several steps per launch
+    drafting: Drafting | None = None  # set: several queries per row
+    takes_constraints: bool = False  # can run in halves, of which only the second reads token masks
+    guided_rows: Collection[int] = ()  # staged rows whose automata are followed on the device
 
     @abstractmethod
     def shapes(self) -> Sequence[StepShape]:
@@ -294,24 +294,24 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
-        """Run one of `shapes`, or one with more prompt tokens, over the slots narrowed to its rows.
+        """Run one of `shapes`, or one with more prompt tokens, over narrowed slots.
 
         `chunks`: prompts whose keys and values are computed in the same pass, if the shape has prompt tokens.
         """
 
     @abstractmethod
     def stage(self, rows: Sequence[RowInputs]) -> None:
-        """Write all slots of these rows, after a change of membership."""
+        """Write all slots of these rows, after the batch has changed."""
 
     def begin(self, num_rows: int) -> None:  # noqa: B027 (optional)
-        """Run device work that follows the staging of rows; called by `stage`, and on other ranks."""
+        """Run the device work after staging; called by `stage`, and on other ranks."""
 
     @abstractmethod
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
-        """Write the rows' pages alone, if the rows are the same but own more pages."""
+        """Write only the rows' pages, if the same rows own more pages."""
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:  # noqa: B027 (optional)
-        """Write the token masks of some of the staged rows, by row."""
+        """Write the token masks of some staged rows, by row."""
 
     @abstractmethod
     def rewind(self, step_index: int) -> None:
@@ -324,7 +324,7 @@ class Step(ABC):
         Args:
             steps: its ring entries, counted from the first step; one per query of a row.
             num_rows: rows that were live.
-            logprobs: largest number of top tokens that a row asked for; None: no log-probabilities.
+            logprobs: largest number of top tokens that a row requested; None: no log-probabilities.
         """
 
 
@@ -334,7 +334,7 @@ STEPS: dict[str, StepMaker] = {}  # registered kinds, by the name in `[model] st
 
 
 def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
-    """Register a kind of step by the name that settings use; `replace` one of that name.
+    """Register a kind of step by its name in settings; `replace` one of that name.
 
     Raises:
         ArgumentError: the name is taken.
@@ -347,7 +347,7 @@ _OUTSIDE = EntryPoints("graphdecode.steps", register_step, STEPS)
 
 
 def step_maker(name: str) -> StepMaker:
-    """Return the maker of a registered kind of step; an ArgumentError if the name is unknown."""
+    """Return the constructor of a registered kind of step; raise ArgumentError if the name is unknown."""
     _OUTSIDE.find()
     if name not in STEPS:
         known = ", ".join(STEPS) or "none"

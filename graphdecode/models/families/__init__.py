@@ -1,4 +1,4 @@
-"""The model families, a file for each line of models; a line here lets its models be loaded."""
+"""The model families, one module per line of models; those listed here can be loaded."""
 
 from graphdecode.models.families.falcon_h1 import FalconH1
 from graphdecode.models.families.gemma import Gemma2, Gemma3

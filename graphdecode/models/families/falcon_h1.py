@@ -1,4 +1,4 @@
-"""Falcon-H1 (TII, 2025): attention and Mamba2 beside each other in every layer, and multipliers on many products."""
+"""Falcon-H1 (TII, 2025): attention and Mamba2 in parallel in every layer, and multipliers on many products."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -20,14 +20,14 @@ from graphdecode.models.weights import Weights
 
 
 class Multipliers(NamedTuple):
-    """What the results of a layer's products are multiplied with; inputs and outputs, as a config.json names them."""
+    """Multipliers of a layer's products, named as in config.json."""
 
     attention_in: float
     attention_out: float
     ssm_in: float
     ssm_out: float
-    ssm: tuple[float, ...]  # of the gate, x, B, C and steps
-    mlp: tuple[float, ...]  # of the gate, and of the output
+    ssm: tuple[float, ...]  # for the gate, x, B, C and steps
+    mlp: tuple[float, ...]  # for the gate and the output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class FalconH1Config(ModelConfig):
 
 @dataclass(frozen=True)
 class ParallelLayer(Layer):
-    """`x + a * attention(norm(x)) + b * mamba(norm(x))`, then an MLP behind a norm, scaled too."""
+    """`x + a * attention(norm(x)) + b * mamba(norm(x))`, then norm and a scaled MLP."""
 
     input_norm: Norm
     attention: Attention
@@ -51,7 +51,7 @@ class ParallelLayer(Layer):
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
         assert isinstance(cache, KeysAndState)
         stream.norm(self.input_norm)
-        # both take the same norm, so that neither gives anything before the other has computed its inputs
+        # both read the same norm: no output is set before both have computed their inputs
         read = self.mamba.read(stream, cache.states)
         self.attention.run(stream, cache.pages)
         stream.transform_output(None, self.multipliers.attention_out)
@@ -96,7 +96,7 @@ class FalconH1(Bamba):
         return Llama.options(self, settings, fields) | {
             "recurrent": (replace(sizes.state, beside_keys=True),) * fields["num_hidden_layers"],
             "mixer": sizes,
-            # rotations are linear: what multiplies keys multiplies logits
+            # rotation is linear: a multiplier of keys multiplies the logits
             "sm_scale": number(settings, "key_multiplier", 1.0) / fields["head_dim"] ** 0.5,
             "embedding_scale": number(settings, "embedding_multiplier", 1.0),
             "logits_scale": number(settings, "lm_head_multiplier", 1.0),
@@ -134,7 +134,7 @@ def _scaled(
     sections: tuple[int, ...] = (),
     multipliers: tuple[float, ...] = (),
 ) -> WeightForm:
-    """Return a product whose input is multiplied, which does not change its bias, and then sections of its output."""
+    """Scale the input of a product, not its bias, and then sections of its output."""
     if of_input == 1.0 and all(multiplier == 1.0 for multiplier in multipliers):
         return form
     scale = torch.ones(form.out_features, device=weights.device)

@@ -1,6 +1,6 @@
-"""Gemma 2 (Gemma Team, 2024): norms before and behind each block, every other layer with a window, soft caps.
+"""Gemma 2 (Gemma Team, 2024): norms before and after each block, every other layer with a window, soft caps.
 
-Gemma 3 (2025), text: five layers with a window to one without, and rotary angles for each kind.
+Gemma 3 (2025), text: five layers with a window to one without, with different rotary embeddings.
 """
 
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from graphdecode.models.rope import ropes_by_layer_type
 
 
 class Gemma2(Llama):
-    """Gemma 2. The weights of its norms are their distance from 1; its embedding is scaled by the root of its width."""
+    """Gemma 2. Norm weights are stored minus 1; the embedding is scaled by sqrt(hidden_size)."""
 
     architecture = "Gemma2ForCausalLM"
     norm_offset = 1.0
@@ -49,7 +49,7 @@ class Gemma2(Llama):
         return super().config(given | {"hidden_act": given["hidden_activation"]})
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: that of the first, the third and so on."""
+        """Return the window of each layer: the first, the third and so on have one."""
         return layer_windows(settings, all_but_every(2, layers))
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Gemma 4 (2026), text: heads of two sizes, keys shared between layers, embeddings for each layer, MLPs beside experts.
+"""Gemma 4 (2026), text: two head sizes, keys shared between layers, per-layer embeddings, MLPs beside experts.
 
-Names of tensors and formulas are those of transformers' `modeling_gemma4.py`.
+Tensor names and formulas are those of transformers' `modeling_gemma4.py`.
 """
 
 from collections.abc import Mapping
@@ -49,20 +49,20 @@ from graphdecode.models.rope import ropes_by_layer_type
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
-_OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # modules that a layer with shared keys does not need
+_OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # modules that layers with shared keys do not need
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(ModelConfig):
     """The configuration of Gemma 4."""
 
-    input_size: int  # channels of a layer's own embedding; 0: there are none
-    input_vocab_size: int  # tokens that have one
-    values_are_keys: bool  # in layers without a window, values are the product of keys
-    has_wide_mlp: bool  # the MLPs of layers with shared keys are twice as wide
+    input_size: int  # channels of per-layer embeddings; 0: none
+    input_vocab_size: int  # vocabulary of per-layer embeddings
+    values_are_keys: bool  # in layers without a window, values use the keys' weight
+    has_wide_mlp: bool  # MLPs of layers with shared keys are twice as wide
 
     def of_layer(self, layer: int) -> "Gemma4Config":
-        """Return the configuration with a layer's own sizes."""
+        """Return the configuration with a layer's sizes."""
         keys = self.layer_keys[layer]
         width = self.intermediate_size * (2 if self.has_wide_mlp and keys.shared_with is not None else 1)
         return replace(self, num_key_value_heads=keys.heads, head_dim=keys.head_dim, intermediate_size=width)
@@ -70,7 +70,7 @@ class Gemma4Config(ModelConfig):
 
 @dataclass(frozen=True)
 class NormedValues(Attention):
-    """Attention whose values are normed, too, without a weight."""
+    """Attention whose values are also normed, without a weight."""
 
     def rotation(self, qkv: Tensor) -> QKNormRope:
         """Norm the values in place."""
@@ -91,8 +91,8 @@ class MlpBesideExperts(FeedForward):
     before_experts: Norm
     after_mlp: Norm
     after_experts: Norm
-    expert_scales: Tensor  # float32 [experts], of the routed weights
-    collectives: Collectives | None  # of ranks that have parts of the experts
+    expert_scales: Tensor  # float32 [experts], multiply the routing weights
+    collectives: Collectives | None  # if ranks share the experts
     place: str
 
     def run(self, stream: ResidualStream) -> None:
@@ -117,12 +117,12 @@ class MlpBesideExperts(FeedForward):
 
 @dataclass(frozen=True)
 class LayerInputs(Block):
-    """Computes what each layer takes of a token: an embedding of its own, and a product of the model's embedding."""
+    """Computes the per-layer inputs: per-layer embeddings plus a projection of the model's embedding."""
 
     table: Tensor  # [vocab, layers * channels]
     scale: float
     per_layer_in: WeightForm  # [layers * channels, hidden]
-    norm: Norm  # of each layer's channels
+    norm: Norm  # over a layer's channels
 
     def run(self, stream: ResidualStream) -> None:
         """Write the inputs into the stream's buffer `layer inputs`, [t, layers * channels]."""
@@ -138,11 +138,11 @@ class LayerInputs(Block):
 
 @dataclass(frozen=True)
 class TakenInput(Block):
-    """`project(activation(gate(x)) * input)` of a layer's own input."""
+    """`project(activation(gate(x)) * input)` for a layer's input."""
 
     input_gate: WeightForm  # [channels, hidden]
     input_out: WeightForm  # [hidden, channels]
-    begin: int  # first channel of the layer's
+    begin: int  # the layer's first channel
     width: int  # channels of all layers
     activation: str
 
@@ -159,9 +159,9 @@ class TakenInput(Block):
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Layer(DecoderLayer):
-    """A layer whose result is scaled, residual included; the last of its norms holds the scale."""
+    """A layer whose result, with the residual, is scaled; its last norm includes the scale."""
 
-    inputs: LayerInputs | None  # of all layers, in the first one
+    inputs: LayerInputs | None  # set in the first layer
     taken: TakenInput | None
     after_input: Norm | None
     scale: Tensor  # float32 [1]
@@ -197,9 +197,9 @@ class Gemma4(Sparse, Gemma2):
 
     def config(self, settings: dict[str, Any]) -> Gemma4Config:
         settings = self.defaults | settings
-        if settings.get("use_bidirectional_attention") == "vision":  # text sees what is before it
+        if settings.get("use_bidirectional_attention") == "vision":  # for text, attention is causal
             settings["use_bidirectional_attention"] = None
-        if isinstance(settings.get("layer_types"), list):  # the last one never has a window
+        if isinstance(settings.get("layer_types"), list):  # the last layer never has a window
             settings["layer_types"] = [*settings["layer_types"][:-1], "full_attention"]
         keys = _layer_keys(settings)
         largest = max(keys, key=lambda each: each.head_dim)
@@ -234,10 +234,7 @@ class Gemma4(Sparse, Gemma2):
             layers=(True,) * fields["num_hidden_layers"],
         )
 
-    def weights(self, config: ModelConfig) -> WeightMap:
-        return self._weights(config, is_stacked=False)
-
-    def _weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+    def sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         assert isinstance(config, Gemma4Config)
         places, width = Llama.weights(self, config), config.num_hidden_layers * config.input_size
         if width:
@@ -251,8 +248,8 @@ class Gemma4(Sparse, Gemma2):
         return places
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the weight map for a source, in which layers with shared keys may have weights that nobody reads."""
-        places = self._weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
+        """Return the weight map for a source, whose layers with shared keys may have unused weights."""
+        places = super().weights_in(config, tensors)
         for index, keys in enumerate(config.layer_keys):
             names = [f"model.layers.{index}.self_attn.{module}.weight" for module in _OF_KEYS]
             unread = [Part(name, tensors[name].shape) for name in names if name in tensors]
@@ -285,7 +282,7 @@ class Gemma4(Sparse, Gemma2):
         return places
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router, experts and norms; the MLP beside them is that of other models."""
+        """Return the weight map of one layer's router, experts and norms; the MLP is the usual one."""
         experts, hidden = experts_of(config), config.hidden_size
         width, stack = experts.intermediate_size, (experts.count, 2 * experts.intermediate_size, hidden)
         modules = {
@@ -309,7 +306,7 @@ class Gemma4(Sparse, Gemma2):
         found = super().attention(config.of_layer(index), weights, index)
         if config.layer_keys[index].shared_with is None:
             return NormedValues(**vars(found))
-        return SharedKeysAttention(**vars(replace(found, k_norm=found.q_norm)))  # of no keys
+        return SharedKeysAttention(**vars(replace(found, k_norm=found.q_norm)))  # without keys
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
         mlp, at = Llama.feed_forward(self, config, weights, index), f"layers.{index}."
@@ -347,11 +344,11 @@ class Gemma4(Sparse, Gemma2):
 
 
 def _layer_inputs(config: Gemma4Config, weights: Weights) -> LayerInputs:
-    """Return the inputs of all layers; both parts are scaled by the root of a half, and so their sum is."""
+    """Return the per-layer inputs; both summands are scaled by sqrt(1/2)."""
     half = 0.5**0.5
     table = weights.tensor("input_table")
     scale = float(torch.tensor(config.input_size**0.5, dtype=table.dtype))  # rounded to the dtype, as in training
-    norm = weights.norm("input_norm", config.rms_norm_eps * config.hidden_size)  # of a product over root(hidden_size)
+    norm = weights.norm("input_norm", config.rms_norm_eps * config.hidden_size)  # the product is over sqrt(hidden_size)
     return LayerInputs(table, scale * half, weights.linear("per_layer_in"), _scaled(norm, half))
 
 
@@ -360,12 +357,12 @@ def _scaled(norm: Norm, scale: Tensor | float) -> Norm:
 
 
 def _pattern(layers: int) -> list[bool]:
-    """Return for each layer whether it has a window: five of six, but not the last one."""
+    """Return whether each layer has a window: five of six do, the last one does not."""
     return [*all_but_every(6, layers)[:-1], False]
 
 
 def _layer_keys(settings: dict[str, Any]) -> tuple[Keys, ...]:
-    """Return `ModelShape.layer_keys`: layers without a window, or single ones, have other sizes."""
+    """Return `ModelShape.layer_keys`; layers without a window, or single layers, may have other sizes."""
     layers = count(settings, "num_hidden_layers")
     windowed, heads = is_windowed(settings, _pattern(layers)), count(settings, "num_attention_heads")
     given = settings.get("per_layer_config")

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, sinks in attention, a window in every other layer."""
+"""gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, attention sinks, a window in every other layer."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from graphdecode.models.weights import Weights
 
 
 class GptOss(Sparse):
-    """gpt-oss, whose experts' gates and inputs are interleaved."""
+    """gpt-oss; experts' gates and inputs are interleaved."""
 
     architecture = "GptOssForCausalLM"
     experts_interleaved = experts_transposed = True
@@ -40,7 +40,7 @@ class GptOss(Sparse):
     }
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: every other one has one."""
+        """Return the window of each layer: every other layer has one."""
         return layer_windows(settings, all_but_every(2, layers))
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
@@ -52,7 +52,7 @@ class GptOss(Sparse):
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts; stacks are [experts, in_features, out_features]."""
+        """Return the weight map of one layer's router and experts; stacks are [experts, in_features, out_features]."""
         places = super().expert_weights(config, at, name, is_stacked=False)
         if not is_stacked:
             return places

@@ -1,6 +1,6 @@
 """Granite 3 (IBM, 2024): a Llama with multipliers on embedding, attention, residual stream and logits.
 
-Granite 4 (2025) has Mamba2 in place of most attention, and perhaps experts beside the MLP.
+Granite 4 (2025) replaces most attention by Mamba2, and may have experts beside the MLP.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 
-_MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in files of either age
+_MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in older and newer files
 
 
 class Granite(Llama):
@@ -48,7 +48,7 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         settings = self.defaults | settings
-        if count(settings, "num_local_experts", 0, least=0) == 0:  # each layer has the shared MLP alone
+        if count(settings, "num_local_experts", 0, least=0) == 0:  # each layer has only the shared MLP
             settings["intermediate_size"] = count(settings, "shared_intermediate_size")
         return super().config(settings)
 
@@ -70,7 +70,7 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
         return super().options(settings, fields) | ropes | {"recurrent": recurrent, "mixer": sizes}
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the weight map for a source; a GGUF file has gate and input of the shared MLP apart."""
+        """Return the weight map for a source; GGUF files split gate and input of the shared MLP."""
         places = super().weights_in(config, tensors)
         if "model.layers.0.mlp.gate_proj.weight" in tensors:
             for index in range(config.num_hidden_layers):
@@ -84,7 +84,7 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
         return super().layer_weights(config, at, name) | shared
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router, experts and shared MLP; stacks are all that there are."""
+        """Return the weight map of one layer's router, experts and shared MLP; experts are always stacked."""
         experts, hidden, moe = experts_of(config), config.hidden_size, f"{name}block_sparse_moe."
         width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
         return {

@@ -1,4 +1,4 @@
-"""Decoders of which some layers keep a recurrent state in place of keys and values; shared by their families."""
+"""Decoders in which some layers have a recurrent state instead of keys and values; shared by their families."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,35 +11,35 @@ from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.kernels.recurrent.selective_scan import ScanWeights
 from graphdecode.models.blocks import Mixer, Norm
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag, layer_kinds
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.recurrent_blocks import Mamba2
 from graphdecode.models.split_blocks import JointlyNormedMamba2
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
-MAMBA2_DEFAULTS = {  # where a config.json names its sizes as Bamba does
+MAMBA2_DEFAULTS = {  # for configurations with Bamba's field names
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
     "mamba_d_state": 256,
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # places of a layer
+OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # parts of a layer
 
 
 class Hybrid(Llama):
-    """A Llama of which some layers have another mixer; `ModelConfig.recurrent` says which."""
+    """A Llama with other mixers in the layers of `ModelConfig.recurrent`."""
 
-    not_recurrent: ClassVar[tuple[str, ...]] = OF_ATTENTION  # places that a recurrent layer without keys does not have
+    not_recurrent: ClassVar[tuple[str, ...]] = OF_ATTENTION  # parts that recurrent layers without keys lack
 
     @abstractmethod
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of a recurrent layer's mixer; see `Llama.layer_weights`."""
+        """Return the weight map of a recurrent layer's mixer; see `Llama.layer_weights`."""
 
     @abstractmethod
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
-        """Return the mixer of a recurrent layer, whose places begin with `at`."""
+        """Return the mixer of the recurrent layer at prefix `at`."""
 
     def weights(self, config: ModelConfig) -> WeightMap:
         places = super().weights(config)
@@ -54,16 +54,16 @@ class Hybrid(Llama):
         return places
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
-        """Return a layer's attention, or the mixer that it has in its place."""
+        """Return a layer's attention or recurrent mixer."""
         if config.keeps_state(index):
             return self.recurrent_mixer(config, weights, f"layers.{index}.")
         return self.attention(config, weights, index)
 
 
 class Mamba2Hybrid(Hybrid):
-    """A hybrid whose other layers have Mamba2 mixers."""
+    """A hybrid with Mamba2 mixers."""
 
-    mixer_prefix: ClassVar[str] = "mamba."  # of the mixer's tensors within a layer
+    mixer_prefix: ClassVar[str] = "mamba."  # prefix of the mixer's tensors within a layer
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         return mamba2_weights(config, at, f"{name}{self.mixer_prefix}")
@@ -75,22 +75,18 @@ class Mamba2Hybrid(Hybrid):
 def recurrent_layers(
     kinds: Any, layers: int, state: Recurrent, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
 ) -> tuple[Recurrent | None, ...]:
-    """Return `ModelShape.recurrent`, given the kinds of layers in a config.json.
+    """Return `ModelShape.recurrent`, given the kinds of layers in config.json.
 
     Raises:
-        UnsupportedModelError: there is not a kind for each layer, or an unknown one.
+        UnsupportedModelError: the number of kinds is wrong, or a kind is unknown.
     """
-    known = (*recurrent, *attention)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise UnsupportedModelError(
-            f"layer_types must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
-        )
+    kinds = layer_kinds(kinds, layers, (*recurrent, *attention))
     states = tuple(state if kind in recurrent else None for kind in kinds)
     return states if any(states) else ()
 
 
 def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMap:
-    """Return the places of a layer, whose tensors' names begin with `layer`, with some modules by another name."""
+    """Rename modules in a weight map; tensor names begin with `layer`."""
 
     def other(part: Part) -> Part:
         own = part.name.removeprefix(layer)
@@ -101,7 +97,7 @@ def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMa
 
 
 def conv_weight(weights: Weights, place: str) -> Tensor:
-    """Return the weight of a convolution, float32 [width, channels]; sources have [channels, 1, width]."""
+    """Return the weight of a convolution, float32 [width, channels]; stored as [channels, 1, width]."""
     return weights.tensor(place, torch.float32).squeeze(1).T.contiguous()
 
 
@@ -110,16 +106,16 @@ class Mamba2Sizes(NamedTuple):
 
     heads: int
     head_dim: int  # channels of a head
-    groups: int  # of heads that share B and C
+    groups: int  # groups of heads that share B and C
     states: int  # channels of a head's state
-    width: int  # inputs that the convolution sees
+    width: int  # kernel size of the convolution
     conv_bias: bool
-    proj_bias: bool  # of the first product
-    out_bias: bool  # of the last one
-    has_norm: bool = True  # of the heads' outputs, in `groups` groups of channels
+    proj_bias: bool  # of the input projection
+    out_bias: bool  # of the output projection
+    has_norm: bool = True  # over the heads' outputs, in `groups` groups of channels
     norm_first: bool = False  # the norm comes before the gate
     step_limits: tuple[float, float] = (0.0, float("inf"))
-    ranks_of_group: int = 1  # ranks that have a part of a group each
+    ranks_of_group: int = 1  # ranks that share a group
 
     @property
     def channels(self) -> int:
@@ -132,7 +128,7 @@ class Mamba2Sizes(NamedTuple):
         return self.channels + 2 * self.groups * self.states
 
     def split(self, count: int) -> "Mamba2Sizes | None":
-        """Return the sizes of one of `count` ranks, which have some heads each; None if that cannot be."""
+        """Return the sizes of one of `count` ranks; None if the heads cannot be split."""
         if self.heads % count or (self.groups % count and count % self.groups):
             return None
         groups, ranks = max(self.groups // count, 1), max(count // self.groups, 1)
@@ -146,7 +142,7 @@ class Mamba2Sizes(NamedTuple):
 
 
 def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
-    """Return the places of a Mamba2 mixer whose tensors' names begin with `name`."""
+    """Return the weight map of a Mamba2 mixer whose tensors' names begin with `name`."""
     sizes, hidden = config.mixer, config.hidden_size
     group = Run(sizes.groups * sizes.states, sizes.groups)
     xbc = (Run(sizes.channels), group, group)
@@ -165,7 +161,7 @@ def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
 
 
 def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
-    """Return the Mamba2 mixer at a place."""
+    """Return the Mamba2 mixer at prefix `at`."""
     sizes = config.mixer
     heads = ScanWeights(*(weights.tensor(f"{at}{place}", torch.float32) for place in ("a_log", "skip", "dt_bias")))
     mixer = Mamba2(
@@ -186,13 +182,13 @@ def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
 
 
 def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
-    """Return the sizes that a config.json names as Bamba does.
+    """Return the sizes, from Bamba's field names.
 
     Raises:
-        UnsupportedModelError: the heads do not make up `mamba_d_ssm`, or else `mamba_expand * hidden_size`, channels;
+        UnsupportedModelError: the heads do not have `mamba_d_ssm`, by default `mamba_expand * hidden_size`, channels,
             or the activation is not SiLU.
     """
-    choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
+    choice(settings, "hidden_act", ("silu", "swish"))  # also of the convolution
     expanded = count(settings, "mamba_expand") * count(settings, "hidden_size")
     heads, channels = count(settings, "mamba_n_heads"), count(settings, "mamba_d_ssm", expanded)
     given = settings.get("mamba_d_head", "auto")
@@ -218,7 +214,7 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
 
 
 def _unbounded(limit: Any) -> float:
-    """Return a limit as a number; transformers writes infinity as `{"__float__": "Infinity"}`."""
+    """Return a limit as a float; transformers writes infinity as `{"__float__": "Infinity"}`."""
     value: Any = limit.get("__float__") if isinstance(limit, dict) else limit
     try:
         return float(value)

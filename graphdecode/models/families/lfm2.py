@@ -17,11 +17,11 @@ class ConvSizes(NamedTuple):
     """Sizes of the convolutions."""
 
     channels: int
-    width: int  # inputs that one sees
-    has_bias: bool  # convolutions and the products around them have a bias
+    width: int  # kernel size
+    has_bias: bool  # of the convolutions and the products around them
 
     def split(self, count: int) -> "ConvSizes | None":
-        """Return the sizes of one of `count` shards, which have some channels each; None if that cannot be."""
+        """Return the sizes of one of `count` shards; None if the channels cannot be split."""
         return None if self.channels % count else self._replace(channels=self.channels // count)
 
     @property
@@ -47,7 +47,7 @@ class Lfm2(Hybrid):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json; some have two names."""
+        """Read the fields of config.json; some have two names."""
         settings = self.defaults | settings
         settings |= {"rms_norm_eps": settings["norm_eps"], "intermediate_size": _intermediate_size(settings)}
         settings["tie_word_embeddings"] = settings.get("tie_embedding", settings["tie_word_embeddings"])

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., 2023): norms before attention and the gated MLP; biases where a config.json asks for them."""
+"""Llama (Touvron et al., 2023): norms before attention and the gated MLP; optional biases."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,20 +14,20 @@ ATTENTION_BIASES: Biases = {"qkv_bias": "attention_bias", "o_bias": "attention_b
 
 
 class Llama(Family):
-    """Llama 1 to 3, and all that share its shape."""
+    """Llama 1 to 3, and models of the same architecture."""
 
     architecture = "LlamaForCausalLM"
-    # what transformers takes where a config.json says nothing; what a family does not name is Llama's
+    # transformers' defaults of config.json; Llama's apply to fields that a family does not name
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "hidden_act": "silu"}
-    has_partial_rotary: ClassVar[bool] = False  # whether some of a head's channels may stay as they are
-    # biases of products -> the field of a config.json that says whether there are, or whether there always are
+    has_partial_rotary: ClassVar[bool] = False  # whether partial rotation is supported
+    # biases of products -> the field of config.json that enables them, or a constant
     biases: ClassVar[Biases] = ATTENTION_BIASES | {"mlp_bias": "mlp_bias"}
-    norms: ClassVar[dict[str, str]] = {  # places of a layer's norms -> their modules
+    norms: ClassVar[dict[str, str]] = {  # a layer's norms -> their modules
         "before_attention": "input_layernorm",
         "before_mlp": "post_attention_layernorm",
     }
-    has_head_norms: ClassVar[bool] = False  # whether queries and keys are normed, each head by itself
-    final_norm: ClassVar[str] = "model.norm"  # module of the last norm
+    has_head_norms: ClassVar[bool] = False  # whether queries and keys are normed per head
+    final_norm: ClassVar[str] = "model.norm"  # module of the final norm
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         settings = Llama.defaults | self.defaults | settings
@@ -37,15 +37,13 @@ class Llama(Family):
         return ModelConfig(architecture=self.architecture, **fields)
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return for each layer how many keys before a query's own it sees: all."""
+        """Return `ModelShape.windows`: none."""
         return (-1,) * layers
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """Return which products have biases, and other fields of the configuration.
+        """Return further fields of the configuration, such as biases.
 
-        Args:
-            settings: of a config.json, with the family's defaults.
-            fields: that are known by now.
+        `settings`: config.json with the family's defaults. `fields`: fields read so far.
         """
         return {
             name: stated if isinstance(stated, bool) else flag(settings, stated, False)
@@ -59,7 +57,7 @@ class Llama(Family):
         return places
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer, which begin with `at`, and whose tensors' names begin with `name`."""
+        """Return the weight map of one layer: prefix `at` in the model, `name` in the source."""
         hidden, ff = config.hidden_size, config.intermediate_size
         q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
         attention, mlp = f"{name}self_attn.", f"{name}mlp."
@@ -77,7 +75,7 @@ class Llama(Family):
         }
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer, its weights read; it has the norms that the map has places for."""
+        """Read and return one layer, with the norms that the map has."""
         norms = [
             weights.optional_norm(f"layers.{index}.{place}", config.rms_norm_eps)
             for place in ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -86,11 +84,11 @@ class Llama(Family):
         return DecoderLayer(norms[0], mixer, norms[1], norms[2], mlp, norms[3], config.residual_scale)
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
-        """Return what mixes a layer's tokens: attention."""
+        """Return a layer's mixer: attention."""
         return self.attention(config, weights, index)
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
-        """Return a layer's attention; its queries and keys are normed where the map has places for that."""
+        """Return a layer's attention, with the head norms that the map has."""
         at, eps = f"layers.{index}.", config.rms_norm_eps
         return Attention(
             qkv=weights.linear(f"{at}qkv"),
@@ -103,17 +101,17 @@ class Llama(Family):
         )
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
-        """Return what a layer does with each token by itself."""
+        """Return a layer's MLP or experts."""
         at = f"layers.{index}."
         return GatedMlp(weights.linear(f"{at}gate_up"), weights.linear(f"{at}down"), config.activation)
 
 
 def norms_at(modules: Mapping[str, str], config: ModelConfig, at: str, name: str) -> WeightMap:
-    """Return the places of norms over the residual stream, given their modules in a layer."""
+    """Return the weight map of norms over the residual stream, given their modules in a layer."""
     shape = (config.hidden_size,)
     return {f"{at}{place}": (Part(f"{name}{module}.weight", shape),) for place, module in modules.items()}
 
 
 def head_run(config: ModelConfig) -> Run:
-    """Return the rows of a layer's keys, or values."""
+    """Return the rows of a layer's keys or values."""
     return Run(config.num_key_value_heads * config.head_dim, config.num_key_value_heads)

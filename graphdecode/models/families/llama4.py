@@ -1,6 +1,6 @@
-"""Llama 4 (Meta, 2025), text: attention in chunks, layers without positions, experts whose inputs are scaled.
+"""Llama 4 (Meta, 2025), text: chunked attention, layers without positions, experts with scaled inputs.
 
-Names of tensors and formulas are those of transformers' `modeling_llama4.py`.
+Tensor names and formulas are those of transformers' `modeling_llama4.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ class Llama4Config(ModelConfig):
     """The configuration of Llama 4."""
 
     norms_heads: bool  # queries and keys are normed in layers with a rotary embedding
-    temperature: tuple[float, float] | None  # of layers without one: scale, and tokens from step to step; see `_scales`
+    temperature: tuple[float, float] | None  # of layers without one: scale and tokens of `_scales`
 
 
 @dataclass(frozen=True)
 class Llama4Attention(Attention):
-    """Attention whose rotated channels are neighbours in the product, or whose queries are scaled by position."""
+    """Attention whose rotated channel pairs are adjacent in the product, or whose queries are scaled by position."""
 
     order: Tensor | None  # int64 [(heads + 2 kv_heads) * head_dim], columns of the product; None: without rotation
     query_scales: Tensor | None  # float32 [positions]
@@ -51,13 +51,13 @@ class Llama4Attention(Attention):
 
 @dataclass(frozen=True)
 class InputScaledMlp(SparseMlp):
-    """Experts whose inputs are multiplied by the sigmoid of their logit, in place of the outputs."""
+    """Experts whose inputs, not outputs, are multiplied by the sigmoid of their logit."""
 
     def outputs(
         self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
     ) -> Tensor:
         """Return the experts' outputs for the pairs; their weights become 1."""
-        # torch's vectors and their remainders differ in the last bit, which float64 rounds away
+        # torch's vectorized and scalar code differ in the last bit, which float64 rounds away
         scales = torch.sigmoid(logits.gather(1, ids.clamp(min=0).long()).double())
         weights.fill_(1.0)
         scaled = (hidden[:, None] * scales.to(hidden.dtype)[:, :, None]).flatten(0, 1)
@@ -125,7 +125,7 @@ class Llama4(Sparse):
         return renamed(super().layer_weights(config, at, name), name, {"mlp": "feed_forward"})
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts; stacks are [experts, in_features, out_features]."""
+        """Return the weight map of one layer's router and experts; stacks are [experts, in_features, out_features]."""
         experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}{self.mlp}"
         width, shared = experts.intermediate_size, f"{mlp}shared_expert."
         alone = replace(config, experts=replace(experts, shared_intermediate_size=0))
@@ -158,6 +158,6 @@ class Llama4(Sparse):
 
 
 def _scales(positions: int, scale: float, tokens: float) -> Tensor:
-    """Return what multiplies queries by position, `1 + scale * log(1 + floor((position + 1) / tokens))`."""
+    """Return the factors of queries by position, `1 + scale * log(1 + floor((position + 1) / tokens))`."""
     steps = torch.floor((torch.arange(positions, dtype=torch.float32) + 1.0) / tokens)
     return torch.log1p(steps) * scale + 1.0

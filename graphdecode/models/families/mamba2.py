@@ -1,4 +1,4 @@
-"""Mamba2 (Dao and Gu, 2024), by itself: no attention, no MLP; and Bamba (IBM and others, 2024), with both."""
+"""Mamba2 (Dao and Gu, 2024), without attention and MLP; Bamba (IBM and others, 2024), with both."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from graphdecode.models.weights import Weights
 
 @dataclass(frozen=True)
 class OneBlockLayer(Layer):
-    """One block behind a norm: `x + block(norm(x))`."""
+    """One block after a norm: `x + block(norm(x))`."""
 
     input_norm: Norm
     block: Mixer | FeedForward
@@ -39,7 +39,7 @@ class Mamba2Family(Mamba2Hybrid):
     """Mamba2."""
 
     architecture = "Mamba2ForCausalLM"
-    # a config.json says nothing of attention; sequences may be as long as there is memory for their tokens
+    # config.json has no fields of attention; sequence length is limited only by memory
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
         "intermediate_size": 1,
@@ -82,7 +82,7 @@ class Mamba2Family(Mamba2Hybrid):
         return places
 
     def block_weights(self, config: ModelConfig, index: int, at: str, name: str) -> WeightMap:
-        """Return the places of a layer's block, whose tensors' names begin with `name`."""
+        """Return the weight map of a layer's block, whose tensors' names begin with `name`."""
         return mamba2_weights(config, at, name)
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): a Llama without biases whose layers all see a window; and Mixtral, with experts."""
+"""Mistral (Jiang et al., 2023): a Llama without biases, with a window in all layers; and Mixtral, with experts."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from graphdecode.models.families.sparse import Sparse, experts_everywhere
 
 
 class Mistral(Llama):
-    """Mistral, and all that share its shape."""
+    """Mistral, and models of the same architecture."""
 
     architecture = "MistralForCausalLM"
     biases: ClassVar[Biases] = {}
@@ -24,7 +24,7 @@ class Mistral(Llama):
 
 
 class Mixtral(Sparse, Mistral):
-    """Mixtral, and all that share its shape; it has experts in every layer."""
+    """Mixtral: experts in every layer."""
 
     architecture = "MixtralForCausalLM"
     defaults: ClassVar[dict[str, Any]] = Mistral.defaults | {

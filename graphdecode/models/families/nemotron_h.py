@@ -1,4 +1,4 @@
-"""Nemotron-H (NVIDIA, 2025): one block a layer, which is Mamba2, attention without positions, or an MLP."""
+"""Nemotron-H (NVIDIA, 2025): one block per layer: Mamba2, attention without positions, or an MLP."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _KINDS = {
     **dict.fromkeys(("full_attention", "attention", "*"), "attention"),
     **dict.fromkeys(("mlp", "-"), "mlp"),
 }
-_OLDER_NAMES = {  # of fields; these go before the others
+_OLDER_NAMES = {  # older field names -> names here; the older ones take precedence
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_conv_bias": "use_conv_bias",
@@ -63,7 +63,7 @@ class NemotronH(Mamba2Family):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json; their number of layers, and whether ends are tied, mean nothing."""
+        """Read the fields of config.json; `num_hidden_layers` and `tie_word_embeddings` are ignored."""
         settings = self.defaults | settings
         settings |= {ours: settings[older] for older, ours in _OLDER_NAMES.items() if older in settings}
         choice(settings, "mlp_hidden_act", ("relu2",))
@@ -102,12 +102,12 @@ class NemotronH(Mamba2Family):
         }
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the places, with the prefix `model.` if the source has it, as transformers writes it."""
+        """Return the weight map for a source, whose prefix may be `model.`, as transformers writes it."""
         places = self.weights(config)
         return renamed(places, "", {"backbone": "model"}) if "model.embeddings.weight" in tensors else places
 
     def block_weights(self, config: ModelConfig, index: int, at: str, name: str) -> WeightMap:
-        """Return the places of a layer's Mamba2, MLP or attention."""
+        """Return the weight map of a layer's Mamba2, MLP or attention."""
         hidden, ff, state = config.hidden_size, config.intermediate_size, config.recurrent[index]
         if state is not None and state.shapes:
             return super().block_weights(config, index, at, name)

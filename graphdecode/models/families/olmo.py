@@ -1,7 +1,7 @@
-"""OLMo 2 (Team OLMo, 2024): norms behind each block and none before; queries are normed over all heads, and keys.
+"""OLMo 2 (Team OLMo, 2024): norms after each block, none before; queries and keys are normed over all heads.
 
-OLMo 3 (2025) has windows in three of four layers, which keep plain rotary angles. In OLMo Hybrid (2025) these are gated
-delta nets instead, which norm before each block.
+OLMo 3 (2025) has windows in three of four layers, with unscaled rotary embeddings. OLMo Hybrid (2025) has gated delta
+nets in these layers, with norms before each block.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
 _THETA = 500000.0
-_NORM_EPS = 1e-5  # of the outputs of delta nets' heads, whatever a config.json says
+_NORM_EPS = 1e-5  # of the norm in delta nets; not in config.json
 
 
 class Olmo2(Llama):
@@ -41,7 +41,7 @@ class Olmo2(Llama):
         }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
-        """Return a layer's attention; ranks that share its heads norm them together."""
+        """Return a layer's attention; ranks norm its heads together."""
         attention, shared = super().attention(config, weights, index), weights.shared
         if shared is None:
             return attention
@@ -66,7 +66,7 @@ class Olmo3(Olmo2):
 
 
 class WholeDeltaSizes(DeltaSizes):
-    """Sizes of a delta net that ranks cannot split: a source may cut a convolution's weight anywhere."""
+    """Sizes of a delta net that cannot be split over ranks: a source may cut a convolution's weight anywhere."""
 
     def split(self, count: int) -> None:
         """Return None."""
@@ -85,7 +85,7 @@ class OlmoHybrid(Olmo2, Hybrid):
     }
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
+        choice(settings, "hidden_act", ("silu", "swish"))  # also of the convolution
         layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
         is_linear = all_but_every(4, layers)
         if all(is_linear):
@@ -101,7 +101,7 @@ class OlmoHybrid(Olmo2, Hybrid):
             width=count(settings, "linear_conv_kernel_dim"),
             strength=2.0 if flag(settings, "linear_allow_neg_eigval", True) else 1.0,
         )
-        rope = settings.get("rope_parameters")  # with a base of null where the model has none
+        rope = settings.get("rope_parameters")  # `rope_theta` is null if the model has no rotary embedding
         has_rope = not isinstance(rope, dict) or rope.get("rope_theta") is not None
         return super().options(settings, fields) | {
             "recurrent": recurrent_layers(kinds, layers, sizes.state, ("linear_attention",)),
@@ -112,7 +112,7 @@ class OlmoHybrid(Olmo2, Hybrid):
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source, which transformers may have written.
 
-        It renames a norm of attention layers, too, and cuts the weight of a convolution into parts of one size.
+        transformers renames a norm of attention layers, and cuts the weight of a convolution into equal parts.
         """
         places = self.weights(config)
         for index in range(config.num_hidden_layers):

@@ -8,7 +8,7 @@ from graphdecode.models.weight_map import Run, WeightMap, product
 
 
 class Phi3(Llama):
-    """Small models of Phi-3 and Phi-4; all layers have the window, if there is one."""
+    """Phi-3 and Phi-4-mini; all layers have the window, if there is one."""
 
     architecture = "Phi3ForCausalLM"
     biases: ClassVar[Biases] = {}
@@ -20,7 +20,7 @@ class Phi3(Llama):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Return the configuration; `su` and `yarn` are LongRoPE in older files."""
+        """Return the configuration; `su` and `yarn` mean LongRoPE in older files."""
         for name in ("rope_scaling", "rope_parameters"):
             scaling = settings.get(name)
             if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):

@@ -1,6 +1,6 @@
-"""Qwen 2 (Yang et al., 2024): a Llama whose QKV product has a bias. Qwen 3 (2025): queries and keys are normed instead.
+"""Qwen 2 (Yang et al., 2024): a Llama with a QKV bias. Qwen 3 (2025): queries and keys are normed instead.
 
-Both come with experts, too: many small ones, and in Qwen 2 a shared one whose share a gate decides.
+Both have versions with many small experts, in Qwen 2 with a gated shared expert.
 """
 
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ class Qwen2(Llama):
     }
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer, if they are switched on: those from a number on have one."""
+        """Return the window of each layer: with `use_sliding_window`, layers from `max_window_layers` on have one."""
         first = count(settings, "max_window_layers", 28, least=0)
         return switched_windows(settings, [layer >= first for layer in range(layers)])
 
@@ -41,7 +41,7 @@ class Qwen2Moe(Sparse, Qwen2):
     }
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: every other one of the first layers has one."""
+        """Return the window of each layer: every other one of the first `max_window_layers` has one."""
         first = count(settings, "max_window_layers", 28, least=0)
         return switched_windows(settings, [layer % 2 == 0 and layer < first for layer in range(layers)])
 
@@ -50,7 +50,7 @@ class Qwen2Moe(Sparse, Qwen2):
 
 
 class Qwen3(Qwen2):
-    """Qwen 3, dense; its windows are those of Qwen 2."""
+    """Qwen 3, dense."""
 
     architecture = "Qwen3ForCausalLM"
     biases = ATTENTION_BIASES
@@ -59,7 +59,7 @@ class Qwen3(Qwen2):
 
 
 class Qwen3Moe(Sparse, Qwen3):
-    """Qwen 3, with experts, none of them shared."""
+    """Qwen 3, with experts."""
 
     architecture = "Qwen3MoeForCausalLM"
     defaults: ClassVar[dict[str, Any]] = {
@@ -73,5 +73,5 @@ class Qwen3Moe(Sparse, Qwen3):
     }
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of all layers, whatever `layer_types` says."""
+        """Return the window of all layers; `layer_types` is ignored."""
         return switched_windows({**settings, "layer_types": None}, [True] * layers)

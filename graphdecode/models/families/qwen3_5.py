@@ -23,8 +23,8 @@ class DeltaSizes(NamedTuple):
     key_dim: int  # channels of a key head
     heads: int  # value heads
     value_dim: int  # channels of a value head
-    width: int  # inputs that the convolution sees
-    strength: float = 1.0  # greatest strength of the delta rule
+    width: int  # kernel size of the convolution
+    strength: float = 1.0  # largest strength of the delta rule
 
     @property
     def key_size(self) -> int:
@@ -42,14 +42,14 @@ class DeltaSizes(NamedTuple):
         return 2 * self.key_size + self.value_size
 
     def split(self, count: int) -> "DeltaSizes | None":
-        """Return the sizes of one of `count` shards, which have some heads each; None if that cannot be."""
+        """Return the sizes of one of `count` shards; None if the heads cannot be split."""
         if self.key_heads % count or self.heads % count:
             return None
         return self._replace(key_heads=self.key_heads // count, heads=self.heads // count)
 
     @property
     def qkv(self) -> tuple[Run, ...]:
-        """The channels of queries, keys and values, each of which shards split."""
+        """The channels of queries, keys and values, which are split separately."""
         return Run(self.key_size), Run(self.key_size), Run(self.value_size)
 
     @property
@@ -79,7 +79,7 @@ class Qwen35(Hybrid):
     }
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        choice(settings, "hidden_act", ("silu", "swish"))  # of the convolution too
+        choice(settings, "hidden_act", ("silu", "swish"))  # also of the convolution
         layers, every = fields["num_hidden_layers"], count(settings, "full_attention_interval", 4)
         kinds = settings.get("layer_types") or [
             "full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)
@@ -90,7 +90,7 @@ class Qwen35(Hybrid):
         return super().options(settings, fields) | {"recurrent": recurrent, "mixer": sizes}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        """Return the places of one layer; its queries come with their gates."""
+        """Return the weight map of one layer; queries include their gates."""
         q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
         rows: dict[str, Any] = {"q_proj": 2 * q, "k_proj": kv, "v_proj": kv}
         names = {f"{name}self_attn.{own}": size for own, size in rows.items()}
@@ -117,13 +117,13 @@ class Qwen35(Hybrid):
         }
 
     def projections(self, sizes: DeltaSizes, hidden: int, at: str, own: str) -> WeightMap:
-        """Return the places of the products for queries, keys, values and gates, and for decays and strengths."""
+        """Return the weight map of the products for queries, keys, values and gates, and for decays and strengths."""
         qkvz = {f"{own}in_proj_qkv": sizes.qkv, f"{own}in_proj_z": (Run(sizes.value_size),)}
         ab = {f"{own}in_proj_a": sizes.heads, f"{own}in_proj_b": sizes.heads}
         return product(f"{at}qkvz", qkvz, hidden, split=0) | product(f"{at}ab", ab, hidden, split=0)
 
     def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the columns of the two products in the order of `DeltaNet`; None: they have it."""
+        """Return the column orders of the two products; see `DeltaNet`."""
         return None, None
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
@@ -138,7 +138,7 @@ def delta_net(
     eps: float,
     orders: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> DeltaNet:
-    """Return the delta net at a place; `orders` are those of its two products' columns, see `DeltaNet`."""
+    """Return the delta net at prefix `at`; `orders`: column orders of its two products, see `DeltaNet`."""
     return DeltaNet(
         qkvz=weights.linear(f"{at}qkvz"),
         ab=weights.linear(f"{at}ab"),
@@ -154,7 +154,7 @@ def delta_net(
 
 
 class Qwen3Next(Sparse, Qwen35):
-    """Qwen3-Next, with experts; a delta net's products are interleaved by key heads."""
+    """Qwen3-Next, with experts; products of delta nets are interleaved by key heads."""
 
     architecture = "Qwen3NextForCausalLM"
     defaults: ClassVar[dict[str, Any]] = Qwen35.defaults | {
@@ -167,13 +167,13 @@ class Qwen3Next(Sparse, Qwen35):
     }
 
     def projections(self, sizes: DeltaSizes, hidden: int, at: str, own: str) -> WeightMap:
-        """Return the places of the products for queries, keys, values and gates, and for decays and strengths."""
+        """Return the weight map of the products for queries, keys, values and gates, and for decays and strengths."""
         qkvz = {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size}
         ba = {f"{own}in_proj_ba": 2 * sizes.heads}
         return product(f"{at}qkvz", qkvz, hidden, split=0) | product(f"{at}ab", ba, hidden, split=0)
 
     def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the columns of the two products in the order of `DeltaNet`: each key head has its own of all."""
+        """Return the column orders of the two products, which are interleaved by key heads."""
         each = sizes.heads // sizes.key_heads
         qkvz, ba = (
             torch.arange(sizes.key_heads * sum(widths), device=device).view(sizes.key_heads, -1).split(widths, 1)

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): a Llama of which every fourth layer knows nothing of positions."""
+"""SmolLM3 (Hugging Face, 2025): a Llama whose every fourth layer has no positions."""
 
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ class SmolLM3(Llama):
     }
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: those without a rotary embedding have one."""
+        """Return the window of each layer: layers without a rotary embedding have one."""
         return switched_windows(settings, [not rotated for rotated in has_rope(settings, layers)])
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -28,12 +28,12 @@ class SmolLM3(Llama):
 
 
 def ropes_or_none(settings: dict[str, Any], fields: dict[str, Any]) -> tuple[RopeConfig | None, ...]:
-    """Return the rotary embedding of each layer; None: it has none."""
+    """Return the rotary embedding of each layer, or None."""
     return tuple(fields["rope"] if rotated else None for rotated in has_rope(settings, fields["num_hidden_layers"]))
 
 
 def has_rope(settings: dict[str, Any], layers: int) -> list[bool]:
-    """Return for each layer whether it has a rotary embedding; the field's name says the opposite of what it holds."""
+    """Return whether each layer has a rotary embedding; in `no_rope_layers`, 1 means that it has."""
     given = settings.get("no_rope_layers")
     if not given and given != 0:
         return all_but_every(count(settings, "no_rope_layer_interval", 4), layers)

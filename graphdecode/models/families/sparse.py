@@ -1,4 +1,4 @@
-"""Mixtures of experts: fields, names of tensors, and the sparse part of a layer, shared by their families."""
+"""Mixtures of experts: fields, tensor names and layers, shared by their families."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,18 +13,18 @@ from graphdecode.models.split_blocks import SummedMlp
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
-_MOST_EXPERTS = 2**17  # of all layers: several times what the largest models have; each has tensors of its own
+_MOST_EXPERTS = 2**17  # in all layers: several times the largest models; each has its own tensors
 
 
 class Sparse(Llama):
-    """A Llama whose layers, or some of them, have experts in place of the MLP."""
+    """A Llama with experts instead of MLPs in all or some layers."""
 
-    mlp: ClassVar[str] = "mlp."  # what the names of the experts' tensors, and the router's, begin with within a layer
-    # the parts of an expert's first product, the gate first
+    mlp: ClassVar[str] = "mlp."  # prefix of the experts' and the router's tensors within a layer
+    # modules of an expert's first product, gate first
     gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
-    down: ClassVar[str] = "down_proj"  # its second product
-    router: ClassVar[str] = "gate"  # what the router is called there
-    has_biases: ClassVar[bool] = False  # whether the router and the experts have some
+    down: ClassVar[str] = "down_proj"  # module of its second product
+    router: ClassVar[str] = "gate"  # module of the router
+    has_biases: ClassVar[bool] = False  # whether router and experts have biases
     block: ClassVar[type[SparseMlp]] = SparseMlp
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Sparse(Llama):
         return super().options(settings, fields) | {"experts": experts}
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
-        """Return what the experts look like; None: there are none. See `options`."""
+        """Return the configuration of the experts, if any; see `options`."""
         layers = fields["num_hidden_layers"]
         dense, every = settings.get("mlp_only_layers") or [], count(settings, "decoder_sparse_step")
         if not isinstance(dense, list):
@@ -55,14 +55,14 @@ class Sparse(Llama):
         )
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        return self._sparse_weights(config, is_stacked=False)
+        return self.sparse_weights(config, is_stacked=False)
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the same for a source, which may have one tensor for all experts of a layer."""
-        return self._sparse_weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
+        """Return the weight map for a source, whose experts may be stacked."""
+        return self.sparse_weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
-        """Return a layer's experts, or its MLP where it has none."""
+        """Return a layer's experts, or its MLP."""
         experts, at = config.experts, f"layers.{index}."
         if experts is None or not experts.layers[index]:
             return super().feed_forward(config, weights, index)
@@ -76,7 +76,7 @@ class Sparse(Llama):
         return sparse if weights.shared is None else SummedMlp(sparse, weights.shared, f"{at}experts")
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
-        """Return the experts of the layer whose places begin with `at`."""
+        """Return the experts of the layer at prefix `at`."""
         experts = experts_of(config)
         stack = {"interleaved": self.experts_interleaved, "transposed": self.experts_transposed}
         clamped = Gate("swiglu_clamped", experts.alpha, experts.limit)
@@ -90,10 +90,10 @@ class Sparse(Llama):
         )
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts."""
+        """Return the weight map of one layer's router and experts."""
         experts, hidden = experts_of(config), config.hidden_size
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
-        mlp = f"{name}{'mlp.' if is_stacked else self.mlp}"  # transformers 5 has one tensor for all experts
+        mlp = f"{name}{'mlp.' if is_stacked else self.mlp}"  # transformers 5 stacks experts
         router = {f"{mlp}{self.router}": experts.count}
         places: WeightMap = {}
         if shared:
@@ -113,7 +113,8 @@ class Sparse(Llama):
         places |= product(f"{at}experts.gate_up", gate_up, hidden, split=0, bias=self.has_biases)
         return places | product(f"{at}experts.down", down, width, split=1, bias=self.has_biases)
 
-    def _sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+    def sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+        """Return the weight map, with stacked experts or separate ones."""
         places = super().weights(config)
         for index, is_sparse in enumerate(config.experts.layers if config.experts is not None else ()):
             if is_sparse:
@@ -126,7 +127,7 @@ class Sparse(Llama):
 
 
 def experts_everywhere(settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
-    """Return the experts of a model that has them in all layers, and whose intermediate size is that of each."""
+    """Return the configuration of experts in all layers, each of the model's intermediate size."""
     return ExpertsConfig(
         count=count(settings, "num_local_experts"),
         top_k=count(settings, "num_experts_per_tok"),
@@ -137,7 +138,7 @@ def experts_everywhere(settings: dict[str, Any], fields: dict[str, Any]) -> Expe
 
 
 def experts_of(config: ModelConfig) -> ExpertsConfig:
-    """Return the experts of a model that has some."""
+    """Return the configuration of the experts of a model that has them."""
     if config.experts is None:
         raise UnsupportedModelError(f"{config.architecture} has no experts")
     return config.experts

@@ -23,7 +23,7 @@ def read_gguf_adapter(path: Path, config: ModelShape) -> Iterator[tuple[str, Ten
 
     Raises:
         UnsupportedModelError: it is no adapter, one of another architecture, or a tensor is not of a product.
-        CheckpointError: it is no GGUF file, or damaged.
+        CheckpointError: it is not a GGUF file, or damaged.
     """
     file = read_header(path)
     fields = Metadata(file.fields)

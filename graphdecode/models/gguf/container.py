@@ -65,7 +65,7 @@ class GgufFile:
         tensors: by name.
 
     Raises:
-        CheckpointError: it is no GGUF file, or damaged; the message names the file and the field.
+        CheckpointError: it is not a GGUF file, or damaged; the message names the file and the field.
         ModelSourceError: it is a pointer of Git LFS.
     """
 
@@ -76,7 +76,7 @@ class GgufFile:
             with path.open("rb") as opened:
                 size = opened.seek(0, 2)
                 if size < len(MAGIC):
-                    raise CheckpointError(f"{path} is no GGUF file: it has {size} bytes")
+                    raise CheckpointError(f"{path} is not a GGUF file: it has {size} bytes")
                 with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     self._read(_Header(path, data))
         except OSError as error:
@@ -119,7 +119,7 @@ class _Header:
         """Read magic and version."""
         magic = self._data[: len(MAGIC)]
         if magic != MAGIC:
-            raise CheckpointError(f"{self._path} is no GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
+            raise CheckpointError(f"{self._path} is not a GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
         self._at = len(MAGIC)
         version = self._number("I", "version")
         if version & 0xFFFF == 0:

@@ -85,7 +85,9 @@ def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Return the factors of Llama 3.1's rope, float32 [pairs]; a file cannot have other numbers than Llama 3.1's."""
     numbers = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if numbers | {"original_max_position_embeddings": rope.original_max_positions} != _LLAMA3:
-        raise UnsupportedModelError(f"a GGUF file cannot say that Llama 3.1's rope has other numbers than {_LLAMA3}")
+        raise UnsupportedModelError(
+            f"a GGUF file cannot express that Llama 3.1's rope has other numbers than {_LLAMA3}"
+        )
     plain = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
     return (plain / inverse_frequencies(rope, head_dim)).numpy()
 

@@ -1,1 +1,1 @@
-"""Quantized checkpoints of Hugging Face: how each method stores a weight, read as groups of codes and scales."""
+"""Quantized checkpoints of Hugging Face: each method's format, read as `Groups`."""

@@ -1,8 +1,8 @@
 """compressed-tensors, the format of llm-compressor.
 
 A module NAME has `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
-`NAME.weight_shape`: unsigned integers in int32, low bits first. Zero points, if any, are packed in the same way along
-the rows, or int8. Modules of the ignore list have a plain weight.
+`NAME.weight_shape`: unsigned integers in int32, low bits first. Zero points, if any, are int8, or packed likewise along
+the rows. Modules of the ignore list have a plain weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,13 +38,13 @@ class _Scheme(NamedTuple):
 
     code: Code
     bits: int
-    group_size: int  # -1: a row, or all of the weight
+    group_size: int  # -1: a whole row, or the whole weight
     rows_of_scale: int = 1
-    is_symmetric: bool = True  # zero points may be missing
+    is_symmetric: bool = True  # zero points are optional
 
 
 class CompressedTensors(Method):
-    """compressed-tensors; see the file's docstring."""
+    """compressed-tensors; see the module's docstring."""
 
     name = "compressed-tensors"
     spare = (".input_scale", ".input_zero_point", ".output_zero_point")
@@ -137,7 +137,7 @@ def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
 
 
 def _check_cache(scheme: Any) -> None:
-    """Refuse a scheme of the KV cache other than fp8 with a scale for each layer or head."""
+    """Refuse KV cache schemes other than fp8 with a scale per layer or head."""
     if scheme is None:
         return
     if not isinstance(scheme, dict):
@@ -184,7 +184,7 @@ def _groups(
     scales = weight_scale.view(torch.float8_e8m0fnu) if scheme.code == "e2m1" else weight_scale
     scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     is_one = len(scales) == 1 < rows and scheme.rows_of_scale == 1
-    zeros = None  # those of floats are 0
+    zeros = None  # floats have none
     if weight_zero_point is not None and scheme.code == "integer":
         zeros = _zeros(weight_zero_point, scheme.bits, rows)
     rows_of_scale = rows if is_one else scheme.rows_of_scale

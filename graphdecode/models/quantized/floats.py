@@ -1,18 +1,18 @@
 """Weights with codes of floats: float8, gpt-oss's MXFP4, and bitsandbytes' nf4.
 
-Float8 is e4m3, with a scale for all of a weight, for each row, or for blocks of rows and columns. DeepSeek's and Qwen's
-checkpoints have `NAME.weight_scale_inv` for blocks of 128 x 128, which multiplies in spite of its name; others have
-`NAME.weight_scale`, of the whole weight or of each row (FBGEMM).
+Float8 is e4m3, with a scale per weight, per row, or per block of rows and columns. DeepSeek's and Qwen's checkpoints
+have `NAME.weight_scale_inv` for blocks of 128 x 128, which multiplies in spite of its name; others have
+`NAME.weight_scale`, per weight or per row (FBGEMM).
 
 MXFP4 (Open Compute Project, Microscaling Formats, 2023): 32 values share a power of two. `NAME_blocks` is uint8
-[experts, out_features, in_features / 32, 16], two values a byte, the lower half first, and `NAME_scales` uint8
-[experts, out_features, in_features / 32], exponents from -127 on. What `NAME` would be is their transpose, [experts,
-in_features, out_features], and as such a source lists it.
+[experts, out_features, in_features / 32, 16], two values per byte, the low nibble first, and `NAME_scales` uint8
+[experts, out_features, in_features / 32], exponents with a bias of 127. `NAME` is listed as their transpose, [experts,
+in_features, out_features].
 
-nf4 (Dettmers et al., 2023, QLoRA): blocks of a flattened weight. Of a weight NAME there are `NAME`, uint8
-[values / 2, 1], the first of two values in the upper half of a byte; `NAME.absmax`, the scales; `NAME.quant_map`; and
-`NAME.quant_state.bitsandbytes__nf4`, JSON as bytes. Scales that are quantized too are bytes, to be looked up in
-`NAME.nested_quant_map`, times `NAME.nested_absmax` of blocks of them, and moved by an offset that the JSON has.
+nf4 (Dettmers et al., 2023, QLoRA): blocks of a flattened weight. A weight NAME has `NAME`, uint8 [values / 2, 1], the
+high nibble first; `NAME.absmax`, the scales; `NAME.quant_map`; and `NAME.quant_state.bitsandbytes__nf4`, JSON as bytes.
+Quantized scales are indices into `NAME.nested_quant_map`, times `NAME.nested_absmax` per block, plus an offset from the
+JSON.
 """
 
 import json
@@ -30,7 +30,7 @@ from graphdecode.models.quantized.method import FLOATS, Method, PackedTensor, Re
 from graphdecode.models.weight_map import CheckpointError
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_BYTES = 16  # of a block of MXFP4
+_BYTES = 16  # per block of MXFP4
 _STATE = ".quant_state.bitsandbytes__nf4"
 _MOST_STATE_BYTES = 4096
 
@@ -41,7 +41,7 @@ def _float8_groups(codes: Tensor, scales: Tensor, *, block: tuple[int, int]) -> 
 
 
 class Float8(Method):
-    """Fine-grained fp8 of transformers, and fp8 with one scale for a weight."""
+    """fp8 with a scale per weight, row or block."""
 
     name = "fp8"
     spare = (".input_scale", ".activation_scale", ".input_scale_inv")
@@ -81,21 +81,21 @@ class Float8(Method):
 
 
 class FbgemmFloat8(Float8):
-    """FBGEMM's fp8: a scale for each row."""
+    """FBGEMM's fp8: a scale per row."""
 
     name = "fbgemm_fp8"
 
 
 class Mxfp4(Method):
-    """gpt-oss's experts; see the file's docstring."""
+    """gpt-oss's experts; see the module's docstring."""
 
     name = "mxfp4"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Take a `quantization_config`, which says nothing more."""
+        """Take a `quantization_config`, which has no further fields."""
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the pairs of blocks and scales; other tensors are left out."""
+        """Yield the pairs of blocks and scales."""
         for name, blocks in tensors.items():
             plain = name.removesuffix(_BLOCKS)
             scales = tensors.get(f"{plain}{_SCALES}")
@@ -114,7 +114,7 @@ def _mxfp4_groups(*, blocks: Tensor, scales: Tensor) -> Groups:
 
 
 class Nf4(Method):
-    """bitsandbytes' weights of four bits; see the file's docstring."""
+    """bitsandbytes' 4-bit weights; see the module's docstring."""
 
     name = "bitsandbytes"
 
@@ -124,7 +124,7 @@ class Nf4(Method):
         is_one_of(settings, "bnb_4bit_quant_type", ("nf4",), "fp4")
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights that have a state."""
+        """Yield the weights that have a `quant_state`."""
         for state in tensors:
             name = state.removesuffix(_STATE)
             if name != state:
@@ -181,7 +181,7 @@ def _state(name: str, tensors: Mapping[str, Stored], read: Read) -> dict[str, An
     try:
         state = json.loads(bytes(int(value) for value in read(name + _STATE, ())))
     except ValueError as error:
-        raise CheckpointError(f"{name}{_STATE} is no JSON: {error}") from error
+        raise CheckpointError(f"{name}{_STATE} is not JSON: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{name}{_STATE} is no JSON object")
+        raise CheckpointError(f"{name}{_STATE} is not a JSON object")
     return state

@@ -1,9 +1,9 @@
-"""GPTQ (Frantar et al., 2022) as AutoGPTQ and GPTQModel write it, and AWQ (Lin et al., 2023) as AutoAWQ does.
+"""GPTQ (Frantar et al., 2022; AutoGPTQ, GPTQModel) and AWQ (Lin et al., 2023; AutoAWQ).
 
-Both have of a module NAME `qweight`, `qzeros` and `scales` (float16 [groups, out_features]), the integers packed into
-int32. GPTQ packs along the input features, [in_features * bits / 32, out_features], and zero points along the output
-features, in its first version less one; `g_idx` says which group an input feature is in. AWQ packs both along the
-output features, [in_features, out_features / 8], the even ones of eight first.
+In both a module has `qweight`, `qzeros` and `scales` (float16 [groups, out_features]), integers packed into int32. GPTQ
+packs along the input features, [in_features * bits / 32, out_features], and zero points along the output features,
+minus one in its first version; `g_idx` is the group of each input feature. AWQ packs both along the output features,
+[in_features, out_features / 8], the even ones of eight first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,11 @@ from graphdecode.models.quantized import method
 from graphdecode.models.quantized.method import PackedTensor, Read, is_one_of, require
 from graphdecode.models.weight_map import CheckpointError
 
-_PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs of AWQ, in an int32
+_PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an int32 of AWQ
 
 
 class Gptq(method.Method):
-    """GPTQ; see the file's docstring."""
+    """GPTQ; see the module's docstring."""
 
     name = "gptq"
     of_integers = True
@@ -35,7 +35,7 @@ class Gptq(method.Method):
         flag(settings, "desc_act", False)
         if settings.get("dynamic"):
             raise UnsupportedModelError("quantization_config: dynamic is not supported: all layers must be alike")
-        # version 1 stores the zero point - 1
+        # version 1 stores zero points minus 1
         self._zero_offset = 1 if is_one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
@@ -63,7 +63,7 @@ class Gptq(method.Method):
     def _checked(
         self, module: str, tensors: Mapping[str, Stored], in_features: int, out_features: int
     ) -> tuple[int, dict[str, str]]:
-        """Return how many columns share a scale, and the names of a module's tensors."""
+        """Return the group size, and the names of a module's tensors."""
         there = {part: name for part in ("qweight", "qzeros", "scales") if (name := f"{module}.{part}") in tensors}
         scales = tensors.get(f"{module}.scales")
         groups = scales.shape[0] if scales is not None and scales.shape else 0
@@ -79,7 +79,7 @@ class Gptq(method.Method):
 
 
 class Awq(Gptq):
-    """AWQ; see the file's docstring."""
+    """AWQ; see the module's docstring."""
 
     name = "awq"
 
@@ -123,6 +123,6 @@ def _awq_groups(group_size: int, *, qweight: Tensor, scales: Tensor, qzeros: Ten
 
 
 def _outputs_in_order(stored: Tensor) -> Tensor:
-    """Return the codes in int32 [rows, out_features / 8], uint8 [rows, out_features]."""
+    """Unpack int32 [rows, out_features / 8] to uint8 [rows, out_features]."""
     places = unpacked(stored.contiguous().view(torch.uint8)).view(len(stored), -1, 8)
     return places[..., _PLACE_OF_OUTPUT].flatten(1)

@@ -1,6 +1,6 @@
 """The base of quantization methods of Hugging Face's checkpoints.
 
-A method finds the tensors that make up each weight, checks them, and unpacks them as `Groups`.
+A method finds the tensors of each quantized weight, checks them, and unpacks them as `Groups`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,28 +17,28 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.fields import UnsupportedModelError
 from graphdecode.models.weight_map import CheckpointError
 
-Read = Callable[[str, tuple[slice, ...]], Tensor]  # reads a slice of a stored tensor, by its name; () is all of it
-FLOATS = ("F32", "F16", "BF16")  # types of scales
-_VALUES_AT_ONCE = 1 << 22  # to dequantize, in fp32
+Read = Callable[[str, tuple[slice, ...]], Tensor]  # reads a slice of a tensor by name; (): all of it
+FLOATS = ("F32", "F16", "BF16")  # dtypes of scales
+_VALUES_AT_ONCE = 1 << 22  # float32 values dequantized at a time
 
 
 @dataclass(frozen=True)
 class PackedTensor:
     """A quantized weight."""
 
-    stored: Stored  # its unpacked shape, and its type, one of GROUP_TYPES
+    stored: Stored  # unpacked shape, and one of GROUP_TYPES
     tensors: Mapping[str, str]  # parameters of `unpack` -> names in the files
-    unpack: Callable[..., Groups]  # returns the weight of these tensors; experts are concatenated by rows
-    is_stack: bool = False  # it is [experts, in_features, out_features], with each expert's matrix stored by rows
+    unpack: Callable[..., Groups]  # returns the weight; experts are concatenated by rows
+    is_stack: bool = False  # it is [experts, in_features, out_features], each expert stored transposed
 
     def groups(self, read: Read, expert: int | None = None) -> Groups | None:
-        """Return a matrix, or one expert's of a stack; None if `expert` does not fit."""
+        """Return a matrix, or one expert's of a stack; None if `expert` does not match."""
         if self.is_stack is (expert is None):
             return None
         return self._unpacked(read, () if expert is None else (slice(expert, expert + 1),))
 
     def write(self, read: Read, out: Tensor, shard: Shard | None) -> None:
-        """Write the dequantized values, or a part of them, into `out`."""
+        """Write the dequantized values, or a shard of them, into `out`."""
         rows, *columns = (slice(None),) if shard is None else shard.slices(self.stored.shape)
         if self.is_stack:
             of_experts = self._unpacked(read, (rows,)).dequantized().unflatten(0, (-1, self.stored.shape[2]))
@@ -56,10 +56,10 @@ class PackedTensor:
 
 
 class Method(ABC):
-    """A `quant_method`, made of the fields of `quantization_config`."""
+    """A `quant_method`, from the fields of `quantization_config`."""
 
     name: ClassVar[str]
-    spare: ClassVar[tuple[str, ...]] = ()  # suffixes of tensors for quantized activations, which are not used
+    spare: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
     of_integers: bool = False  # weights are integers
 
     @abstractmethod
@@ -67,13 +67,13 @@ class Method(ABC):
 
     @abstractmethod
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield (name, weight) of each quantized weight of a checkpoint."""
+        """Yield name and tensor of each quantized weight."""
 
 
 def is_one_of(
     settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = ""
 ) -> Any:
-    """Return a field of `quantization_config`, or of its object `of`; an unknown value is refused."""
+    """Return a field of `quantization_config`, or of its object `of`; raise UnsupportedModelError if unknown."""
     value = settings.get(name)
     value = default if value is None else value
     if not any(value == each and type(value) is type(each) for each in known):
@@ -91,14 +91,14 @@ def is_size(value: Any) -> bool:
 
 
 def checked_block(block: Any, field: str) -> tuple[int, int]:
-    """Return the rows and columns that a field of `quantization_config` has."""
+    """Return rows and columns of a block from `quantization_config`."""
     if not isinstance(block, list) or len(block) != 2 or not all(map(is_size, block)):
         raise UnsupportedModelError(f"quantization_config: {field} must be two sizes, got {shown(block)}")
     return block[0], block[1]
 
 
 def checked_group_size(size: Any) -> int:
-    """Return a `group_size`; -1 is all of a row."""
+    """Return a `group_size`; -1: a whole row."""
     if not (is_size(size) or (size == -1 and isinstance(size, int))):
         raise UnsupportedModelError(f"quantization_config: group_size must be an integer >= 1, got {shown(size)}")
     return int(size)
@@ -118,7 +118,7 @@ def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dt
 def reordered(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
     """Return a weight with its columns sorted by their groups, for GPTQ's `desc_act`.
 
-    `group_of`: the group of each column, integers [in_features]; None: they are sorted.
+    `group_of`: the group of each column, integers [in_features]; None: already sorted.
     """
     expected = torch.arange(groups.shape[1]) // groups.group_size
     if group_of is None or torch.equal(group_of.long(), expected):

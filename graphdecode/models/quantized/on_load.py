@@ -1,6 +1,6 @@
-"""A source that quantizes the plain weights of another one as they are read, for `quantize=` and quantized copies.
+"""A source that quantizes plain weights on load, for `quantize=` and quantized copies.
 
-A checkpoint with one tensor for all experts of a layer is read as if each expert had tensors of its own.
+Stacked experts are read as if each expert had its own tensors.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from graphdecode.models.weight_map import Part, WeightMap, parts
 class _Piece(NamedTuple):
     """One expert's tensor in a stack."""
 
-    stack: str  # its name; the experts are along its first dimension
-    expert: Shard  # of the stack
-    place: int  # of this product among those of an expert in the stack
+    stack: str  # name of the stack [experts, ...]
+    expert: Shard  # the expert's shard of the stack
+    place: int  # index of this product among an expert's
     places: int  # products of an expert in the stack
     shape: tuple[int, ...]
 
 
 class ExpertsApart:
-    """A source whose stacks of experts are read as tensors of each expert.
+    """A source whose stacked experts are read as one tensor per expert.
 
-    The source has the tensors of the map `stacked`, and is read as those of `apart`; the others are those of
-    `ExpertNames`.
+    The source has the tensors of `stacked`, and is read as `apart`; see `ExpertNames` for the other arguments.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ExpertsApart:
         self._source = source
         self._interleaved, self._transposed = interleaved, transposed
         self._pieces: dict[str, _Piece] = {}
-        self._named: dict[str, str] = {}  # names of `apart` -> of `stacked`, where only these differ
+        self._named: dict[str, str] = {}  # names in `apart` -> names in `stacked`, if only these differ
         for place, ours in apart.items():
             theirs = stacked[place]
             if len(theirs) == len(ours):
@@ -62,7 +61,7 @@ class ExpertsApart:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All that there are, by name."""
+        """All tensors by name."""
         there = self._source.tensors
         used = {piece.stack for piece in self._pieces.values()} | set(self._named.values())
         found = {name: stored for name, stored in there.items() if name not in used}
@@ -70,7 +69,7 @@ class ExpertsApart:
         return found | {name: Stored(piece.shape, there[piece.stack].dtype) for name, piece in self._pieces.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write one tensor, or a part of it, into `out`, without reading other experts."""
+        """Write a tensor, or a shard of it, into `out`, without reading other experts."""
         piece = self._pieces.get(name)
         if piece is None:
             self._source.read(self._named.get(name, name), out, shard)
@@ -86,22 +85,22 @@ class ExpertsApart:
         out.copy_(own[0] if shard is None else own[0][shard.slices(piece.shape)])
 
 
-_VALUES_AT_ONCE = 1 << 22  # to round, in fp32
-_GROUP_SIZES = (128, 64, 32)  # the default is the first that divides all columns
+_VALUES_AT_ONCE = 1 << 22  # float32 values rounded at a time
+_GROUP_SIZES = (128, 64, 32)  # default: the first that divides all columns
 _FLOAT8_MOST = 448.0
-# candidates for a group's largest value over its scale: larger ones clip it, and make the others more precise
+# candidates for a group's largest value over its scale: larger ones clip it, for more precise others
 _LARGEST_CODES = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0, 11.0)
 
 
 @dataclass(frozen=True)
 class GroupScheme:
-    """Codes with a scale for each group of a row or for each row."""
+    """Codes with a scale per row, or per group of a row."""
 
     name: str  # value of `quantize`
     code: Code
-    bits: int  # of a code
-    is_grouped: bool = False  # whether the default is several groups a row
-    group_size: int | None = None  # columns that share a scale; None: all of a row
+    bits: int  # bits of a code
+    is_grouped: bool = False  # whether the default is several groups per row
+    group_size: int | None = None  # columns that share a scale; None: a whole row
 
     @property
     def type_name(self) -> str:
@@ -109,7 +108,7 @@ class GroupScheme:
         return "FP8" if self.code == "e4m3" else f"INT{self.bits}"
 
     def sized(self, group_size: int | None, columns: Iterable[int]) -> GroupScheme:
-        """Return the scheme with a group size that divides all `columns`; None: the largest usual one."""
+        """Return the scheme with a group size that divides all `columns`; None: the default."""
         if group_size is None and not self.is_grouped:
             return self
         if self.code != "integer":
@@ -135,7 +134,7 @@ GROUP_SCHEMES = {
 
 
 def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
-    """Return a weight [out_features, in_features], float32, bfloat16 or float16, as codes and scales of its dtype."""
+    """Quantize a weight [out_features, in_features], float32, bfloat16 or float16; scales have its dtype."""
     rows, columns = weight.shape
     size = scheme.group_size or columns
     scales = torch.empty(rows, columns // size, dtype=weight.dtype)
@@ -157,7 +156,7 @@ def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
 
 
 def _scales(groups: Tensor, scheme: GroupScheme, dtype: torch.dtype) -> Tensor:
-    """Return the scales of groups [rows, groups, columns], > 0, of a small squared error."""
+    """Return scales > 0 of groups [rows, groups, columns] that make the squared error small."""
     largest = groups.abs().amax(-1)
     least = torch.finfo(dtype).tiny
     if scheme.bits == 8:
@@ -172,18 +171,18 @@ def _scales(groups: Tensor, scheme: GroupScheme, dtype: torch.dtype) -> Tensor:
     return best
 
 
-_BLOCK_SCHEMES = {  # by name: block types of products, and of the output layer; the second if 256 does not divide
+_BLOCK_SCHEMES = {  # block types of products, and of the output layer; the second of each if 256 does not divide
     "q8_0": (("Q8_0", "Q8_0"), ("Q8_0", "Q8_0")),
     "q4_k": (("Q4_K", "Q5_0"), ("Q6_K", "Q8_0")),
 }
-# values of `quantize` -> those that `forms.py` knows for them
+# values of `quantize` -> those of `forms.py`
 FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromkeys(_BLOCK_SCHEMES, "gguf")}
-# dtypes of weights that are not quantized, by safetensors' names
+# dtypes of plain weights, by safetensors' names
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class RoundedSource:
-    """A source that quantizes the weights of `kinds` (name -> `Stored.dtype`): in groups, or in GGUF blocks."""
+    """A source that quantizes the weights of `kinds` (name -> `Stored.dtype`), in groups or GGUF blocks."""
 
     def __init__(
         self, source: TensorSource, weight_map: WeightMap, kinds: Mapping[str, str], scheme: GroupScheme | None
@@ -195,12 +194,12 @@ class RoundedSource:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All that there are, by name."""
+        """All tensors by name."""
         there = self._source.tensors
         return {name: stored._replace(dtype=self._kinds.get(name, stored.dtype)) for name, stored in there.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write the values of a tensor, or a part of it, into `out`."""
+        """Write a tensor, or a shard of it, dequantized into `out`."""
         if name not in self._kinds:
             self._source.read(name, out, shard)
             return
@@ -223,18 +222,18 @@ class RoundedSource:
 
 
 def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> RoundedSource:
-    """Return a source that quantizes the weights of another one, those of each expert separately.
+    """Return a source that quantizes the weights of another one, each expert separately.
 
-    Groups are for the products of layers; GGUF blocks for the embedding and the output layer, too.
+    Groups are for the products of layers; GGUF blocks also for the embedding and the output layer.
 
     Args:
-        source: of plain weights.
-        config: of the model.
+        source: the plain weights.
+        config: the model's configuration.
         name: one of FORMS_OF.
-        group_size: columns that share a scale, of "int4" and "int8"; None: what is usual.
+        group_size: columns that share a scale, for "int4" and "int8"; None: the default.
 
     Raises:
-        ValueError: the weights are quantized already, or groups or blocks do not fit.
+        ValueError: the weights are already quantized, or groups or blocks do not fit.
     """
     family = family_of(config.architecture)
     stored, weight_map = family.weights_in(config, source.tensors), family.weights(config)
