@@ -153,8 +153,7 @@ def describe() -> str:
 
 
 def is_expected(element: torch.dtype | None) -> bool:
-    """Whether `library` is expected to succeed, without compiling: there are included kernels, or a compiler.
-    """
+    """Whether `library` is expected to succeed, without compiling: there are included kernels, or a compiler."""
     kind = ELEMENTS[element or torch.float32]
     loaded = LOADED.get(kind)
     if loaded is not None:
