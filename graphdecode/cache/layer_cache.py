@@ -128,15 +128,11 @@ class RecurrentState(_State):
 
     Attributes:
         tensors: float32 [rows + 1 + checkpoints + drafts, ...] each, by name.
+        trash_row: the row for padding.
     """
 
     tensors: dict[str, Tensor]
-
-    @classmethod
-    def zeros(cls, layer: Recurrent, rows: int, device: torch.device | str) -> "RecurrentState":
-        """Return states of zeros: `rows`, and one for padding."""
-        made = {name: untouched_zeros((rows + 1, *shape), torch.float32, device) for name, shape in layer.shapes}
-        return cls(made)
+    trash_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,19 +152,22 @@ LayerState: TypeAlias = LayerCache | RecurrentState | KeysAndState
 
 
 def layer_state(
-    recurrent: Recurrent | None, pages: Callable[[], LayerCache], rows: int, device: torch.device
+    recurrent: Recurrent | None, pages: Callable[[], LayerCache], rows: int, device: torch.device, others: int = 0
 ) -> LayerState:
-    """Return a layer's state.
+    """Return a layer's state; recurrent ones are zeros.
 
     Args:
         recurrent: the layer's declaration; None: only keys and values.
         pages: makes keys and values.
-        rows: recurrent states, without that of padding.
+        rows: recurrent states of sequences.
         device: where recurrent states are.
+        others: further recurrent states, of checkpoints and drafts.
     """
     if recurrent is None:
         return pages()
-    states = RecurrentState.zeros(recurrent, rows, device)
+    count = rows + 1 + others
+    made = {name: untouched_zeros((count, *shape), torch.float32, device) for name, shape in recurrent.shapes}
+    states = RecurrentState(made, rows)
     return KeysAndState(pages(), states) if recurrent.beside_keys else states
 
 

@@ -106,8 +106,9 @@ class PagedKVCache:
                     value_scale=value_scale,
                     is_rolling=is_rolling,
                 ),
-                state_rows + num_checkpoints + draft_states,
+                state_rows,
                 self._device,
+                num_checkpoints + draft_states,
             )
             for (key_scale, value_scale), state, keys, is_rolling in zip(
                 scales or [(1.0, 1.0)] * num_layers,

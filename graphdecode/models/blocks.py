@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention import AttentionOptions, QKNormRope
-from graphdecode.cache import LayerCache, LayerState
+from graphdecode.cache import LayerCache, LayerState, RecurrentState, stateful
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
@@ -34,6 +34,24 @@ AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOpt
 _OPEN_GATE = 100.0  # sigmoid(100) is 1 in float32
 
 
+class StateStep(NamedTuple):
+    """Some tokens of a pass, at most one of each row, by which recurrent states advance that are written in torch."""
+
+    at: slice  # among the pass's tokens
+    before: Tensor  # int64 [n], rows of the states before the tokens
+    behind: Tensor  # int64 [n], rows of the states behind them
+    is_new: Tensor  # bool [n], whether the token is its sequence's first, or padding
+
+    def load(self, state: Tensor) -> Tensor:
+        """Return the states before the tokens, float32 [n, ...], given those of all rows; zeros before new ones."""
+        is_new = self.is_new.view(-1, *[1] * (state.dim() - 1))
+        return state.index_select(0, self.before).masked_fill(is_new, 0.0)
+
+    def store(self, state: Tensor, values: Tensor) -> None:
+        """Write the states behind the tokens, [n, ...], into those of all rows."""
+        state.index_copy_(0, self.behind, values.to(state.dtype))
+
+
 class Tokens(NamedTuple):
     """The tokens of a pass."""
 
@@ -48,6 +66,29 @@ class Tokens(NamedTuple):
     # set when drafts are verified, each in its own row; see `StateTokens`
     scan_rows: Tensor | None = None  # int32 [t], index into `state_rows`; None: `rows`
     kept_states: Tensor | None = None  # int32 [t], state row for the state after each token
+    in_chunks: bool | None = None  # whether these are prompt chunks: many tokens per row
+
+    def steps(self, states: RecurrentState, begin: int = 0) -> Iterator[StateStep]:
+        """Yield the tokens in the order in which they advance a layer's states; `begin` tokens are before them.
+
+        All tokens of a decode step are one step, the queries of a row that are verified one after another, and each
+        token of a prompt is a step of its own: how many of them belong to a row is known on the device alone.
+        """
+        assert self.state_rows is not None  # the engine gives them to a model that has states
+        count, rows = self.ids.shape[0], self.rows if self.scan_rows is None else self.scan_rows
+        is_dead = torch.arange(count, dtype=torch.int32, device=rows.device) >= self.live  # may have any values
+        own = self.state_rows.index_select(0, rows.clamp(0, self.state_rows.shape[0] - 1))
+        before, behind = (
+            torch.where(is_dead, states.trash_row, each).to(torch.int64)
+            for each in (own, own if self.kept_states is None else self.kept_states)
+        )
+        is_new = (self.positions == 0) | is_dead
+        queries = 1 if self.kept_states is None else count // self.state_rows.shape[0]
+        width = count if self.in_chunks else queries
+        for first in range(width):
+            at = slice(first, count, width)
+            known = behind[first - 1 :: width] if first and self.kept_states is not None else before[at]
+            yield StateStep(slice(begin + first, begin + count, width), known, behind[at], is_new[at])
 
     def adapter_span(self, begin: int) -> AdapterSpan | None:
         """Return the tokens, at `begin` of the pass, with their adapters; None if no row has one."""
@@ -171,6 +212,12 @@ class ResidualStream:
             assert part.state_rows is not None  # the engine sets them for models with states
             rows = part.rows if part.scan_rows is None else part.scan_rows
             yield span, StateTokens(rows, part.positions, part.live, part.state_rows, part.kept_states)
+
+    def state_steps(self, cache: LayerState) -> Iterator[StateStep]:
+        """Yield the tokens in the order in which they advance a layer's recurrent states; see `Tokens.steps`."""
+        (states,) = stateful([cache])
+        for span, part in self.parts():
+            yield from part.steps(states, span.start)
 
     def parts(self) -> Iterator[tuple[slice, Tokens]]:
         """Yield the span of each part's tokens, and the tokens."""

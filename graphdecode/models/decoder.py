@@ -39,7 +39,7 @@ from graphdecode.models.model import Chunks, Model
 def tokens_of(batch: Batch | Chunks) -> Tokens:
     """Return the tokens of a decode step or of prompt chunks."""
     if isinstance(batch, Chunks):
-        return Tokens(*batch[:4], *batch[6:])
+        return Tokens(*batch[:4], *batch[6:], in_chunks=True)
     where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
     return Tokens(batch.tokens, *where, *(getattr(batch, name, None) for name in Tokens._fields[5:]))
 

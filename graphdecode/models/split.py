@@ -44,8 +44,8 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
     kv_heads = dict.fromkeys([config.num_key_value_heads, *(keys.heads for keys in config.layer_keys)])
     odd += [f"num_key_value_heads {heads}" for heads in kv_heads if heads % count and count % heads]
     mixer = config.mixer and config.mixer.split(count)
-    if config.mixer is not None and mixer is None:
-        odd.append(f"the heads of recurrent layers, {config.mixer},")
+    if mixer is None and any(kept is not None and kept.shapes for kept in config.recurrent):
+        odd.append(f"the heads of recurrent layers, {config.mixer or 'whose sizes are not known'},")
     if odd:
         raise ArgumentError(f"tensor_parallel_size={count} does not divide {', '.join(odd)} of this model")
     experts = config.experts
