@@ -13,14 +13,21 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     Exaone4Config,
+    FalconMambaConfig,
     Gemma3nTextConfig,
     Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
+    JambaConfig,
+    Lfm2MoeConfig,
+    MambaConfig,
     OPTConfig,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
     StableLmConfig,
     Starcoder2Config,
+    Zamba2Config,
+    ZambaConfig,
 )
 
 from graphdecode.models import resolve_model_path
@@ -55,6 +62,21 @@ def _gemma3n(sizes: Sizes) -> PreTrainedConfig:
     return Gemma3nTextConfig(hidden_size_per_layer_input=16, vocab_size_per_layer_input=sizes.vocab_size, **fields)
 
 
+def _mamba(kind: type[PreTrainedConfig]) -> Callable[[Sizes], PreTrainedConfig]:
+    def config(sizes: Sizes) -> PreTrainedConfig:
+        fields = sizes.fields(state_size=8, time_step_rank=8)
+        return kind(**fields | {"intermediate_size": 2 * sizes.hidden_size})
+
+    return config
+
+
+def _experts(sizes: Sizes, linear: str, **others: Any) -> dict[str, Any]:
+    """Return the fields of a model with experts, whose even layers are of a linear kind, the odd ones attention."""
+    kinds = [(linear, "full_attention")[layer % 2] for layer in range(sizes.num_hidden_layers)]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes.intermediate_size // 2}
+    return sizes.grouped(layer_types=kinds, **experts, **others)
+
+
 TINY = Sizes(259, 64, 96, 2, 4, 256)
 SMALL = Sizes(8192, 384, 1536, 6, 6, 1024)  # about 20 million parameters
 ADOPTED: dict[str, Callable[[Sizes], PreTrainedConfig]] = {
@@ -70,6 +92,44 @@ ADOPTED: dict[str, Callable[[Sizes], PreTrainedConfig]] = {
         **sizes.fields(ffn_dim=sizes.intermediate_size, word_embed_proj_dim=sizes.hidden_size // 2)
     ),
     "gpt2": lambda sizes: GPT2Config(**sizes.fields(n_inner=sizes.intermediate_size)),
+}
+
+STATEFUL: dict[str, Callable[[Sizes], PreTrainedConfig]] = {  # with recurrent states
+    "mamba": _mamba(MambaConfig),
+    "falcon-mamba": _mamba(FalconMambaConfig),
+    "jamba": lambda sizes: JambaConfig(
+        **sizes.grouped(num_experts=4, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1),
+        expert_layer_offset=1,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+    ),
+    "zamba": lambda sizes: ZambaConfig(
+        **sizes._replace(num_hidden_layers=6).fields(num_key_value_heads=sizes.num_attention_heads),
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+    ),
+    "zamba2": lambda sizes: Zamba2Config(
+        **sizes._replace(num_hidden_layers=4).fields(num_key_value_heads=sizes.num_attention_heads),
+        layers_block_type=["mamba", "hybrid"] * 2,
+        num_mem_blocks=2,
+        mamba_d_state=16,
+        n_mamba_heads=8,
+        mamba_ngroups=2,
+        adapter_rank=8,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+    ),
+    "lfm2-moe": lambda sizes: Lfm2MoeConfig(**_experts(sizes, "conv", num_dense_layers=1)),
+    "qwen3.5-moe": lambda sizes: Qwen3_5MoeTextConfig(
+        **_experts(sizes, "linear_attention", head_dim=16, shared_expert_intermediate_size=32),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
 }
 
 

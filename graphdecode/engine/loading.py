@@ -340,7 +340,7 @@ def make_runner(
         capacity.pages_per_row,
         buckets,
         settings.batch_invariant,
-        settings.prefill_tokens(device.type),
+        min(settings.prefill_tokens(device.type), decoder.most_prompt_tokens),
         mixes,
         cache.trash_state_row,
         cache.rolling,

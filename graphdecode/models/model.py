@@ -40,6 +40,7 @@ class Model(ABC):
     device: torch.device
     cache_scales: list[tuple[float, float]]  # key and value scales of each layer, for an fp8 cache
     adapters: AdapterSlots | None = None  # None: it was loaded without adapter slots
+    most_prompt_tokens: int = 2**31 - 1  # of a prefill pass
     takes_rolling_pages: bool = False  # whether it reads `rolling_table` for layers with rolling pages
 
     @property

@@ -21,7 +21,6 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
-    MambaConfig,
     MllamaConfig,
     OlmoeConfig,
     Qwen2AudioConfig,
@@ -191,7 +190,6 @@ def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (MambaConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1), "keeps another state than keys and values"),
         (
             BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4),
             "calls attention through its AttentionInter",
@@ -297,12 +295,13 @@ def test_who_runs_a_model_can_be_said(adopted: Callable[[str], Path]) -> None:
         load_model(adopted("gpt2"), device="cpu", batch_invariant=True)
 
 
-def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", ["cohere", "opt", "gpt2", "gemma3n"])
+def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Path], name: str) -> None:
     prompt = prompts()[3]
-    model = AutoModelForCausalLM.from_pretrained(adopted("cohere"), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(adopted(name), dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-    with LLM(adopted("cohere"), dtype="float32", max_batch_size=2, max_prefill_tokens=16) as llm:
+    with LLM(adopted(name), dtype="float32", max_batch_size=2, max_prefill_tokens=16) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
     for place, token in enumerate(prompt[1:]):

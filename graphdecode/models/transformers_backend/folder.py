@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
+from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.extensions import BRING_YOUR_OWN
 from graphdecode.linear.adapted import Adapted, AdapterSpan
@@ -30,18 +31,24 @@ from graphdecode.models.transformers_backend.module_decoder import (
     register,
     set_attention,
 )
+from graphdecode.models.transformers_backend.states import Shape, StateProbe, inputs_of, place_in
 from graphdecode.models.updates import copy_finite
 from graphdecode.models.weight_map import CheckpointError, Part
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # types of layers without other states than keys and values
+_ATTENDING = _PLAIN_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same beside layers with states
+_LAYERS_WITHOUT_STATE = {"mlp", "moe"}
 
 
 class FormLinear(nn.Module):
-    """A linear layer whose weight has one of our forms; `spans` are the tokens of a pass that may have adapters."""
+    """A linear layer whose weight has one of our forms; `spans` are the tokens of a pass that may have adapters.
 
-    def __init__(self, form: WeightForm, spans: list[AdapterSpan], *, in_floats: bool = False) -> None:
+    Modules that ask for the dtype of `weight` find it; there is nothing else to read from it.
+    """
+
+    def __init__(self, form: WeightForm, spans: list[AdapterSpan], dtype: torch.dtype, *, in_floats: bool) -> None:
         super().__init__()
-        self.form, self.spans = form, spans
+        self.form, self.spans, self.weight = form, spans, torch.empty(form.shape, dtype=dtype, device="meta")
         self.in_floats = in_floats
         self.in_features = form.in_features
         self.out_features = form.out_features
@@ -73,13 +80,13 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return module.weight.detach().t() if type(module) is Conv1D else None
 
 
-def takes_adapters(path: str) -> bool:
-    """Whether the product at a path has room for adapters; those of single experts see some of the tokens alone."""
-    return "experts" not in path.split(".")
+def takes_adapters(path: str, mixers: Collection[str]) -> bool:
+    """Whether the product at a path has room for adapters; single experts and `mixers` see some of the tokens alone."""
+    return "experts" not in path.split(".") and not path.startswith(tuple(f"{mixer}." for mixer in mixers))
 
 
 def replace_linears(
-    model: Any, options: FormOptions, adapters: AdapterSlots | None, spans: list[AdapterSpan]
+    model: Any, config: AdoptedConfig, options: FormOptions, adapters: AdapterSlots | None, spans: list[AdapterSpan]
 ) -> list[tuple[str, WeightForm]]:
     """Replace all plain linear layers by forms, and return each with its name, such as `q_proj`.
 
@@ -87,6 +94,7 @@ def replace_linears(
     """
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
+    paths = [path for path in paths if path not in config.plain_linears]
     forms = []
     for path in paths:  # by path: a list of modules would hold all weights until the end
         above, _, name = path.rpartition(".")
@@ -94,10 +102,10 @@ def replace_linears(
         weight: Any = weight_of(module)
         bias = None if module.bias is None else module.bias.detach()
         form = linear_of(weight.contiguous(), bias, replace(options, in_floats=module is head))
-        if adapters is not None and takes_adapters(path):
+        if adapters is not None and takes_adapters(path, config.mixers):
             form = adapters.around(form, path, (Part(f"{path}.weight", form.shape),))
         forms.append((name, form))
-        setattr(model.get_submodule(above), name, FormLinear(form, spans, in_floats=module is head))
+        setattr(model.get_submodule(above), name, FormLinear(form, spans, weight.dtype, in_floats=module is head))
     return forms
 
 
@@ -119,9 +127,15 @@ class AdoptedFolder:
         settings = self._settings()
         try:
             module = self._module_without_weights(settings)
-            shapes, is_complete = _attention_shapes(module)
-            self._check_layers(module, settings, shapes if is_complete else None)
-            return _config_of(module, settings.get_text_config(decoder=True), shapes)
+            self._check_kind(module, settings)
+            text = settings.get_text_config(decoder=True)
+            states = StateProbe(module) if _keeps_states(module, text) else None
+            shapes, is_complete = _attention_shapes(module, states)
+            if states is not None:
+                _check_states(module, text, shapes, states)
+            else:
+                _check_stateless(module, text, shapes if is_complete else None)
+            return _config_of(module, text, shapes, states)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
@@ -168,7 +182,8 @@ class AdoptedFolder:
         _replace_tensors(module, replaced)
         keep_quantiles(module)
         spans: list[AdapterSpan] = []
-        return ModuleDecoder(config, module, replace_linears(module, options, adapters, spans), adapters, spans)
+        forms = replace_linears(module, config, options, adapters, spans)
+        return ModuleDecoder(config, module, forms, adapters, spans)
 
     def _settings(self) -> Any:
         from transformers import AutoConfig
@@ -205,9 +220,9 @@ class AdoptedFolder:
                 why = f"for {name}: {_other_inputs(settings) or 'only causal decoders are run'}"
             raise UnsupportedModelError(f"transformers has no causal decoder {why}") from error
 
-    def _check_layers(self, module: Any, settings: Any, attended: Collection[int] | None) -> None:
-        """Refuse a module that cannot run over a paged cache; `attended`: its layers with attention, None: unknown."""
-        text, name = settings.get_text_config(decoder=True), _architecture(settings)
+    def _check_kind(self, module: Any, settings: Any) -> None:
+        """Refuse a module that is no causal decoder over a paged cache."""
+        name = _architecture(settings)
         if {part.is_causal for part in module.modules() if hasattr(part, "is_causal")} == {False}:
             why = "whose tokens see those behind them: it generates no text, and only causal decoders are run"
             raise UnsupportedModelError(f"{name} is an encoder, {why}")
@@ -218,15 +233,45 @@ class AdoptedFolder:
             raise UnsupportedModelError(
                 f"{asked} is not supported: {why}. Families are there for {families}; a family {BRING_YOUR_OWN}"
             )
-        other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
-        if module._is_stateful or other:
-            kinds = f": layers of {', '.join(other)}" if other else ""
-            raise UnsupportedModelError(f"{name} keeps another state than keys and values by position{kinds}")
-        if attended is not None and sorted(attended) != list(range(text.num_hidden_layers)):
-            raise UnsupportedModelError(_no_interface(name))
-        forwards = [inspect.signature(part.forward) for part in (module, module.base_model)]
-        if any("position_ids" not in forward.parameters for forward in forwards):
-            raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
+
+
+def _keeps_states(module: Any, text: Any) -> bool:
+    """Whether a module says that its layers keep another state than keys and values."""
+    return bool(module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
+
+
+def _check_stateless(module: Any, text: Any, attended: Collection[int] | None) -> None:
+    """Refuse a module that cannot run over a paged cache; `attended`: its layers with attention, None: unknown."""
+    name = _architecture(module.config)
+    if attended is not None and sorted(attended) != list(range(text.num_hidden_layers)):
+        raise UnsupportedModelError(_no_interface(name))
+    forwards = [inspect.signature(part.forward) for part in (module, module.base_model)]
+    if any("position_ids" not in forward.parameters for forward in forwards):
+        raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
+
+
+def _check_states(module: Any, text: Any, attended: Collection[int], states: StateProbe) -> None:
+    """Refuse a module with layers that keep neither keys and values, nor states in its cache, and yet something."""
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    odd = {
+        index: kind
+        for index, kind in enumerate(kinds)
+        if index not in states.shapes and kind not in (_ATTENDING if index in attended else _LAYERS_WITHOUT_STATE)
+    }
+    if odd or not states.shapes:
+        # a part that has got a tensor, and no buffer, in the step
+        holders = (part for part in module.modules() if any(isinstance(value, Tensor) for value in vars(part).values()))
+        holder = type(next(holders, module.base_model))
+        file, line = inspect.getsourcefile(holder), inspect.getsourcelines(holder)[1]
+        where = f"{Path(file or '').name}:{line}: {holder.__name__}"
+        layers = ", ".join(f"{index} ({kind})" if kind else str(index) for index, kind in odd.items()) or "any number"
+        raise UnsupportedModelError(f"{_stateful(text)}: {where} does not keep that of layers {layers} in its cache")
+
+
+def _stateful(text: Any) -> str:
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
+    kinds = f", in layers of {', '.join(other)}" if other else ""
+    return f"{_architecture(text)} keeps another state than keys and values by position{kinds}"
 
 
 def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
@@ -243,47 +288,62 @@ def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
 _Shape = tuple[int, int, int, int, int]  # query heads, key heads, channels of queries, keys and values
 
 
-def _attention_shapes(module: nn.Module) -> tuple[dict[int, _Shape], bool]:
+def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int, _Shape], bool]:
     """Return each layer's attention shapes in a step on the meta device, and whether the step was completed.
 
     It is not if the module reads tensors on the host, or runs operators that have no meta kernel.
+
+    Raises:
+        UnsupportedModelError: a layer attends twice, or it was not completed and the module has `states` to find.
     """
     shapes: dict[int, _Shape] = {}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        layer = layer if states is None else states.attending(layer)
         if layer in shapes:
             raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
         shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
         return q.new_empty((*q.shape[:2], v.shape[2]))
 
     set_attention(module, attend)
-    token = torch.zeros((1, 1), dtype=torch.int64, device="meta")
+    if states is not None and module._can_set_experts_implementation():
+        module.set_experts_implementation("batched_mm")  # has meta kernels for all dtypes
+    token = torch.zeros(1, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
-            module(input_ids=token, position_ids=token, use_cache=False)
+            module(**inputs_of(module, token, token, states))
     except UnsupportedModelError:
         raise
-    except (RuntimeError, NotImplementedError):
+    except Exception as error:  # see `load`
+        if states is not None:
+            why = f"{place_in(error)}{_line(error)}"
+            raise UnsupportedModelError(f"{_stateful(module.config)}, which cannot be run here: {why}") from error
+        if not isinstance(error, RuntimeError):
+            raise
         return shapes, False
     return shapes, True
 
 
-def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape]) -> AdoptedConfig:
+def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape], states: StateProbe | None) -> AdoptedConfig:
     """Return the sizes: those of `shapes`, else those of transformers' configuration."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
+    if states is not None:  # layers without keys say nothing of heads or positions
+        fields = {"num_attention_heads": 1, "head_dim": 16, "max_position_embeddings": 2**20} | fields
     heads = count(fields, "num_attention_heads")
     kv_heads = count(fields, "num_key_value_heads", heads)
     head_dim = fields.get("head_dim") or count(fields, "hidden_size") // heads
-    if 0 in shapes:
-        heads, kv_heads, head_dim, *_ = shapes[0]
+    if shapes:
+        heads, kv_heads, head_dim, *_ = next(iter(shapes.values()))
     dtype = getattr(text, "dtype", None) or torch.float32
     eos = text.eos_token_id
-    weights = ((path, weight_of(part)) for path, part in module.named_modules())
-    adapted = [weight.shape for path, weight in weights if weight is not None and takes_adapters(path)]
+    mixers = () if states is None else tuple(sorted(states.mixers))
+    weights = {path: weight for path, part in module.named_modules() if (weight := weight_of(part)) is not None}
+    adapted = [weight.shape for path, weight in weights.items() if takes_adapters(path, mixers)]
+    layers = range(count(fields, "num_hidden_layers"))
     config = AdoptedConfig(
         architecture=_architecture(text) if text.architectures else type(module).__name__,
         vocab_size=count(fields, "vocab_size"),
-        num_hidden_layers=count(fields, "num_hidden_layers"),
+        num_hidden_layers=len(layers),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -292,10 +352,20 @@ def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape]) -> Ad
         dtype=dtype if dtype in DTYPES.values() else torch.float32,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         adapted_features=sum(map(sum, adapted)),
+        recurrent=() if states is None else tuple(_recurrent(states.shapes.get(i), i in shapes) for i in layers),
+        mixers=mixers,
+        plain_linears=frozenset() if states is None else frozenset(weights.keys() - states.called),
     )
     for shape in shapes.values():
         config.check_heads(*shape)
     return config
+
+
+def _recurrent(states: Mapping[str, Shape] | None, attends: bool) -> Recurrent | None:
+    """Return what a layer keeps, given its states."""
+    if states is None and attends:
+        return None
+    return Recurrent(tuple((states or {}).items()), beside_keys=attends)
 
 
 def _architecture(settings: Any) -> str:

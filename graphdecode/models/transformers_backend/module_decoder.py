@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphdecode.attention import AttentionOptions, PagedDecodeAttention, QKNormRope, TokenByTokenAttention, extend_over
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention, QKNormRope, TokenByTokenAttention
 from graphdecode.buffers import Batch
-from graphdecode.cache import LayerCache, LayerState
-from graphdecode.kernels.cache.kv_format import format_of, mixed, within
-from graphdecode.kernels.cache.rope_append import rope_append
+from graphdecode.cache import LayerState, paged
 from graphdecode.linear.adapted import AdapterSpan
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.blocks import Attend, Tokens, each_once
+from graphdecode.models.blocks import Attend, Tokens, append_tokens, each_once
 from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
 from graphdecode.models.model import Chunks, Model
+from graphdecode.models.transformers_backend.states import ModuleStates, inputs_of
 
 NAME = "graphdecode"  # of the function, in transformers' registry
 _PLACE = "graphdecode_attention"  # the attribute of an attention module that holds the function
+_MOST_TOKENS = 32  # of a prompt in a pass of a module with recurrent states: its mixers run once for each
 _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are rotated already
 
 
@@ -38,6 +38,8 @@ class AdoptedConfig(ModelShape):
     windows: tuple[int, ...] = (-1,)  # unknown before the module runs
     num_parameters: int
     adapted_features: int  # inputs and outputs of the products that adapters can change
+    mixers: tuple[str, ...] = ()  # paths of the parts with recurrent states
+    plain_linears: frozenset[str] = frozenset()  # paths of linear layers whose weights the module reads by itself
 
     def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
         """Refuse a layer whose attention does not fit the cache; values of fewer channels than keys are padded."""
@@ -64,7 +66,7 @@ def register() -> None:
 def set_attention(model: nn.Module, attend: Attending) -> None:
     """Set the function that computes the attention of a model's modules."""
     for module in model.modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
+        if hasattr(module, "layer_idx"):
             setattr(module, _PLACE, attend)
 
 
@@ -122,7 +124,6 @@ class _Pass(NamedTuple):
     tokens: Tokens
     caches: Sequence[LayerState]
     attend: Attend
-    is_cached: bool = False  # keys and values of the tokens are in the caches already
 
 
 class ModuleDecoder(Model):
@@ -148,6 +149,9 @@ class ModuleDecoder(Model):
         # no channels are rotated here: the module has rotated queries and keys
         self._angles = torch.empty((config.max_position_embeddings, 2, 0), device=self.device)
         self._pass: _Pass | None = None
+        self._states = None
+        if config.mixers:
+            self._states, self.most_prompt_tokens = ModuleStates(module, config.mixers, self.dtype), _MOST_TOKENS
         set_attention(module, self.attend)
 
     def _plain_tensors(self) -> list[Tensor]:
@@ -176,56 +180,41 @@ class ModuleDecoder(Model):
 
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
-    ) -> _Pass:
-        """Append the keys and values of many tokens; see `Model.prefill`."""
-        passed = _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention))
+    ) -> Any:
+        """Append the keys and values of many tokens, and return what the module's body gives; see `Model.prefill`."""
         with torch.no_grad():
-            self._run(self.module.base_model, passed)
-        return passed
+            return self._run(self._body, _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention)))
 
-    def logits(self, passed: _Pass, begin: int, end: int) -> Tensor:
-        """Run some tokens of a prefill again, for their logits; see `Model.logits`."""
-        ids, rows, positions, live, table = passed.tokens[:5]
-        adapters = passed.tokens.adapters
-        part, count = slice(begin, end), end - begin
-        row = rows[begin : begin + 1]
-        table = table.index_select(0, row)
-        tokens = Tokens(
-            ids[part],
-            torch.zeros_like(rows[part]),
-            positions[part],
-            live.clamp(max=count),
-            table,
-            adapters=None if adapters is None else adapters.index_select(0, row),
-        )
-        cu_seqlens_q = torch.arange(0, count + 1, count, dtype=torch.int32, device=self.device)
-        cu_seqlens_kv = torch.nn.functional.pad(positions[end - 1 : end] + 1, (1, 0))
+    def logits(self, passed: Any, begin: int, end: int) -> Tensor:
+        """Return the logits of some tokens of a prefill, by the module around its body; see `Model.logits`."""
+        part = type(passed)(**{**passed, "last_hidden_state": passed.last_hidden_state[:, begin:end]})
+        body = self._body
+        body.forward = lambda *_, **__: part
+        try:
+            none = torch.zeros(end - begin, dtype=torch.int64, device=self.device)
+            with torch.no_grad():
+                return self.module(input_ids=none[None], use_cache=False).logits[0].float()
+        finally:
+            del body.forward
 
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            extend_over(cache, out, q, cu_seqlens_q, cu_seqlens_kv, table, options)
-
-        with torch.no_grad():
-            return self._logits(_Pass(tokens, passed.caches, attend, is_cached=True))
+    @property
+    def _body(self) -> Any:
+        """The module without its output layer."""
+        module: Any = self.module
+        return module.get_decoder()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Append a layer's keys and values, and return the attention of its queries; called by the module."""
         if self._pass is None:
             raise UnsupportedModelError("the module can only be run by its decoder, which knows its cache")
-        tokens, cache = self._pass.tokens, self._pass.caches[layer]
-        assert isinstance(cache, LayerCache)
+        if self._states is not None:
+            layer = self._states.attending(layer)
+        tokens, (cache,) = self._pass.tokens, paged([self._pass.caches[layer]])
         self.config.check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
         v_dim = v.shape[2]
         v = torch.nn.functional.pad(v, (0, q.shape[2] - v_dim))  # a cache has one size for keys and values
         queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if self._pass.is_cached:
-            queries.copy_(within(mixed(q), q.dtype) if format_of(cache.keys.dtype).is_mixed else q)
-        else:
-            joined = torch.cat((q, k, v), dim=1).flatten(1)
-            where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
-            key, value, pages = cache.scales
-            pool = (cache.keys, cache.values)
-            rope = QKNormRope(self._angles)
-            rope_append(queries, *pool, joined, *where, rope, k_scale=key, v_scale=value, scales=pages)
+        append_tokens(queries, cache, torch.cat((q, k, v), dim=1).flatten(1), tokens, QKNormRope(self._angles))
         attended = torch.empty_like(queries)
         self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]
@@ -242,7 +231,9 @@ class ModuleDecoder(Model):
         ids = ids.clamp(0, self.config.vocab_size - 1)
         positions = positions.clamp(0, self.config.max_position_embeddings - 1).long()
         self._pass = tokens
+        if self._states is not None:
+            self._states.begin(tokens.tokens, tokens.caches)
         try:
-            return module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+            return module(**inputs_of(module, ids, positions, self._states))
         finally:
             self._pass = None

@@ -1,0 +1,213 @@
+"""Modules of transformers with recurrent states: its tokens, whatever the batch, chunks, padding and preemption."""
+
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driven_decoder import DrivenDecoder
+from planted import Fault
+from transformers import (
+    AutoModelForCausalLM,
+    MiniMaxConfig,
+    PreTrainedConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+)
+
+from adopted_models import STATEFUL, TINY, save_random
+from graphdecode import LLM, GraphManager, SamplingParams
+from graphdecode.graphs import check
+from graphdecode.models import UnsupportedModelError, describe_model, load_model
+from graphdecode.models.blocks import StateStep, Tokens
+from graphdecode.models.transformers_backend import ModuleDecoder
+from graphdecode.models.transformers_backend.states import ModuleStates
+
+NEW_TOKENS = 16
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("falcon-mamba", "zamba", "lfm2-moe", "qwen3.5-moe")]
+QUICK = ("mamba", "jamba", "zamba2")  # a state alone, beside experts and attention in other layers, beside attention
+OTHER_ENGINES: dict[str, dict[str, Any]] = {
+    "drafts": {"speculation": {"method": "ngram", "num_tokens": 3, "ngram_min": 1}},
+    "three steps a launch": {"steps_per_launch": 3},
+    "prefixes": {"state_checkpoints": 8, "state_checkpoint_tokens": 8},
+}
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    given = [[rng.randrange(256) for _ in range(length)] for length in (1, 2, 7, 8, 15, 17, 31, 40, 60)]
+    given[7][:16] = given[6][:16]
+    return given
+
+
+class Adopted:
+    """A checkpoint, and the tokens that transformers gives."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = save_random(STATEFUL[name](TINY), folder)
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.expected = []
+        for prompt in prompts():
+            ids = torch.tensor([prompt])
+            options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            self.expected.append(made[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module")
+def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adopted]:
+    made: dict[str, Adopted] = {}
+
+    def of(name: str) -> Adopted:
+        if name not in made:
+            made[name] = Adopted(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return of
+
+
+def engine(folder: Path, **changes: Any) -> LLM:
+    """Chunks of 7, four rows in one bucket, and few pages."""
+    sizes = {"max_batch_size": 4, "batch_sizes": [4], "max_sequence_length": 96, "page_size": 8, "total_num_pages": 12}
+    return LLM(folder, dtype="float32", max_prefill_tokens=7, **sizes | changes)
+
+
+def tokens_of(llm: LLM, given: list[list[int]]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(given, PARAMS, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_tokens_are_those_of_transformers_in_one_batch_and_alone(adopted: Callable[[str], Adopted], name: str) -> None:
+    expected = adopted(name).expected
+    assert len({token for answer in expected for token in answer}) > NEW_TOKENS // 2, "it varies"
+    with engine(adopted(name).folder) as llm:
+        assert isinstance(llm.model, ModuleDecoder)
+        assert llm.graphs.backend in ("recorded", "cuda")
+        assert tokens_of(llm, prompts()) == expected
+        assert llm.num_preemptions > 0
+        assert [tokens_of(llm, [prompt]) for prompt in prompts()[5:]] == [[answer] for answer in expected[5:]]
+
+
+@pytest.mark.parametrize("other", OTHER_ENGINES)
+def test_drafts_loops_and_prefixes_change_no_token(adopted: Callable[[str], Adopted], other: str) -> None:
+    options = OTHER_ENGINES[other] | {"total_num_pages": "auto"}
+    with engine(adopted("jamba").folder, **options) as llm:
+        assert tokens_of(llm, prompts()) == adopted("jamba").expected
+        outputs = llm.generate(prompts()[-1:], PARAMS, use_tqdm=False)
+        assert list(outputs[0].outputs[0].token_ids) == adopted("jamba").expected[-1]
+        assert (outputs[0].metrics.num_cached_tokens > 0) == (other == "prefixes")
+        if other == "drafts":
+            assert llm.stats.speculation.drafted > 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(StateStep, "load", ".masked_fill(is_new, 0.0)", ""),
+        Fault(Tokens, "steps", "count if self.in_chunks else queries", "queries"),
+        Fault(ModuleStates, "_run", "step.store(self._tensor(layer, name), values)", "pass"),
+    ],
+    ids=str,
+)
+def test_a_fault_of_states_is_seen_in_tokens(adopted, monkeypatch, fault):
+    expected = adopted("jamba").expected
+    fault.plant(monkeypatch)
+    with engine(adopted("jamba").folder) as llm:
+        assert tokens_of(llm, prompts()) != expected
+
+
+@pytest.fixture(params=QUICK[1:])
+def driven(request: pytest.FixtureRequest, adopted: Callable[[str], Adopted], device: str) -> DrivenDecoder:
+    """Rows of mixed lengths in the middle of their answers."""
+    model = load_model(adopted(request.param).folder, device=device, dtype="float32", batch_sizes=(1, 3))
+    driven = DrivenDecoder(model, 3, max_length=48)
+    driven.prefill([[(7 * i + row) % 256 for i in range(length)] for row, length in enumerate((3, 30, 8))], [0] * 3)
+    return driven
+
+
+def test_laws_2_4_and_5_hold_for_a_modules_states(driven: DrivenDecoder) -> None:
+    before = driven.states()
+    assert all(tensor[:3].isfinite().all() and tensor[3].isnan().all() for tensor in before)
+    assert check(driven.step, driven.buffers, constants=driven.model.constants) == []
+    graphs = GraphManager(driven.step, driven.buffers, (1, 3), constants=driven.model.constants)
+    graphs.capture(progress=False)
+    for count in (2, 3):
+        seen = []
+        for poisoned, run in ((False, graphs.run_eager), (False, graphs.replay), (True, graphs.replay)):
+            driven.restore(before)
+            driven.stage([40, 41, 42][:count], [3, 30, 8][:count])
+            if poisoned:
+                driven.buffers.poison(count)
+            run(count)
+            seen.append([driven.buffers.logits[:count].clone(), *(state[:3] for state in driven.states())])
+        assert all(tensor.isfinite().all() for tensor in seen[0])
+        for other in seen[1:]:
+            assert all(torch.equal(one, another) for one, another in zip(seen[0], other, strict=True))
+        for tensor, known in zip(seen[0][1:], before, strict=True):
+            assert torch.equal(tensor[count:], known[count:3]), "rows that are not live keep their states"
+    graphs.close()
+
+
+def test_hostile_padding_behind_a_prompt_changes_no_bit(driven: DrivenDecoder) -> None:
+    before, found = driven.states(), []
+    for padding in (0, 5):
+        driven.restore(before)
+        chunks = driven.chunks({0: [5, 6, 7], 2: [8]}, {0: 3, 1: 0, 2: 8}, padding)
+        passed = driven.model.prefill(chunks, driven.caches)
+        found.append([driven.model.logits(passed, 0, 3), *(state[:3] for state in driven.states())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(one[1], known[1]) for one, known in zip(found[1][1:], before, strict=True))
+
+
+def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Adopted]) -> None:
+    prompt, folder = prompts()[-1], adopted("jamba").folder
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    with engine(folder) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    given = [output.prompt_logprobs[place + 1][token].logprob for place, token in enumerate(prompt[1:])]
+    wanted = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert max(abs(one - other) for one, other in zip(given, wanted.tolist(), strict=True)) < 1e-4
+
+
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "RecurrentGemmaForCausalLM": (
+        RecurrentGemmaConfig(**TINY.fields(num_key_value_heads=1, lru_width=64) | {"num_hidden_layers": 3}),
+        r"modeling_recurrent_gemma\.py:\d+: RecurrentGemmaRecurrentBlock does not keep that of layers 0 \(linear_",
+    ),
+    "MiniMaxForCausalLM": (
+        MiniMaxConfig(**TINY.grouped(num_local_experts=4, layer_types=["linear_attention", "full_attention"])),
+        r"cannot be run here: modeling_minimax\.py:\d+: ValueError: MiniMax uses cache of its own",
+    ),
+    "RwkvForCausalLM": (
+        RwkvConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1),
+        r"modeling_rwkv\.py:\d+: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_keeps_its_state_elsewhere_is_refused_with_file_and_line(tmp_path: Path, name: str) -> None:
+    config, why = REFUSED[name]
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as caught:
+        describe_model(tmp_path)
+    assert re.search(f"{name} keeps another state than keys and values by position.*{why}", str(caught.value))
+
+
+def test_states_are_counted_before_any_weight_is_read(adopted: Callable[[str], Adopted]) -> None:
+    shape = describe_model(adopted("jamba").folder)
+    assert [kept is None for kept in shape.kept_keys] == [True, False]
+    (state, _) = shape.recurrent
+    assert state is not None
+    assert state.nbytes == 4 * 128 * (4 + 8)
+    assert math.prod(state.shapes[0][1]) == 128 * 4
