@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 from compiled_kernels import compiled_or_gpu
+from known_models import sizes
 from planted import Fault
 from test_against_transformers import NEAR_TIE, assert_greedy
 from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
 from graphdecode.cache import PagedKVCache
+from graphdecode.engine.capacity import plan_capacity, state_bytes_of
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.steps import SpeculativeStep
 from graphdecode.engine.steps import step as step_module
 from graphdecode.errors import ArgumentError
+from graphdecode.models import describe_model
+from graphdecode.models.family import config_of
 
 # one of each kind of layer: Mamba2 beside attention and in its place, gated delta net, short convolution, nothing
 MODELS = ("falcon-h1-multipliers", "qwen3.5", "olmo-hybrid", "granite-4-experts", "nemotron-h", "lfm2", "mamba2")
@@ -278,9 +282,6 @@ def test_a_model_with_states_says_that_it_shares_no_prefixes(checkpoint, caplog)
 
 @pytest.mark.parametrize(("name", "paged", "stateful"), [("falcon-h1", 3, 3), ("nemotron-h", 1, 2), ("mamba2", 0, 3)])
 def test_pages_and_states_are_counted_as_they_are_kept(checkpoint, name, paged, stateful):
-    from graphdecode.engine.capacity import plan_capacity, state_bytes_of
-    from graphdecode.models import describe_model
-
     buckets, shape = (
         BucketConfig(max_batch_size=4, max_sequence_length=64, page_size=8),
         describe_model(checkpoint(name)),
@@ -294,3 +295,29 @@ def test_pages_and_states_are_counted_as_they_are_kept(checkpoint, name, paged, 
     assert capacity.token_bytes == 2 * paged * shape.num_key_value_heads * shape.head_dim * 4
     with pytest.raises(ArgumentError, match="no memory is left"):
         plan_capacity(*given, available_bytes=state_bytes_of(buckets, shape))
+
+
+def delta_net(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **others: Any) -> dict[str, Any]:
+    own = {"num_hidden_layers": layers, "head_dim": 256, "linear_num_value_heads": value_heads}
+    return sizes("Qwen3_5ForCausalLM", 248320, hidden, 3 * hidden, heads, kv_heads, **own, **others)
+
+
+HYBRIDS = {
+    "qwen3.5-0.8b": delta_net(24, 1024, 8, 2, value_heads=16),
+    "qwen3.5-9b": delta_net(32, 4096, 16, 4, value_heads=32),
+    "qwen3.5-27b": delta_net(64, 5120, 24, 4, value_heads=48),
+    "qwen3-next-80b": delta_net(48, 2048, 16, 2, 32, architectures=["Qwen3NextForCausalLM"]),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_and_keys_of_32k_tokens_take_a_part_of_what_full_attention_takes(name):
+    buckets, settings = BucketConfig(max_batch_size=8, max_sequence_length=32768), HYBRIDS[name]
+
+    def kept_bytes(**changes: Any) -> int:
+        shape = config_of(settings | changes)
+        given = (EngineConfig(buckets), shape, torch.bfloat16, torch.device("cpu"))
+        return plan_capacity(*given, available_bytes=2**45).cache_bytes + state_bytes_of(buckets, shape)
+
+    full = kept_bytes(layer_types=["full_attention"] * settings["num_hidden_layers"])
+    assert kept_bytes() <= 0.3 * full, kept_bytes() / full
