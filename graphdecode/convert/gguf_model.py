@@ -27,6 +27,7 @@ _FACTORS = "rope_freqs.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _CALLED = {"mixtral": "llama"}  # architectures that a header calls by another name
+_ONLY_READ = ("deepseek2", "deepseek3", "gemma4", "llama4")  # and those with recurrent states
 
 
 class GgufModel:
@@ -35,7 +36,8 @@ class GgufModel:
     def __init__(self, source: RoundedSource, config: ModelConfig) -> None:
         self._source = source
         self._config = config
-        found = {f"{kind.name}ForCausalLM": key for key, kind in ARCHITECTURES.items() if not kind.has_states}
+        written = {key: kind for key, kind in ARCHITECTURES.items() if not kind.has_states and key not in _ONLY_READ}
+        found = {f"{kind.name}ForCausalLM": key for key, kind in written.items()}
         key = found.get(config.architecture)
         if key is None:
             raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection
@@ -62,6 +63,7 @@ class EngineLoop:
         self._mask_seconds = 0.0  # time of the last fill
         self.mask_thread_seconds = 1e-3
         self._page_size, self._pages_of = scheduler.cache.page_size, scheduler.cache.pages_of
+        self._border = scheduler.cache.checkpoint_tokens
         self._steps_with_pages = 0  # steps for which the staged rows have pages, beyond those launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.setting.prefill_tokens, target_itl_ms / 1000)
@@ -110,7 +112,7 @@ class EngineLoop:
             )
         if self._to_prefill:
             self._prefill()
-        may_look_ahead = goes_on and not self._masked_rows
+        may_look_ahead = goes_on and not self._masked_rows and 0 not in self._past_borders()
         while len(self._in_flight) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
@@ -174,7 +176,8 @@ class EngineLoop:
         num_steps = 1 if has_masked_rows else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
-        if is_steady and not (pages_changed or self._to_prefill) and self._repeated is not None:
+        is_same = is_steady and not (pages_changed or self._to_prefill)
+        if is_same and self._repeated is not None and self._repeated.steps <= self._steps_to_border():
             return self._repeated
         is_new = not is_steady or (pages_changed and self.scheduler.decoding != self._staged)  # some were preempted
         if is_new:
@@ -185,6 +188,7 @@ class EngineLoop:
         elif pages_changed:
             with self.runner.device_guard():
                 self.runner.step.stage_pages([self._pages_of(sequence.request_id) for sequence in self._staged])
+        room = min(room, self._steps_to_border())
         queries = self._queries(room)
         in_halves = bool(self._masked_rows) and not is_new and self._overlaps_masks(queries)
         if self._to_prefill:
@@ -200,6 +204,18 @@ class EngineLoop:
         plan = LaunchPlan(shape, min(num_steps, room // queries))
         self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._masked_rows else None
         return plan
+
+    def _past_borders(self) -> list[int]:
+        """Return how many tokens each row is past a checkpoint, behind all launches; [] if steps leave none."""
+        if self._border is None or self.pace is not None:  # how many drafts will be right is not known
+            return []
+        ahead = sum(batch.launch.num_steps for batch in self._in_flight)
+        return [(sequence.cached_length + ahead) % self._border for sequence in self._staged]
+
+    def _steps_to_border(self) -> int:
+        """Return for how many steps no row gets past its next checkpoint."""
+        past = self._past_borders()
+        return self._border - max(past) if self._border is not None and past else sys.maxsize
 
     def _stage(self, rows: list[Sequence]) -> bool:
         self._staged, self._masked_rows, self._found, self._repeated = [], {}, [], None
@@ -327,6 +343,9 @@ class EngineLoop:
                 self.scheduler.publish(sequence)
             if sequence.finish_reason is not None:
                 break
+        else:  # the state is that behind the last token, unless another launch has changed it
+            if self._border is not None and not sequence.cached_length % self._border and not self._in_flight:
+                self.scheduler.save_state(sequence)
         if accepted or error is not None:
             self._emit(sequence, accepted, logprobs, error)
         return len(accepted)

@@ -234,6 +234,10 @@ class Scheduler:
         for sequence, chunk in chunks:
             self.cache.save_state(sequence.request_id, chunk.end, sequence.token_ids)
 
+    def save_state(self, sequence: Sequence) -> None:
+        """Keep the recurrent state behind a sequence's cached tokens, if they end at a checkpoint."""
+        self.cache.save_state(sequence.request_id, sequence.cached_length, sequence.token_ids)
+
     def saves_last(self, sequence: Sequence, chunk: PromptChunk) -> bool:
         """Whether a prompt's last chunk ends at a checkpoint; a decode step in the same pass would change the state."""
         border = self.cache.checkpoint_tokens

@@ -177,3 +177,26 @@ def test_a_launch_more_is_seen_and_costs_a_gap_and_a_latency(monkeypatch):
     assert after.made_bytes > before.made_bytes
     assert after.step_us - before.step_us == pytest.approx(unit.gap_us + unit.library_us)
     assert after.floor_us == before.floor_us
+
+
+@pytest.mark.parametrize(
+    ("model", "kernels"),
+    [
+        ("mamba2-2.7b", ["linear", "conv", "scan", "norm", "linear"]),
+        # behind the first product a norm and a small one of decays and strengths; last an MLP's two
+        ("qwen3.5-0.8b", ["linear", "norm", "mm", "conv", "delta", "norm", "linear", "linear", "linear"]),
+    ],
+)
+def test_a_recurrent_layer_has_no_launch_more_than_these(model, kernels):
+    step = recorded_step(f"shape:{model}", 1)
+    names = [launch.name for launch in step.launches]
+    first = next(place for place, name in enumerate(names) if "conv" in name) - kernels.index("conv")
+    assert all(word in name for word, name in zip(kernels * 3, names[first:], strict=False)), names[first : first + 30]
+
+
+def test_a_step_without_attention_takes_as_long_after_32k_tokens_as_after_32():
+    step = recorded_step("shape:mamba2-2.7b", 8)
+    after_few, after_many = (step_cost(step, 8, context, figures_of_nobody) for context in (32, 32768))
+    assert step.state_bytes == 64 * 4 * (3 * (5120 + 2 * 128) + 80 * 64 * 128)
+    assert after_many.floor_us <= 1.02 * after_few.floor_us
+    assert after_many.step_us <= 1.02 * after_few.step_us

@@ -1,5 +1,6 @@
 """Small random checkpoints written as GGUF, by the names that the gguf library has for transformers' tensors."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,29 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + 0.5 * i for i in range(8)]}
 WINDOWED = {"sliding_window": 12, "head_dim": 32, "num_hidden_layers": 7, "tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+LLAMA4 = {  # the last of four layers has no positions
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 80,
+    "interleave_moe_layer_step": 2,
+}
+LATENT = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 
 
 def rope(rope_type: str, **fields: Any) -> dict[str, Any]:
@@ -57,6 +81,29 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "head_dim": 32}
         | {"rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
     ),
+    "gemma4": ("gemma4", "Gemma4", family_checkpoints.GEMMA4),
+    "gemma4-inputs": ("gemma4", "Gemma4", family_checkpoints.GEMMA4 | family_checkpoints.GEMMA4_INPUTS),
+    "gemma4-experts": (
+        "gemma4",
+        "Gemma4",
+        family_checkpoints.GEMMA4
+        | family_checkpoints.GEMMA4_EXPERTS
+        | {"num_hidden_layers": 3, "attention_bias": False, "rope_parameters": None},
+    ),
+    "llama4": ("llama4", "Llama4", LLAMA4),
+    "llama4-rope": ("llama4", "Llama4", LLAMA4 | rope("llama3", rope_theta=5e5, factor=16.0, **LLAMA3)),
+    "deepseek2": (
+        "deepseek2",
+        "DeepseekV2",
+        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 2.0},
+    ),
+    "deepseek3": (
+        "deepseek2",
+        "DeepseekV3",
+        LATENT
+        | {"q_lora_rank": 24, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
+        | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    ),
 }
 # the same of architectures with recurrent states
 _FAMILIES = {name: changes for name, (_, changes) in family_checkpoints.FAMILIES.items()}
@@ -71,6 +118,8 @@ RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3_5",
         family_checkpoints.DELTA_NET | {"num_hidden_layers": 4, "layer_types": None},
     ),
+    "qwen3next": ("qwen3next", "Qwen3Next", _FAMILIES["qwen3-next"] | {"num_hidden_layers": 4, "layer_types": None}),
+    "bamba": ("granitehybrid", "Bamba", _FAMILIES["bamba"]),
 }
 _NEIGHBOURS = ("Llama", "Mixtral", "SmolLM3", "Granite")
 _NUMBERS = {  # transformers' name -> how the writer calls it
@@ -112,9 +161,11 @@ def random_model(name: str) -> Any:
     config = model_class.config_class(**(SMALL | {"num_hidden_layers": 3 if name in RECURRENT else 2} | changes))
     torch.manual_seed(sum(map(ord, name)))
     model = model_class(config).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight", "sinks", "_bias", "A_log")):
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
+    scales = family_checkpoints.SCALES
+    for tensor_name, tensor in model.state_dict().items():
+        if tensor_name.endswith(("bias", "norm.weight", "norm_1.weight", "norm_2.weight", "sinks", "A_log", *scales)):
+            is_gain = "norm" in tensor_name or tensor_name.endswith(scales)
+            torch.nn.init.normal_(tensor, 1.0 if is_gain else 0.0, 0.2)
     return model
 
 
@@ -128,7 +179,10 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
         edit: adds to the metadata.
     """
     writer = gguf.GGUFWriter(path, ARCHITECTURES[name][0])
-    _write_numbers(writer, model.config, ARCHITECTURES[name][0])
+    config = copy.deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose own sizes are written behind them
+    _write_numbers(writer, config, ARCHITECTURES[name][0])
+    _write_own(writer, config, ARCHITECTURES[name][1])
     edit(writer)
     for tensor_name, tensor in _tensors(model, *ARCHITECTURES[name][:2]):
         writer.add_tensor(tensor_name, np.ascontiguousarray(tensor.numpy()))
@@ -179,6 +233,61 @@ def _write_numbers(writer: gguf.GGUFWriter, config: Any, architecture: str) -> N
         writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
 
 
+def _write_own(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
+    """Write the fields of one architecture alone, some in place of those that all have."""
+    if kind == "Gemma4":
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        head_dim, heads = _full_sizes(config)
+        writer.add_shared_kv_layers(config.num_kv_shared_layers)
+        writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+        writer.add_sliding_window_pattern(windowed)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_key_length_swa(config.head_dim)
+        writer.add_value_length_swa(config.head_dim)
+        if config.enable_moe_block:
+            writer.add_expert_used_count(config.top_k_experts)
+        if config.use_double_wide_mlp:
+            own = config.num_hidden_layers - config.num_kv_shared_layers
+            widths = [config.intermediate_size * (1 + (layer >= own)) for layer in range(config.num_hidden_layers)]
+            writer.add_feed_forward_length(widths)
+        if heads is not None:
+            writer.add_head_count_kv([config.num_key_value_heads if each else heads for each in windowed])
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count_swa(config.head_dim)
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    elif kind == "Llama4":
+        writer.add_feed_forward_length(config.intermediate_size_mlp)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    elif kind.startswith("Deepseek"):
+        writer.add_head_count_kv(1)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        if config.q_lora_rank is not None:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_kv_lora_rank(config.kv_lora_rank)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+        writer.add_rope_dimension_count(config.qk_rope_head_dim)
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        if kind == "DeepseekV3":
+            writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+
+
+def _full_sizes(config: Any) -> tuple[int, int | None]:
+    """Return channels and heads of keys in Gemma 4's layers without a window; no heads: as in the others."""
+    sizes = next(iter(config.to_dict()["per_layer_config"].values()))
+    return sizes["head_dim"], sizes.get("num_key_value_heads")
+
+
 def _tensors(model: Any, architecture: str, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors as llama.cpp's conversion leaves them: permuted, shifted, stacked, split."""
     config = model.config
@@ -188,19 +297,23 @@ def _tensors(model: Any, architecture: str, kind: str) -> Iterator[tuple[str, Te
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for own_name, own in _split(name, tensor, outputs_last=kind == "GptOss"):
+        for own_name, own in _split(config, name, tensor, kind):
             converted = own
             if kind in _NEIGHBOURS and own_name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
                 heads = config.num_attention_heads if "q_proj" in own_name else config.num_key_value_heads
                 converted = own.view(heads, 2, -1, *own.shape[1:]).transpose(1, 2).reshape(own.shape)
-            if kind.startswith("Gemma") and own_name.endswith("norm.weight"):
+            if kind in ("Gemma2", "Gemma3") and own_name.endswith("norm.weight"):
                 converted = own + 1
             if own_name.endswith("shared_expert_gate.weight"):
                 converted = own[0]
-            theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
+            theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias", ".scale"))
             assert theirs is not None, own_name
             yield theirs, converted
     parameters = config.rope_parameters
+    if kind == "Gemma4":
+        pairs = _full_sizes(config)[0] // 2
+        rotated = int(parameters["full_attention"]["partial_rotary_factor"] * pairs)
+        yield "rope_freqs.weight", torch.tensor([1.0] * rotated + [1e30] * (pairs - rotated))
     if parameters.get("rope_type") == "longrope":
         for long_or_short in ("long", "short"):
             yield f"rope_factors_{long_or_short}.weight", torch.tensor(parameters[f"{long_or_short}_factor"])
@@ -209,22 +322,39 @@ def _tensors(model: Any, architecture: str, kind: str) -> Iterator[tuple[str, Te
         yield "rope_freqs.weight", plain / model.model.rotary_emb.inv_freq
 
 
-def _split(name: str, tensor: Tensor, *, outputs_last: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield a fused tensor of experts as the products that it holds, outputs before inputs."""
+def _split(config: Any, name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor as the ones that a file has: products of experts, outputs first; latent keys and values."""
     place, _, last = name.rpartition(".")
+    if name.endswith("kv_b_proj.weight"):
+        heads = tensor.unflatten(0, (config.num_attention_heads, -1))
+        keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+        yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), values
+        return
+    if last == "e_score_correction_bias":
+        yield f"{place}.e_score_correction.bias", tensor
+        return
+    if kind == "Gemma4" and last in ("scale", "per_expert_scale"):
+        layer = place.rpartition(".router")[0]
+        yield (f"{layer}.router.proj.scale" if last == "scale" else f"{layer}.experts.down_proj.scale"), tensor
+        return
+    if last in ("sinks", "layer_scalar") or (kind == "Gemma4" and place.endswith("experts")):
+        yield f"{name}.weight", tensor
+        return
     if "experts" not in place or last in ("weight", "bias"):
-        yield (f"{name}.weight" if last == "sinks" else name), tensor
+        yield name, tensor
         return
     product, _, bias = last.partition("_proj")
-    kind = "bias" if bias else "weight"
+    ending = "bias" if bias else "weight"
+    outputs_last = kind in ("GptOss", "Llama4")
     if outputs_last and not bias:
         tensor = tensor.transpose(1, 2)
     if product == "gate_up":  # gpt-oss deals gate and up out in turn
-        gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if outputs_last else tensor.chunk(2, dim=1)
-        yield f"{place}.gate_proj.{kind}", gate
-        yield f"{place}.up_proj.{kind}", up
+        gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if kind == "GptOss" else tensor.chunk(2, dim=1)
+        yield f"{place}.gate_proj.{ending}", gate
+        yield f"{place}.up_proj.{ending}", up
     else:
-        yield f"{place}.down_proj.{kind}", tensor
+        yield f"{place}.down_proj.{ending}", tensor
 
 
 def write_recurrent(model: Any, name: str, path: Path) -> Path:
@@ -240,6 +370,9 @@ def write_recurrent(model: Any, name: str, path: Path) -> Path:
         next(getattr(config, eps) for eps in ("layer_norm_epsilon", "norm_eps", "rms_norm_eps") if hasattr(config, eps))
     )
     _write_attention(writer, config, kind)
+    if kind == "Qwen3Next":
+        for field in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
+            getattr(writer, f"add_{_NUMBERS[field]}")(getattr(config, field))
     _write_states(writer, config, kind)
     names = gguf.get_tensor_name_map(
         next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), layers
@@ -260,7 +393,9 @@ def _write_attention(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
     kinds = config.layers_block_type if kind == "NemotronH" else getattr(config, "layer_types", None)
     attends = [each in ("full_attention", "attention") for each in kinds or ()]
     kv_heads = config.num_key_value_heads
-    is_counted = kind in ("GraniteMoeHybrid", "NemotronH", "Lfm2")
+    if kind == "Bamba":
+        attends = [layer in config.attn_layer_indices for layer in range(config.num_hidden_layers)]
+    is_counted = kind in ("GraniteMoeHybrid", "NemotronH", "Lfm2", "Bamba")
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv([kv_heads * each for each in attends] if is_counted else kv_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -275,8 +410,9 @@ def _write_attention(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
     if rope and kind != "NemotronH":
         writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if kind in ("GraniteMoeHybrid", "Bamba"):
+        writer.add_rope_scaling_finetuned(kind == "Bamba")
     if kind == "GraniteMoeHybrid":
-        writer.add_rope_scaling_finetuned(False)
         for field in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
             getattr(writer, f"add_{_NUMBERS[field]}")(getattr(config, field))
 
@@ -293,7 +429,7 @@ def _write_states(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
     if kind == "Lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
-    if kind == "Qwen3_5":
+    if kind in ("Qwen3_5", "Qwen3Next"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -329,7 +465,7 @@ def _recurrent_tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
         if last == "dt_bias":
             yield f"{place}.dt_proj.bias" if kind != "NemotronH" else f"{place}.dt.bias", tensor
         elif last == "A_log":
-            yield name, -torch.exp(tensor) if kind == "Qwen3_5" else -torch.exp(tensor)[:, None]
+            yield name, -torch.exp(tensor) if kind in ("Qwen3_5", "Qwen3Next") else -torch.exp(tensor)[:, None]
         elif last == "D":
             yield name, tensor[:, None]
         elif "conv1d.weight" in name or "conv.conv.weight" in name:
@@ -343,15 +479,34 @@ def _recurrent_tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
                 yield f"{layer}.mlp.{part}_proj.weight", half
         elif name.endswith("shared_mlp.output_linear.weight"):
             yield f"{place.rpartition('.shared_mlp')[0]}.mlp.down_proj.weight", tensor
-        elif kind == "GraniteMoeHybrid" and place.endswith(("q_proj", "k_proj")):
+        elif kind in ("GraniteMoeHybrid", "Bamba") and place.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in place else config.num_key_value_heads
             yield name, tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        elif kind == "Qwen3_5" and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        elif kind == "Qwen3Next" and "in_proj_qkvz" in name:
+            yield from _by_use(config, place, tensor)
+        elif kind == "Qwen3Next" and ("experts" in place or "shared_expert_gate" in name):
+            for own_name, own in _split(config, name, tensor, kind):
+                yield own_name, own[0] if "shared_expert_gate" in name else own
+        elif (
+            kind in ("Qwen3_5", "Qwen3Next")
+            and name.endswith("norm.weight")
+            and not name.endswith("linear_attn.norm.weight")
+        ):
             yield name, tensor + 1
         elif kind == "FalconH1":
             yield name, _multiplied(config, name, tensor)
         else:
             yield name, tensor
+
+
+def _by_use(config: Any, place: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield Qwen3-Next's queries, keys and values of all heads, and their gates."""
+    values = config.linear_value_head_dim * config.linear_num_value_heads // config.linear_num_key_heads
+    heads = tensor.unflatten(0, (config.linear_num_key_heads, -1))
+    *qkv, gates = heads.split((config.linear_key_head_dim, config.linear_key_head_dim, values, values), 1)
+    layer = place.rpartition(".")[0]
+    yield f"{layer}.in_proj_qkv.weight", torch.cat([part.flatten(0, 1) for part in qkv])
+    yield f"{layer}.in_proj_z.weight", gates.flatten(0, 1)
 
 
 def _tiled(config: Any, name: str, tensor: Tensor) -> Tensor:

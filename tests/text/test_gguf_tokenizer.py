@@ -79,6 +79,21 @@ def test_the_ids_of_sentencepiece_are_those_of_llama_cpp(tmp_path: Path, spaced:
         assert tokenizer(line).input_ids == ids, line
 
 
+def test_merges_that_gemma_4_lists_give_the_ids_that_scores_give(tmp_path: Path) -> None:
+    tokens, scores = WRITTEN["pieces"]["tokens"], WRITTEN["pieces"]["scores"]
+    made = [tokens[index] for index in sorted(range(len(tokens)), key=lambda index: -scores[index])]
+    cuts = [(token[:at], token[at:]) for token in made for at in range(1, len(token))]
+
+    def listed(writer: gguf.GGUFWriter) -> None:
+        writer.add_add_space_prefix(False)
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_merges([f"{left} {right}" for left, right in cuts if left in tokens and right in tokens])
+
+    tokenizer = loaded(tmp_path / "v.gguf", "pieces", listed)
+    for line, ids in zip(LINES, WRITTEN["spaced"]["False"], strict=True):
+        assert tokenizer(line).input_ids == ids, line
+
+
 @pytest.mark.parametrize("vocabulary", ["byte_level", "pieces"])
 def test_text_comes_back(tmp_path: Path, vocabulary: str) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:

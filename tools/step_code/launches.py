@@ -106,7 +106,8 @@ class RecordedStep:
         launches: in order.
         model: over tensors without memory.
         constants: storages that the step only reads.
-        token_bytes: of a token in all caches.
+        token_bytes: of a token's keys and values in all layers.
+        state_bytes: of a row's recurrent states in all layers.
         made_bytes: of all tensors that the step allocates.
     """
 
@@ -114,6 +115,7 @@ class RecordedStep:
     model: Decoder
     constants: frozenset[int]
     token_bytes: int
+    state_bytes: int
     made_bytes: int
 
 
@@ -363,18 +365,24 @@ def recorded_step(
             head_dim=shape.head_dim,
             dtype=decoder.dtype,
             device=DEVICE,
+            recurrent=shape.recurrent,
+            layer_keys=shape.layer_keys,
+            state_rows=config.max_batch_size if shape.recurrent else 0,
         )
         places = (cache.layers, cache.trash_page, cache.dtype, config.page_size, pages)
-        setting = StepSetting(decoder, *places, config, batch_invariant)
+        setting = StepSetting(decoder, *places, config, batch_invariant, trash_state_row=cache.trash_state_row)
         step = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
             step.run(StepShape(rows), batch)
-    token_bytes = sum(layer.nbytes for layer in cache.layers) // (cache.total_num_pages + 1) // cache.page_size
+    states = sum(state.nbytes for state in shape.recurrent if state is not None)
+    of_states = (cache.trash_state_row + 1) * states
+    of_keys = sum(layer.nbytes for layer in cache.layers) - of_states
     return RecordedStep(
         noting.launches,
         decoder,
         frozenset(storage_of(tensor) for tensor in decoder.constants),
-        token_bytes,
+        of_keys // (cache.total_num_pages + 1) // cache.page_size,
+        states,
         sum(tensor.untyped_storage().nbytes() for tensor in noting.made.values()),
     )

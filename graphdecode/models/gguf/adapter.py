@@ -52,7 +52,7 @@ def read_gguf_adapter(path: Path, config: ModelShape) -> Iterator[tuple[str, Ten
             raise UnsupportedModelError(f"{base} has only one of A and B")
         a, b = (TensorView(pair[half], pair[half].shape) for half in ("lora_a", "lora_b"))
         for weight, view in architecture.views(metadata, {base: pair["lora_b"]}):
-            if view.head_dim:
+            if isinstance(view, TensorView) and view.head_dim:
                 if b.shape[0] % config.head_dim:
                     raise UnsupportedModelError(f"{base} has a B of {b.shape[0]} rows for heads of {config.head_dim}")
                 b = TensorView(pair["lora_b"], b.shape, head_dim=config.head_dim)

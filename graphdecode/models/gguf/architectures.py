@@ -5,18 +5,43 @@ What a file does not say, such as which layers of Gemma see a window, is what th
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.gguf.container import GgufTensor, Metadata, TensorView
+from graphdecode.models.gguf.container import GgufTensor, JoinedView, Metadata, TensorView
 from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
+from graphdecode.models.gguf.settings import (
+    Settings,
+    bamba_settings,
+    deepseek_settings,
+    falcon_h1_settings,
+    gemma4_of_tensors,
+    gemma4_settings,
+    gemma_settings,
+    gpt_oss_settings,
+    granite_hybrid_settings,
+    granite_settings,
+    lfm2_settings,
+    llama4_settings,
+    mamba2_alone_settings,
+    mixtral_settings,
+    nemotron_h_settings,
+    phi3_settings,
+    qwen2_moe_settings,
+    qwen3_moe_settings,
+    qwen3_next_settings,
+    qwen35_settings,
+    smollm3_settings,
+    windows,
+)
 from graphdecode.models.gguf.tokenizer import stop_token_ids
 
-_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by other than their heads' channels
 EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTATED = ("attn_q", "attn_k")
 ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
@@ -24,7 +49,15 @@ _NAMESAKES = {"Mistral": "Llama"}  # models of transformers that are called anot
 _CONVS = ("ssm_conv1d.weight", "shortconv.conv.weight")  # [channels, width] in the file
 _VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")  # in rows in some files
 
-Settings = dict[str, Any]
+View = TensorView | JoinedView
+
+
+class Join(NamedTuple):
+    """A matrix of transformers that is in several tensors of a layer; see `JoinedView`."""
+
+    parts: tuple[str, ...]  # GGUF's names of them
+    join: Callable[..., Tensor]
+    keeps_rows: bool
 
 
 @dataclass(frozen=True)
@@ -32,14 +65,21 @@ class Architecture:
     """One architecture of GGUF."""
 
     name: str  # as the names of classes in transformers begin, such as "Llama"
-    layer: Mapping[str, str]  # GGUF's names of a layer's tensors -> those of transformers; {expert} is each of a stack
+    # GGUF's names of a layer's tensors, with an ending where it matters -> those of transformers; {expert} is each of a
+    # stack
+    layer: Mapping[str, str]
     prefix: str = "model.layers"  # what the names of a layer's tensors begin with
     edges: Mapping[str, str] = field(default_factory=lambda: EDGES)  # names of the tensors that no layer has
     neighbours: bool = False  # the two halves of a rotary pair are neighbours among the rows of q and k
     bare: tuple[str, ...] = ()  # tensors whose names have no ending in transformers
     norm_shift: float = 0.0  # what is added to the norms' stored gains
     tiles_values: bool = False  # heads of values are in another order; see `_tiled`
+    # transformers' names of matrices in several tensors of a layer -> the parts, given the metadata
+    joins: Callable[[Metadata], Mapping[str, Join]] = field(default=lambda metadata: {})
+    layers_differ: bool = False  # in their sizes
+    has_latent_keys: bool = False  # keys and values are sums of latent ones; only a part of each key is rotated
     more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})  # fields beside those that all have
+    of_tensors: Callable[[Mapping[str, GgufTensor]], Settings] = field(default=lambda stored: {})  # what tensors say
 
     @property
     def has_states(self) -> bool:
@@ -50,10 +90,11 @@ class Architecture:
         """Return the fields of the config.json that a model has, given the metadata of its file and its tensors."""
         metadata = Metadata(fields)
         layers, hidden = metadata.count("block_count"), metadata.count("embedding_length")
-        counted = metadata.most if self.has_states else metadata.count  # some of its layers may have none
+        counted = metadata.most if self.has_states or self.layers_differ else metadata.count  # some may have none
         heads = counted("attention.head_count") or 1
-        head_dim = metadata.count("attention.key_length", hidden // heads)
-        if metadata.count("attention.value_length", head_dim) != head_dim:
+        stated = "rope.dimension_count" if self.has_latent_keys else "attention.key_length"
+        head_dim = metadata.count(stated, hidden // heads)
+        if not self.has_latent_keys and metadata.count("attention.value_length", head_dim) != head_dim:
             raise UnsupportedModelError(
                 f"{metadata.architecture}.attention.value_length must be {head_dim} like the keys'"
             )
@@ -78,19 +119,32 @@ class Architecture:
             "dtype": _dtype(stored),
             **rope_settings(metadata, stored, head_dim),
             **self.more(metadata),
+            **self.of_tensors(stored),
         }
 
-    def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, TensorView]]:
+    def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
         """Yield the tensors as transformers has them, with its names; one that it has no name for has its own."""
         metadata = Metadata(fields)
+        joins = self.joins(metadata)
+        joined = {part for join in joins.values() for part in join.parts}
         for name, tensor in stored.items():
             place, _, kind = name.rpartition(".")
             layer, _, part = place.removeprefix("blk.").partition(".")
             if place.startswith("blk.") and not part:  # without an ending
                 part, kind = kind, ""
-            if name.startswith("blk.") and layer.isdecimal() and part in self.layer:
-                whole = f"{self.prefix}.{layer}.{self.layer[part]}"
-                yield from self._of_layer(metadata, tensor, (part, kind), whole)
+            known = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
+            if name.startswith("blk.") and layer.isdecimal() and known in self.layer:
+                whole = f"{self.prefix}.{layer}.{self.layer[known]}"
+                if known in self.bare and known != part:
+                    yield whole, TensorView(tensor, tensor.shape)
+                else:
+                    yield from self._of_layer(metadata, tensor, (part, kind), whole)
+            elif part in joined:
+                for theirs, join in joins.items():
+                    names = [f"blk.{layer}.{own}.weight" for own in join.parts]
+                    if name == names[0] and all(each in stored for each in names):
+                        parts = tuple(TensorView(stored[each], stored[each].shape) for each in names)
+                        yield f"{self.prefix}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
             elif place in self.edges:
                 yield f"{self.edges[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
             elif name not in ROPE_TENSORS:
@@ -111,10 +165,13 @@ class Architecture:
         elif part in self.bare:
             yield name, TensorView(tensor, tensor.shape, **order)
         elif "{expert}" in name:
-            rows = tensor.shape[1]
-            for expert in range(tensor.shape[0]):
-                own = TensorView(tensor, tensor.shape[1:], first_row=expert * rows)
-                yield f"{name}.{kind}".format(expert=expert), own
+            halves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("",)
+            rows = tensor.shape[1] // len(halves)
+            for index in range(tensor.shape[0] * len(halves)):
+                expert, half = divmod(index, len(halves))
+                whole = name.replace("gate_up_proj", halves[half]) if halves[half] else name
+                own = TensorView(tensor, (rows, *tensor.shape[2:]), first_row=index * rows)
+                yield f"{whole}.{kind}".format(expert=expert), own
         else:
             head_rows = 0
             if self.neighbours and part in ROTATED:
@@ -145,7 +202,7 @@ def _check_experts(stored: Mapping[str, GgufTensor]) -> None:
     """Refuse stacks without an axis of experts, and those of one product in transformers that are not alike."""
     for name, tensor in stored.items():
         place, _, kind = name.rpartition(".")
-        if not place.endswith("_exps"):
+        if not place.endswith("_exps") or kind == "scale":
             continue
         dims = 3 if kind == "weight" else 2
         if len(tensor.shape) != dims:
@@ -161,147 +218,25 @@ def _dtype(stored: Mapping[str, GgufTensor]) -> str:
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 
-def _mixtral(metadata: Metadata) -> Settings:
-    return {
-        "num_local_experts": metadata.count("expert_count"),
-        "num_experts_per_tok": metadata.count("expert_used_count"),
-        "sliding_window": None,
-    }
+def _qwen3_next_joins(metadata: Metadata) -> Mapping[str, Join]:
+    """Return the product of which each head of keys has its part: queries, keys, values and gates."""
+    key_heads, keys = metadata.count("ssm.group_count"), metadata.count("ssm.state_size")
+
+    def by_head(qkv: Tensor, gates: Tensor) -> Tensor:
+        size = key_heads * keys
+        parts = *qkv.split((size, size, len(qkv) - 2 * size)), gates
+        return torch.cat([part.unflatten(0, (key_heads, -1)) for part in parts], 1).flatten(0, 1)
+
+    return {"linear_attn.in_proj_qkvz": Join(("attn_qkv", "attn_gate"), by_head, keeps_rows=True)}
 
 
-def _qwen3_moe(metadata: Metadata) -> Settings:
-    return {
-        "num_experts": metadata.count("expert_count"),
-        "num_experts_per_tok": metadata.count("expert_used_count"),
-        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+def _deepseek_joins(metadata: Metadata) -> Mapping[str, Join]:
+    """Return the product of latent keys, of which each head has its part: keys, transposed in the file, and values."""
 
+    def by_head(keys: Tensor, values: Tensor) -> Tensor:
+        return torch.cat((keys.mT, values), 1).flatten(0, 1)
 
-def _qwen2_moe(metadata: Metadata) -> Settings:
-    shared = {"shared_expert_intermediate_size": metadata.count("expert_shared_feed_forward_length")}
-    return _qwen3_moe(metadata) | {"norm_topk_prob": False} | shared
-
-
-def _gemma(metadata: Metadata, period: int, attention_cap: float | None, logits_cap: float) -> Settings:
-    heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
-    scalar = metadata.count("attention.key_length", hidden // heads)
-    if metadata.count("block_count") == _GEMMA_27B_LAYERS[metadata.architecture]:
-        scalar = hidden // heads
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        **_windows(metadata, period),
-        "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": attention_cap and metadata.number("attn_logit_softcapping", attention_cap),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping", logits_cap) or None,
-    }
-
-
-def _phi3(metadata: Metadata) -> Settings:
-    trained = metadata.count("context_length")
-    return {
-        "sliding_window": metadata.number("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length", trained),
-    }
-
-
-def _smollm3(metadata: Metadata) -> Settings:
-    layers = metadata.count("block_count")
-    return {"no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)], "use_sliding_window": False}
-
-
-def _granite(metadata: Metadata) -> Settings:
-    head_dim = metadata.count("embedding_length") / metadata.count("attention.head_count")
-    return {
-        "attention_multiplier": metadata.number("attention.scale", head_dim**-0.5),
-        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
-        "residual_multiplier": metadata.number("residual_scale", 1.0),
-        "logits_scaling": metadata.number("logit_scale", 1.0),
-    }
-
-
-def _gpt_oss(metadata: Metadata) -> Settings:
-    return {**_mixtral(metadata), **_windows(metadata, period=2), "swiglu_limit": 7.0}
-
-
-def _mamba2(metadata: Metadata) -> Settings:
-    """Return the sizes of Mamba2's mixers."""
-    heads, channels = metadata.count("ssm.time_step_rank"), metadata.count("ssm.inner_size")
-    return {
-        "mamba_d_conv": metadata.count("ssm.conv_kernel"),
-        "mamba_d_head": channels // heads,
-        "mamba_d_ssm": channels,
-        "mamba_d_state": metadata.count("ssm.state_size"),
-        "mamba_expand": 1,
-        "mamba_n_groups": metadata.count("ssm.group_count"),
-        "mamba_n_heads": heads,
-    }
-
-
-def _kinds(metadata: Metadata, recurrent: str) -> list[str]:
-    """Return the kinds of layers: those that have no heads of keys are recurrent."""
-    heads = metadata.layers("attention.head_count_kv") or [0] * metadata.count("block_count")
-    return ["full_attention" if count else recurrent for count in heads]
-
-
-def _mamba2_alone(metadata: Metadata) -> Settings:
-    sizes, eps = _mamba2(metadata), metadata.number("attention.layer_norm_rms_epsilon")
-    names = {"conv_kernel": "d_conv", "head_dim": "d_head", "n_groups": "n_groups", "state_size": "d_state"}
-    renamed = {theirs: sizes[f"mamba_{ours}"] for theirs, ours in names.items()}
-    own = {"mamba_d_ssm": sizes["mamba_d_ssm"], "num_heads": sizes["mamba_n_heads"]}
-    return renamed | own | {"layer_norm_epsilon": eps, "num_key_value_heads": 1, "num_attention_heads": 1}
-
-
-def _falcon_h1(metadata: Metadata) -> Settings:
-    """Return its sizes; its multipliers are part of the weights."""
-    return _mamba2(metadata) | {"mamba_norm_before_gate": False}
-
-
-def _granite_hybrid(metadata: Metadata) -> Settings:
-    if metadata.whole("granitehybrid.rope.scaling.finetuned", bool, False):
-        raise UnsupportedModelError(
-            "granitehybrid with a rotary embedding, which is Bamba, is read from safetensors alone"
-        )
-    sizes = _mamba2(metadata) | {"layer_types": _kinds(metadata, "mamba"), "num_local_experts": 0}
-    return _granite(metadata) | sizes | {"shared_intermediate_size": metadata.most("feed_forward_length")}
-
-
-def _nemotron_h(metadata: Metadata) -> Settings:
-    sizes, kinds = _mamba2(metadata), _kinds(metadata, "mamba")
-    widths = metadata.layers("feed_forward_length") or [0] * len(kinds)
-    kinds = ["mlp" if width else kind for kind, width in zip(kinds, widths, strict=False)]
-    return {
-        "conv_kernel": sizes["mamba_d_conv"],
-        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
-        "layers_block_type": kinds,
-        "mamba_head_dim": sizes["mamba_d_head"],
-        "mamba_num_heads": sizes["mamba_n_heads"],
-        "n_groups": sizes["mamba_n_groups"],
-        "ssm_state_size": sizes["mamba_d_state"],
-    }
-
-
-def _lfm2(metadata: Metadata) -> Settings:
-    return {
-        "block_auto_adjust_ff_dim": False,
-        "conv_L_cache": metadata.count("shortconv.l_cache"),
-        "layer_types": _kinds(metadata, "conv"),
-        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-    }
-
-
-def _qwen35(metadata: Metadata) -> Settings:
-    heads = metadata.count("ssm.time_step_rank")
-    return {
-        "full_attention_interval": metadata.count("full_attention_interval", 4),
-        "linear_conv_kernel_dim": metadata.count("ssm.conv_kernel"),
-        "linear_key_head_dim": metadata.count("ssm.state_size"),
-        "linear_num_key_heads": metadata.count("ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": metadata.count("ssm.inner_size") // heads,
-    }
+    return {"self_attn.kv_b_proj": Join(("attn_k_b", "attn_v_b"), by_head, keeps_rows=False)}
 
 
 def _tiled(metadata: Metadata, part: str) -> dict[str, Any]:
@@ -314,19 +249,6 @@ def _tiled(metadata: Metadata, part: str) -> dict[str, Any]:
     before = 2 * key_heads * metadata.count("ssm.state_size") if part in ("attn_qkv", "ssm_conv1d") else 0
     values = np.arange(heads * width).reshape(-1, key_heads, width).swapaxes(0, 1).ravel()
     return {"columns" if part == "ssm_out" else "rows": np.concatenate((np.arange(before), before + values))}
-
-
-def _windows(metadata: Metadata, period: int) -> Settings:
-    """Return which layers see a window: those that the file names, else all but the last of each period."""
-    layers = metadata.count("block_count")
-    stated = metadata.layers("attention.sliding_window_pattern")
-    if not stated:
-        period = metadata.count("attention.sliding_window_pattern", period)
-        stated = [(layer + 1) % period != 0 for layer in range(layers)]
-    return {
-        "sliding_window": metadata.number("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in stated],
-    }
 
 
 _ATTENTION = {
@@ -411,49 +333,106 @@ _DELTA_NET = {
     "ssm_beta": "linear_attn.in_proj_b",
     "post_attention_norm": "post_attention_layernorm",
 }
+_QWEN3_NEXT = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+}
 _VALUE_PARTS = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt", "ssm_conv1d", "ssm_out")
+_GEMMA4 = {
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps": "experts.{expert}.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_exps": "experts.{expert}.gate_proj",
+    "ffn_gate_up_exps": "experts.{expert}.gate_up_proj",
+    "ffn_up_exps": "experts.{expert}.up_proj",
+    "inp_gate": "per_layer_input_gate",
+    "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "proj": "per_layer_projection",
+}
+_GEMMA4_EDGES = {
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+}
+_LLAMA4 = {
+    **{part: name.replace("mlp", "feed_forward") for part, name in (_MLP | _EXPERTS | _SHARED_EXPERT).items()},
+    "ffn_gate_inp": "feed_forward.router",
+}
+_DEEPSEEK = {
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("Llama", _DENSE, neighbours=True),
-    "mixtral": Architecture("Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=_mixtral),
+    "mixtral": Architecture(
+        "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=mixtral_settings
+    ),
     "qwen2": Architecture("Qwen2", _DENSE),
-    "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=_qwen2_moe),
+    "qwen2moe": Architecture(
+        "Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=qwen2_moe_settings
+    ),
     "qwen3": Architecture("Qwen3", _DENSE | _QK_NORMS),
-    "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=_qwen3_moe),
+    "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=qwen3_moe_settings),
     "gemma2": Architecture(
         "Gemma2",
         _ATTENTION | _NORMS_AROUND | _MLP,
         norm_shift=-1.0,
-        more=partial(_gemma, period=2, attention_cap=50.0, logits_cap=30.0),
+        more=partial(gemma_settings, period=2, attention_cap=50.0, logits_cap=30.0),
     ),
     "gemma3": Architecture(
         "Gemma3",
         _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP,
         norm_shift=-1.0,
-        more=partial(_gemma, period=6, attention_cap=None, logits_cap=0.0),
+        more=partial(gemma_settings, period=6, attention_cap=None, logits_cap=0.0),
     ),
-    "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=_phi3),
+    "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=phi3_settings),
     "olmo2": Architecture("Olmo2", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP),
-    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=partial(_windows, period=4)),
-    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=_smollm3),
+    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=partial(windows, period=4)),
+    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=smollm3_settings),
     "gpt-oss": Architecture(
         "GptOss",
         _ATTENTION | _GPT_OSS | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
         bare=("attn_sinks",),
-        more=_gpt_oss,
+        more=gpt_oss_settings,
     ),
-    "granite": Architecture("Granite", _DENSE, neighbours=True, more=_granite),
+    "granite": Architecture("Granite", _DENSE, neighbours=True, more=granite_settings),
     "granitehybrid": Architecture(
-        "GraniteMoeHybrid", _DENSE | _ssm("mamba"), neighbours=True, bare=_BARE_SSM, more=_granite_hybrid
+        "GraniteMoeHybrid", _DENSE | _ssm("mamba"), neighbours=True, bare=_BARE_SSM, more=granite_hybrid_settings
+    ),
+    "bamba": Architecture(
+        "Bamba",
+        _ATTENTION | _FALCON_H1 | _ssm("mamba"),
+        edges=EDGES | {"output_norm": "model.final_layernorm"},
+        neighbours=True,
+        bare=_BARE_SSM,
+        more=bamba_settings,
     ),
     "falcon-h1": Architecture(
         "FalconH1",
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
         edges=EDGES | {"output_norm": "model.final_layernorm"},
         bare=_BARE_SSM,
-        more=_falcon_h1,
+        more=falcon_h1_settings,
     ),
     "mamba2": Architecture(
         "Mamba2",
@@ -461,7 +440,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         prefix="backbone.layers",
         edges=_MAMBA2_EDGES,
         bare=_BARE_SSM,
-        more=_mamba2_alone,
+        more=mamba2_alone_settings,
     ),
     "nemotron_h": Architecture(
         "NemotronH",
@@ -469,13 +448,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         prefix="backbone.layers",
         edges=_MAMBA2_EDGES,
         bare=_BARE_SSM,
-        more=_nemotron_h,
+        more=nemotron_h_settings,
     ),
     "lfm2": Architecture(
         "Lfm2",
         _ATTENTION | _LFM2,
         edges=EDGES | {"token_embd_norm": "model.embedding_norm"},
-        more=_lfm2,
+        more=lfm2_settings,
     ),
     "qwen35": Architecture(
         "Qwen3_5",
@@ -483,9 +462,41 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_shift=-1.0,
         bare=_BARE_SSM,
         tiles_values=True,
-        more=_qwen35,
+        more=qwen35_settings,
+    ),
+    "qwen3next": Architecture(
+        "Qwen3Next",
+        _ATTENTION | _QK_NORMS | _EXPERTS | _SHARED_EXPERT | _ssm("linear_attn") | _QWEN3_NEXT,
+        norm_shift=-1.0,
+        bare=_BARE_SSM,
+        joins=_qwen3_next_joins,
+        more=qwen3_next_settings,
+    ),
+    "gemma4": Architecture(
+        "Gemma4",
+        _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP | _GEMMA4,
+        edges=EDGES | _GEMMA4_EDGES,
+        bare=("layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
+        layers_differ=True,
+        more=gemma4_settings,
+        of_tensors=gemma4_of_tensors,
+    ),
+    "llama4": Architecture("Llama4", _ATTENTION | _NORMS_BEFORE | _LLAMA4, more=llama4_settings),
+    "deepseek2": Architecture(
+        "DeepseekV2",
+        _NORMS_BEFORE | _MLP | _EXPERTS | _DEEPSEEK,
+        bare=("exp_probs_b",),
+        joins=_deepseek_joins,
+        has_latent_keys=True,
+        more=deepseek_settings,
     ),
 }
+# GLM-4.7-Flash too
+ARCHITECTURES["deepseek3"] = replace(ARCHITECTURES["deepseek2"], name="DeepseekV3")
+_SIGMOID = 2  # an expert_gating_func
+
+
+_CALLED = {"mixtral": "llama", "olmo3": "olmo2", "bamba": "granitehybrid", "deepseek3": "deepseek2"}  # by GGUF
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
@@ -494,6 +505,10 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
     name = metadata.architecture
     if name == "llama" and metadata.number("expert_count", 0):
         name = "mixtral"
+    if name == "granitehybrid" and metadata.whole("granitehybrid.rope.scaling.finetuned", bool, False):
+        name = "bamba"
+    if name == "deepseek2" and metadata.number("expert_gating_func", 0) == _SIGMOID:
+        name = "deepseek3"
     if name == "olmo2" and metadata.number("attention.sliding_window", 0):
         name = "olmo3"
     if name not in ARCHITECTURES:
@@ -507,5 +522,5 @@ def architecture_for(model: str) -> tuple[str, Architecture]:
     kind = model.removesuffix("ForCausalLM")
     for name, found in ARCHITECTURES.items():
         if found.name == _NAMESAKES.get(kind, kind):
-            return {"mixtral": "llama", "olmo3": "olmo2"}.get(name, name), found
+            return _CALLED.get(name, name), found
     raise UnsupportedModelError(f"it cannot be an adapter of {model}, whose tensors in GGUF are not known")

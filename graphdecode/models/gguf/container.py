@@ -10,7 +10,7 @@ import functools
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,6 +311,11 @@ class TensorView:
         """The name of the stored type."""
         return self.stored.block.name
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether `blocks` has the rows as they are stored."""
+        return len(self.shape) == 2 and not self.shift and self.columns is None
+
     def read(self, out: Tensor, shard: Shard | None) -> None:
         """Write the values, or a part of them, into `out`, a few rows at a time."""
         # a vector is read as rows of one value, unless it is stored in blocks
@@ -349,3 +354,40 @@ class TensorView:
         low, count = int(rows.min()), int(rows.max() - rows.min()) + 1
         found = dequantize(self.stored.read(low * row_length, count * row_length).reshape(count, -1), self.stored.block)
         return found if count == len(rows) and (np.diff(rows) == 1).all() else found[rows - low]
+
+
+@dataclass(frozen=True)
+class JoinedView:
+    """A matrix of transformers whose rows are in several stored tensors."""
+
+    parts: tuple[TensorView, ...]
+    join: Callable[..., Tensor]  # returns the matrix, given the parts: of values, or of bytes if `keeps_rows`
+    keeps_rows: bool  # each row of the matrix is one of a part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return tuple(self.join(*(torch.empty(part.shape, device="meta") for part in self.parts)).shape)
+
+    @property
+    def block_type(self) -> str:
+        """The name of the stored type; of several types, that of the first part."""
+        return self.parts[0].block_type
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether `blocks` has the rows as they are stored."""
+        return self.keeps_rows and len({part.block_type for part in self.parts}) == 1
+
+    @property
+    def blocks(self) -> Tensor:
+        """The stored rows, uint8 [rows, bytes of a row]."""
+        return self.join(*(part.blocks for part in self.parts))
+
+    def read(self, out: Tensor, shard: Shard | None) -> None:
+        """Write the values, or a part of them, into `out`."""
+        values = [torch.empty(part.shape) for part in self.parts]
+        for part, own in zip(self.parts, values, strict=True):
+            part.read(own, None)
+        whole = self.join(*values)
+        out.copy_(whole if shard is None else whole[shard.slices(self.shape)])

@@ -15,7 +15,9 @@ _FACTORS, _LONG, _SHORT = (f"rope_{name}.weight" for name in ("freqs", "factors_
 ROPE_TENSORS = (_FACTORS, _LONG, _SHORT)
 _LLAMA3_CONTEXT = 8192
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
-_LOCAL = ("gemma3", "olmo2")  # whose layers with a window have a rope of their own
+_LOCAL = {"gemma3": 1e4, "gemma4": 1e4, "olmo2": None}  # layers with a window have a rope of their own: default theta
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_NOT_ROTATED = 1e30  # factor of a pair that is not
 
 
 def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim: int) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     if metadata.architecture in _LOCAL and metadata.number("attention.sliding_window", 0):
-        default = 10000.0 if metadata.architecture == "gemma3" else theta
+        default = _LOCAL[metadata.architecture] or theta
         local = {"rope_theta": float(metadata.number("rope.freq_base_swa", default)), "rope_type": "default"}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     return {"rope_parameters": rope}
@@ -43,6 +45,9 @@ def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float,
             "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length", trained),
             **_optional(metadata, {"attention_factor": "rope.scaling.attn_factor"}),
         }
+    if _FACTORS in stored and metadata.architecture == "gemma4":
+        is_rotated = _values(stored[_FACTORS]) < _NOT_ROTATED / 2
+        return {"rope_type": "proportional", "partial_rotary_factor": float(is_rotated.mean())}
     if _FACTORS in stored:
         return _of_factors(metadata, _values(stored[_FACTORS]), theta, rotated)
     if kind == "none":
@@ -58,6 +63,9 @@ def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float,
     found["original_max_position_embeddings"] = metadata.count("rope.scaling.original_context_length")
     if metadata.architecture == "gpt-oss":
         found["truncate"] = False
+    if metadata.has(_LOG_MULTIPLIER):  # DeepSeek's
+        multiplier = metadata.number(_LOG_MULTIPLIER) / 0.1
+        found |= {"mscale": multiplier, "mscale_all_dim": multiplier}
     names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
     return found | _optional(metadata, {ours: f"rope.scaling.yarn_{theirs}" for ours, theirs in names.items()})
 

@@ -14,7 +14,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
-from graphdecode.models.gguf.container import GgufTensor, TensorView, read_header
+from graphdecode.models.gguf.container import GgufTensor, JoinedView, TensorView, read_header
 from graphdecode.models.gguf.files import SUFFIX, shards_of
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -68,7 +68,7 @@ class Gguf:
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a matrix as it is stored; None if it is not in blocks."""
         view = self._views[name]
-        if len(view.shape) != 2 or view.shift or view.columns is not None or view.block_type not in GGUF_BLOCKS:
+        if not view.keeps_blocks or view.block_type not in GGUF_BLOCKS:
             return None
         return GgufBlocks(view.blocks, view.block_type)
 
@@ -80,5 +80,5 @@ class Gguf:
             raise UnsupportedModelError(f"{self.path}: {error}") from error
 
     @cached_property
-    def _views(self) -> Mapping[str, TensorView]:
+    def _views(self) -> Mapping[str, TensorView | JoinedView]:
         return dict(self._architecture.views(self._metadata, self._stored))

@@ -31,7 +31,7 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # values of `tokenizer.g
 # tokens that end a message or a text even if the file does not say so, as in llama.cpp
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>",
+    "<|end_of_text|>", "<turn|>",
 )  # fmt: skip
 _HARMONY = {"<|return|>", "<|call|>"}  # if these end the output, <|end|> ends a part of it
 _PROBES = (
@@ -109,9 +109,10 @@ def read_gguf_tokenizer(path: Path, hint: str = "") -> GgufTokenizer:
     if kind == "gpt2":
         pre = vocabulary.pre_tokenizer()
         return _finished(vocabulary, _byte_level(vocabulary, pre), adds_bos=pre.adds_bos)
-    if kind == "llama":
-        return _finished(vocabulary, _sentencepiece(vocabulary), adds_bos=True)
-    raise vocabulary.fault(f"model {kind!r:.80} is not supported; supported are gpt2 and llama")
+    if kind in ("llama", "gemma4"):  # whose merges follow from the tokens' scores, or are listed
+        merges = _merges(vocabulary) if kind == "llama" else _listed_merges(vocabulary)
+        return _finished(vocabulary, _sentencepiece(vocabulary, merges), adds_bos=True)
+    raise vocabulary.fault(f"model {kind!r:.80} is not supported; supported are gpt2, llama and gemma4")
 
 
 class _Vocabulary:
@@ -230,17 +231,22 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     has_merges = f"{_PREFIX}merges" in vocabulary.fields  # not if all tokens are bytes
-    merges = list(dict.fromkeys(vocabulary.array("merges", str) if has_merges else []))
-    wrong = next((merge for merge in merges if merge.replace(" ", "", 1) not in vocabulary.ids), None)
-    if wrong is not None:
-        raise vocabulary.fault(f"merges has {wrong!r:.80}, which makes no token")
-    pairs = [merge.partition(" ")[::2] for merge in merges]
-    tokenizer = Tokenizer(_bpe(models, vocabulary, pairs, ignore_merges=pre.ignores_merges))
+    merges = _listed_merges(vocabulary) if has_merges else []
+    tokenizer = Tokenizer(_bpe(models, vocabulary, merges, ignore_merges=pre.ignores_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _splitter(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _listed_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges that the file lists, each once."""
+    merges = list(dict.fromkeys(vocabulary.array("merges", str)))
+    wrong = next((merge for merge in merges if merge.replace(" ", "", 1) not in vocabulary.ids), None)
+    if wrong is not None:
+        raise vocabulary.fault(f"merges has {wrong!r:.80}, which makes no token")
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
 
 
 def _splitter(pre: PreTokenizer) -> Any:
@@ -250,13 +256,12 @@ def _splitter(pre: PreTokenizer) -> Any:
     return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> Any:
-    """Return BPE over characters (SentencePiece's), whose merges follow from the tokens' scores."""
+def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> Any:
+    """Return BPE over characters (SentencePiece's)."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     spaced = vocabulary.flag("add_space_prefix", True)
     unknown = vocabulary.token("unknown") or vocabulary.tokens[0]
-    merges = _merges(vocabulary)
     tokenizer = Tokenizer(_bpe(models, vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
     marked = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), marked] if spaced else [marked])
