@@ -229,7 +229,7 @@ static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const 
         }
 }
 
-/* Items are parts of the rows, each with all panels: a thread's neighbouring ones are panels for the same rows. */
+/* Items are parts of the rows, each with all panels: a thread's adjacent ones are panels for the same rows. */
 static void tiled_panels(const void *given, int64_t begin, int64_t end) {
     const struct product *job = given;
     const native_linear_args *a = job->a;

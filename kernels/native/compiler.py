@@ -59,9 +59,9 @@ class Compiler(NamedTuple):
         try:
             words = shlex.split(named)
         except ValueError as error:
-            raise NotCompiled(f"CC is {named!r}, which is no command: {error}") from None
+            raise NotCompiled(f"CC is {named!r}, which is not a command: {error}") from None
         if not words:
-            raise NotCompiled(f"CC is {named!r}, which is no command")
+            raise NotCompiled(f"CC is {named!r}, which is not a command")
         flags = (*instructions().flags, *PORTABLE_FLAGS)
         try:
             version = subprocess.run(
@@ -71,8 +71,8 @@ class Compiler(NamedTuple):
             return cls([*words, *flags], version.stdout, system.processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            told = f"the C compiler {words[0]!r} cannot be run ({why})"
-            raise NotCompiled(f"{told}: install it, or name one in CC") from error
+            problem = f"the C compiler {words[0]!r} cannot be run ({why})"
+            raise NotCompiled(f"{problem}: install it, or name one in CC") from error
 
     def compile(self, texts: Mapping[Path, str], options: list[str]) -> None:
         """Compile source texts to libraries in parallel; all files stay in their folders.
@@ -107,16 +107,16 @@ class Compiler(NamedTuple):
     def _finish(self, process: subprocess.Popen[str], end: float) -> None:
         """Wait for a compiler; raise NotCompiled with its message if it fails or times out."""
         try:
-            _, told = process.communicate(timeout=max(end - time.monotonic(), 0))
+            _, output = process.communicate(timeout=max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             raise NotCompiled(f"{self.command[0]} was stopped after {COMPILE_SECONDS} s") from None
         finally:
             _stop(process)
         if process.returncode != 0:
-            said = told.strip()[-500:] or f"exit code {process.returncode}"
-            if any(problem in told for problem in _DISK_ERRORS):
-                raise OSError(said)
-            raise NotCompiled(f"{self.command[0]} could not compile the kernels: {said}; CC names another")
+            message = output.strip()[-500:] or f"exit code {process.returncode}"
+            if any(problem in output for problem in _DISK_ERRORS):
+                raise OSError(message)
+            raise NotCompiled(f"{self.command[0]} could not compile the kernels: {message}; CC names another")
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

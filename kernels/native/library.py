@@ -383,6 +383,6 @@ def joined(calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
     result: list[Callable[[], Any]] = []
     single = (part for call in calls for part in (call.calls if isinstance(call, NativeSequence) else (call,)))
     for is_native, group in groupby(single, lambda call: isinstance(call, NativeCall)):
-        neighbours: list[Any] = list(group)
-        result += [NativeSequence(neighbours)] if is_native else neighbours
+        adjacent: list[Any] = list(group)
+        result += [NativeSequence(adjacent)] if is_native else adjacent
     return result

@@ -2,7 +2,7 @@
  *
  * CODE_FLOAT8_E4M3FN has 4 bits of exponent and 3 of fraction, and 0x7f is no number; what is stored was divided by a
  * number that is the same for a whole layer. CODE_INT8 are integers of at most MOST_INT8 in size, and each head of each
- * token has a scale of its own, in bf16, which stands beside the page. Both are exact in bf16: a scale is multiplied
+ * token has a scale of its own, in bf16, beside the page. Both are exact in bf16: a scale is multiplied
  * with what codes come to, logits or weights, and not with each code.
  */
 #pragma once

@@ -38,8 +38,8 @@ def num_cores() -> int:
 def processor() -> str:
     """Return a description of the processor, on which the compiler's option "native" depends."""
     lines = _sysctl().splitlines() if IS_MACOS else _cpuinfo().split("\n\n", 1)[0].splitlines()
-    told = ("machdep.cpu.", "hw.optional.") if IS_MACOS else ("model name", "flags", "Features", "CPU part")
-    return platform.machine() + "\n".join(line for line in lines if line.startswith(told))
+    names = ("machdep.cpu.", "hw.optional.") if IS_MACOS else ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "\n".join(line for line in lines if line.startswith(names))
 
 
 def extensions() -> set[str]:
@@ -50,10 +50,10 @@ def extensions() -> set[str]:
     return set(next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
-def extensions_on_macos(told: str) -> set[str]:
+def extensions_on_macos(settings: str) -> set[str]:
     """Return the extensions from sysctl, by Linux's names: a list on x86, one line each on Arm."""
-    words = " ".join(re.findall(r"^machdep\.cpu\.(?:leaf7_)?features: (.*)$", told, re.MULTILINE)).lower().split()
-    features = re.findall(r"^hw\.optional\.(?:arm\.)?(\w+): 1$", told, re.MULTILINE)
+    words = " ".join(re.findall(r"^machdep\.cpu\.(?:leaf7_)?features: (.*)$", settings, re.MULTILINE)).lower().split()
+    features = re.findall(r"^hw\.optional\.(?:arm\.)?(\w+): 1$", settings, re.MULTILINE)
     of_arm = {_ARM_NAMES[name] for name in features if name in _ARM_NAMES}
     return {_X86_NAMES.get(word, word) for word in words} | of_arm
 

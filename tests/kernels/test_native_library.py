@@ -81,7 +81,7 @@ def script(path: Path, text: str) -> str:
         ({"CC": "no-such-compiler"}, "'no-such-compiler' cannot be run (No such file or directory): install it"),
         ({"CC": "", "PATH": ""}, "no C compiler was found: install gcc or clang (`apt install gcc`)"),
         ({"CC": "false"}, "false"),
-        ({"CC": '"'}, "CC is '\"', which is no command"),
+        ({"CC": '"'}, "CC is '\"', which is not a command"),
     ],
 )
 def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_known(environment, reason, tmp_path):

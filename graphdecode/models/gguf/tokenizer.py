@@ -298,12 +298,12 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         vocab_size: rows of the embedding; ids without a token get padding names.
 
     Raises:
-        ModelSourceError: it is no byte-level BPE, or its pre-tokenizer has no name in GGUF.
+        ModelSourceError: it is not byte-level BPE, or its pre-tokenizer has no name in GGUF.
     """
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model = described["model"]
     if model.get("type") != "BPE" or (described.get("decoder") or {}).get("type") != "ByteLevel":
-        raise ModelSourceError(f"the tokenizer is no byte-level BPE, which alone is written as GGUF; {_INSTEAD}")
+        raise ModelSourceError(f"the tokenizer is not byte-level BPE, which alone is written as GGUF; {_INSTEAD}")
     whole = {token["id"]: token for token in described["added_tokens"]}
     by_id = {index: token for token, index in model["vocab"].items()}
     kinds = dict.fromkeys(range(vocab_size), _UNUSED) | dict.fromkeys(by_id, _NORMAL)
