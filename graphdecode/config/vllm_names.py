@@ -158,7 +158,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "lora_modules": Unsupported("LLM.load_lora_adapter(name, path) loads one, as lora_request does", (None,)),
     "lora_dtype": _LORA._replace(neutral=(None, "auto")),
     **_each("pooler_config override_pooler_config", _NO_POOLING),
-    "enable_sleep_mode": Unsupported("LLM.sleep needs no mode", (None, False, True)),
     "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
     "preemption_mode": Unsupported("a preempted sequence is recomputed", (None, "recompute")),
     "use_v2_block_manager": Unsupported("there is only one", (None, True, False)),

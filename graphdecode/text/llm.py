@@ -360,7 +360,8 @@ class LLM:
     def sleep(self, level: int = 1) -> int:
         """Give the memory of the cache (level 1), and of the weights (2), back to the system; return how many bytes.
 
-        On a CPU under Linux; graphs stay valid, and prefixes are dropped. See `Engine.sleep`.
+        On a CPU under Linux, or a GPU with `enable_sleep_mode`, where level 1 moves the weights to the host, and which
+        has not been tried. Graphs stay valid, and prefixes are dropped. See `Engine.sleep`.
         """
         with DeferredInterrupt():
             return self.engine.sleep(level)
