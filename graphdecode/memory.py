@@ -134,15 +134,15 @@ class ReservedMemory:
         nbytes, mapped = prod(shape) * dtype.itemsize, sum(size for _, size in self._mapped)
         if (missing := self._used + nbytes - mapped) > 0:
             self._map(self._base + mapped, _rounded(missing, self._granule))
-        tensor = self._tensor(self._base + self._used, nbytes)
+        tensor = torch.as_tensor(_Span(self, self._base + self._used, nbytes), device=self._device)
         self._used += _rounded(nbytes, _ALIGNMENT)
         return tensor.view(dtype).view(tuple(shape))
 
-    def take(self, tensors: Iterable[Tensor]) -> None:
+    def take(self, tensors: Sequence[Tensor]) -> None:
         """Move tensors here, and whatever shares memory with them; their old memory goes back to the driver."""
         wanted = {begin for begin, end in storage_spans(tensors) if end > begin}
         sharing: dict[int, list[Tensor]] = defaultdict(list)
-        for each in gc.get_objects():
+        for each in (*tensors, *gc.get_objects()):
             if type(each) in (Tensor, torch.nn.Parameter) and each.layout == torch.strided:
                 sharing[each.untyped_storage().data_ptr()].append(each)
         with torch.no_grad():
@@ -190,22 +190,20 @@ class ReservedMemory:
         torch.cuda.synchronize(self._device)
 
     def _map(self, address: int, nbytes: int) -> None:
-        try:
-            handle = _call("cuMemCreate", nbytes, self._kind, 0)
-        except EngineStateError:  # torch may keep what was freed
-            torch.cuda.empty_cache()
-            handle = _call("cuMemCreate", nbytes, self._kind, 0)
-        try:
-            _call("cuMemMap", address, nbytes, 0, handle, 0)
-        finally:
-            _call("cuMemRelease", handle)  # the mapping alone keeps the memory
-        self._mapped.append((address, nbytes))
-        _call("cuMemSetAccess", address, nbytes, [self._access], 1)
-        _call("cuMemsetD8", address, 0, nbytes)
-
-    def _tensor(self, address: int, nbytes: int) -> Tensor:
-        """Return memory as a tensor of bytes, which keeps this object."""
-        return torch.as_tensor(_Span(self, address, nbytes), device=self._device)
+        """Map zeros."""
+        with torch.cuda.device(self._device):
+            try:
+                handle = _call("cuMemCreate", nbytes, self._kind, 0)
+            except EngineStateError:  # torch may keep what was freed
+                torch.cuda.empty_cache()
+                handle = _call("cuMemCreate", nbytes, self._kind, 0)
+            try:
+                _call("cuMemMap", address, nbytes, 0, handle, 0)
+            finally:
+                _call("cuMemRelease", handle)  # the mapping alone keeps the memory
+            self._mapped.append((address, nbytes))
+            _call("cuMemSetAccess", address, nbytes, [self._access], 1)
+            _call("cuMemsetD8", address, 0, nbytes)
 
 
 class _Span:

@@ -331,7 +331,8 @@ class Engine:
 
         Raises:
             ArgumentError: there is no such tag.
-            EngineStateError: a GPU has too little memory now; what is still asleep can be woken up later.
+            EngineStateError: a GPU has too little memory now; what is still asleep can be woken up later. A
+                RefusedError if it is that of another rank.
         """
         woken = set(SLEEPERS if tags is None else [tags] if isinstance(tags, str) else tags)
         if unknown := woken.difference(SLEEPERS):

@@ -368,7 +368,8 @@ class LLM:
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Wake up the "weights", the "kv_cache", or (None) both. See `Engine.wake_up`."""
-        self.engine.wake_up(tags)
+        with DeferredInterrupt():
+            self.engine.wake_up(tags)
 
     def step(self) -> None:
         """Run one step of the engine, for callers that step by themselves; Ctrl-C is deferred."""

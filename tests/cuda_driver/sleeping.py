@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,7 @@ def installed() -> Iterator[None]:
     """Let reserved memory lie on the stand-in's device, that of engines on the CPU, too."""
     replacements = {
         "synchronize": lambda _device=None: done(cuda.cuCtxSynchronize()),
+        "device": lambda _device: nullcontext(),
         "empty_cache": lambda: None,
         "get_device_properties": lambda _device: SimpleNamespace(total_memory=done(cuda.cuMemGetInfo())[1]),
     }

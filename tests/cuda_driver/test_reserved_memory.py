@@ -160,6 +160,7 @@ def test_weights_that_the_host_has_no_room_for_keep_the_engine_awake(driver: Dri
         assert tokens_of(llm) == wanted
 
 
+@pytest.mark.slow
 def test_ranks_sleep_and_wake_up_together(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "in_ranks.py"
     module.write_text(IN_RANKS)
