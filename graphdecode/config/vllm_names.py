@@ -230,7 +230,7 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
         ours = SETTINGS.get(name, name)
-        if (value is None and name in (*SETTINGS, "seed", "trust_remote_code")) or (
+        if (value is None and name in (*SETTINGS, "seed", "trust_remote_code", "enable_sleep_mode")) or (
             name in ("enforce_eager", "enable_lora") and value is False
         ):
             continue  # vLLM's default, which leaves the setting to the configuration
