@@ -26,7 +26,7 @@ class ClosedError(GraphdecodeError, RuntimeError):
 
 
 class EngineStateError(GraphdecodeError, RuntimeError):
-    """The call is not possible now: requests are running, or the engine sleeps; nothing was changed."""
+    """The call is not possible now: requests run, the engine sleeps, or memory is missing; nothing was changed."""
 
 
 class NotSupportedError(GraphdecodeError, NotImplementedError):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
         with suppress(OSError):  # not supported by the kernel
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+Zeros: TypeAlias = Callable[[Sequence[int], torch.dtype, Any], Tensor]  # `untouched_zeros`, or others of its kind
 
 
 class CacheScales(NamedTuple):
@@ -71,8 +74,9 @@ class LayerCache(_State):
         key_scale: float = 1.0,
         value_scale: float = 1.0,
         is_rolling: bool = False,
+        zeros: Zeros = untouched_zeros,
     ) -> "LayerCache":
-        """Return a cache of zeros; see `untouched_zeros`.
+        """Return a cache of zeros, each tensor of which `zeros` makes.
 
         Args:
             shape: shape of keys, and of values.
@@ -81,10 +85,11 @@ class LayerCache(_State):
             key_scale: divides keys of fp8.
             value_scale: divides values of fp8.
             is_rolling: whether its pages are rings; see `RollingPages`.
+            zeros: makes a tensor.
         """
         held = format_of(dtype)
-        keys, values = untouched_zeros(shape, dtype, device), untouched_zeros(shape, dtype, device)
-        pages = held.page_scales(shape, lambda size, kind: untouched_zeros(size, kind, device))
+        keys, values = zeros(shape, dtype, device), zeros(shape, dtype, device)
+        pages = held.page_scales(shape, lambda size, kind: zeros(size, kind, device))
         units = (key_scale, value_scale) if held.has_layer_scales else (1.0, 1.0)
         return cls(keys, values, CacheScales(*units, pages), is_rolling)
 
@@ -152,7 +157,12 @@ LayerState: TypeAlias = LayerCache | RecurrentState | KeysAndState
 
 
 def layer_state(
-    recurrent: Recurrent | None, pages: Callable[[], LayerCache], rows: int, device: torch.device, others: int = 0
+    recurrent: Recurrent | None,
+    pages: Callable[[], LayerCache],
+    rows: int,
+    device: torch.device,
+    others: int = 0,
+    zeros: Zeros = untouched_zeros,
 ) -> LayerState:
     """Return a layer's state; recurrent ones are zeros.
 
@@ -162,11 +172,12 @@ def layer_state(
         rows: recurrent states of sequences.
         device: where recurrent states are.
         others: further recurrent states, of checkpoints and drafts.
+        zeros: makes a tensor of them.
     """
     if recurrent is None:
         return pages()
     count = rows + 1 + others
-    made = {name: untouched_zeros((count, *shape), torch.float32, device) for name, shape in recurrent.shapes}
+    made = {name: zeros((count, *shape), torch.float32, device) for name, shape in recurrent.shapes}
     states = RecurrentState(made, rows)
     return KeysAndState(pages(), states) if recurrent.beside_keys else states
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
-from .layer_cache import Keys, LayerCache, LayerState, Recurrent, layer_state, paged, stateful
+from .layer_cache import Keys, LayerCache, LayerState, Recurrent, Zeros, layer_state, paged, stateful, untouched_zeros
 from .ledger import Checkpoints, PageLedger
 from .rolling import RollingPages, StateRows
 
@@ -38,6 +38,7 @@ class PagedKVCache:
             far as a ring has its window.
         checkpoints: of recurrent states, if prefixes are cached beside them: a prefix is used up to a checkpoint alone.
         draft_states: recurrent states that a step keeps while it verifies drafts.
+        zeros: makes each of the tensors.
 
     Attributes:
         layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
@@ -72,6 +73,7 @@ class PagedKVCache:
         rolling: RollingPages | None = None,
         checkpoints: Checkpoints | None = None,
         draft_states: int = 0,
+        zeros: Zeros = untouched_zeros,
     ) -> None:
         require_positive(
             num_layers=num_layers,
@@ -105,10 +107,12 @@ class PagedKVCache:
                     key_scale=key_scale,
                     value_scale=value_scale,
                     is_rolling=is_rolling,
+                    zeros=zeros,
                 ),
                 state_rows,
                 self._device,
                 num_checkpoints + draft_states,
+                zeros,
             )
             for (key_scale, value_scale), state, keys, is_rolling in zip(
                 scales or [(1.0, 1.0)] * num_layers,

@@ -251,6 +251,13 @@ class EngineConfig:
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Load no tokenizer: prompts are token ids, and outputs have no text."
     )
+    enable_sleep_mode: bool = key(
+        "model",
+        False,
+        boolean(),
+        "Let LLM.sleep give a GPU's memory back: weights and cache lie in memory that can be unmapped. A CPU needs no "
+        "mode.",
+    )
     state_checkpoints: int = key(
         "cache",
         0,

@@ -158,7 +158,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "lora_modules": Unsupported("LLM.load_lora_adapter(name, path) loads one, as lora_request does", (None,)),
     "lora_dtype": _LORA._replace(neutral=(None, "auto")),
     **_each("pooler_config override_pooler_config", _NO_POOLING),
-    "enable_sleep_mode": Unsupported("LLM.sleep needs no mode", (None, False, True)),
     "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
     "preemption_mode": Unsupported("a preempted sequence is recomputed", (None, "recompute")),
     "use_v2_block_manager": Unsupported("there is only one", (None, True, False)),
@@ -231,7 +230,7 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
         ours = SETTINGS.get(name, name)
-        if (value is None and name in (*SETTINGS, "seed", "trust_remote_code")) or (
+        if (value is None and name in (*SETTINGS, "seed", "trust_remote_code", "enable_sleep_mode")) or (
             name in ("enforce_eager", "enable_lora") and value is False
         ):
             continue  # vLLM's default, which leaves the setting to the configuration

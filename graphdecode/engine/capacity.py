@@ -17,7 +17,7 @@ from graphdecode.engine.steps.step import MIXED_TOKENS, mixed_shapes, prompt_sha
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import format_named
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
-from graphdecode.memory import free_bytes, total_bytes
+from graphdecode.memory import GRANULE, free_bytes, total_bytes
 from graphdecode.models import ModelShape, adapter_bytes
 
 # estimates for graphs
@@ -108,7 +108,7 @@ def plan_capacity(
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
             free = max(free - graph_bytes(config, model, widths), 0)
-        free = max(free - states_bytes, 0)
+        free = max(free - states_bytes - rounding_bytes_of(settings, device), 0)
         budget = int(free * config.memory_fraction)
         total = min(budget // max(page_bytes, 1) - 1, most)
         if rolling is not None:
@@ -168,6 +168,11 @@ def draft_state_bytes_of(settings: EngineConfig, model: ModelShape) -> int:
     return draft_states_of(settings) * _state_bytes(model)
 
 
+def rounding_bytes_of(settings: EngineConfig, device: torch.device) -> int:
+    """Return the bytes that weights, and a cache, in memory that can be unmapped take at most besides their own."""
+    return 2 * GRANULE if settings.enable_sleep_mode and device.type == "cuda" else 0
+
+
 def _state_bytes(model: ModelShape) -> int:
     """Return the bytes of one sequence's recurrent states."""
     return sum(state.nbytes for state in model.recurrent if state is not None)
@@ -202,6 +207,8 @@ def plan_checked_capacity(
     slots = settings.max_adapters
     of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype)
     needs.append(("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", of_slots))
+    rounding = rounding_bytes_of(settings, device)
+    needs.append(("enable_sleep_mode", int(settings.enable_sleep_mode), "granules of weights and cache", rounding))
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:
         key, value, what, nbytes = max(needs, key=lambda need: need[-1])

@@ -19,7 +19,7 @@ from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, Constr
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, RequestRules
-from graphdecode.engine.runner import Runner
+from graphdecode.engine.runner import SLEEPERS, Runner
 from graphdecode.engine.scheduler import Scheduler, Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ArgumentError, ClosedError, EngineStateError, shown
@@ -27,7 +27,6 @@ from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.models.updates import NamedTensors
 
 _INTERRUPTED = "the engine's step was interrupted"
-_SLEEPERS = ("weights", "kv_cache")  # vLLM's tags
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
 
 
@@ -297,27 +296,28 @@ class Engine:
         """Give memory back to the system until `wake_up`; its addresses stay reserved, and the graphs valid.
 
         Requests are refused meanwhile, and cached prefixes are dropped. An engine that sleeps already gives back what
-        is left.
+        is left. CUDA needs `enable_sleep_mode`, and has not run on a GPU.
 
         Args:
-            level: 1: keys, values and states; weights stay, which on a CPU have no other place. 2: the weights, too,
-                which `update_weights` has to give again.
+            level: 1: keys, values and states, and on CUDA the weights, which are copied to pinned host memory; on a CPU
+                they stay where they are. 2: the weights, too, which `update_weights` has to give again.
 
         Returns:
-            Bytes by which the processes of all ranks became smaller: what was never touched, or shares a page, does not
-            count.
+            Bytes by which the processes of all ranks became smaller, on a CPU: what was never touched, or shares a
+            page, does not count. On CUDA those of the devices.
 
         Raises:
             ArgumentError: there is no such level.
-            EngineStateError: requests are running or waiting.
-            NotSupportedError: the device is not a CPU, or the system is not Linux.
+            EngineStateError: requests are running or waiting, or the host has no memory for the weights.
+            NotSupportedError: the device is CUDA without `enable_sleep_mode`, or a CPU not under Linux.
         """
         if level not in (1, 2) or isinstance(level, bool):
             raise ArgumentError(f"level must be 1 or 2, got {shown(level)}")
         with self._while_idle("sleep"):
+            self.runner.prepare_sleep(weights=level == 2)
             nbytes = self.runner.give_memory_back(weights=level == 2)
             self.loop.reset()
-            self._asleep.update(_SLEEPERS)
+            self._asleep.update(SLEEPERS)
             if level == 2:
                 self._has_weights = False
                 self.adapters.forget_slots()
@@ -331,12 +331,16 @@ class Engine:
 
         Raises:
             ArgumentError: there is no such tag.
+            EngineStateError: a GPU has too little memory now; what is still asleep can be woken up later. A
+                RefusedError if it is that of another rank.
         """
-        woken = set(_SLEEPERS if tags is None else [tags] if isinstance(tags, str) else tags)
-        if unknown := woken.difference(_SLEEPERS):
-            raise ArgumentError(f"tags must be of {', '.join(_SLEEPERS)}, got {shown(min(unknown, key=str))}")
+        woken = set(SLEEPERS if tags is None else [tags] if isinstance(tags, str) else tags)
+        if unknown := woken.difference(SLEEPERS):
+            raise ArgumentError(f"tags must be of {', '.join(SLEEPERS)}, got {shown(min(unknown, key=str))}")
         with self._stepping:
-            self._asleep -= woken
+            for tag in sorted(woken & self._asleep, reverse=True):  # weights, which take most, first
+                self.runner.take_memory_back(tag)
+                self._asleep.discard(tag)
 
     def _why_not(self) -> str | None:
         """Return why no request can be served; None if they can."""

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from graphdecode.buckets import MOST_DRAFTS
-from graphdecode.cache import Checkpoints, PagedKVCache
+from graphdecode.cache import Checkpoints, PagedKVCache, untouched_zeros
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
 from graphdecode.engine.capacity import draft_states_of, plan_checked_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
-from graphdecode.engine.runner import Runner
+from graphdecode.engine.runner import SLEEPERS, Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts, NgramDrafts
 from graphdecode.engine.steps.step import should_mix, step_maker
@@ -32,7 +32,7 @@ from graphdecode.graphs import CaptureError
 from graphdecode.kernels.cache.kv_format import format_named
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.linear.linear_choice import ChoiceCache
-from graphdecode.memory import collector_paused
+from graphdecode.memory import ReservedMemory, collector_paused
 from graphdecode.models import (
     Model,
     ModelShape,
@@ -285,6 +285,9 @@ def make_runner(
     `step` overrides the settings' kind of step. The cache of the draft model `draft` has as many pages.
     """
     settings, device = EngineConfig.of(config, **keywords), decoder.device
+    reserved = reserved_memory(settings, device)
+    if reserved:
+        reserved["weights"].take(decoder.constants)
     share = 1.0  # share of the memory; the rest is for the draft model's cache, and other ranks on this CPU
     if draft is not None:
         target, small = (
@@ -329,6 +332,7 @@ def make_runner(
         rolling=capacity.rolling,
         checkpoints=checkpoints,
         draft_states=draft_states_of(settings) if recurrent else 0,
+        zeros=reserved["kv_cache"].zeros if reserved else untouched_zeros,
     )
     runner_class: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     setting = StepSetting(
@@ -347,4 +351,12 @@ def make_runner(
         cache.draft_state_row,
     )
     around = (lambda _: nullcontext()) if ranks is None else ranks.collectives.captured
-    return runner_class(setting, cache, capacity, step=step or step_of(settings, draft), around=around)
+    runner = runner_class(setting, cache, capacity, step=step or step_of(settings, draft), around=around)
+    runner.reserved = reserved
+    return runner
+
+
+def reserved_memory(settings: EngineConfig, device: torch.device) -> dict[str, ReservedMemory]:
+    """Return memory of a GPU that can be unmapped, by vLLM's tags; none if nobody wants to sleep."""
+    wanted = SLEEPERS if settings.enable_sleep_mode and device.type == "cuda" else ()
+    return {tag: ReservedMemory(device) for tag in wanted}

@@ -21,7 +21,7 @@ from graphdecode.config import EngineConfig
 from graphdecode.distributed import Follower, Leader, RankError, Ranks, RefusedError
 from graphdecode.distributed.link import Message
 from graphdecode.engine.prompts import PromptChunk
-from graphdecode.engine.runner import Launch, LaunchPlan, Runner
+from graphdecode.engine.runner import SLEEPERS, Launch, LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import GraphdecodeError
 from graphdecode.models.adapters import Adapter
@@ -44,8 +44,9 @@ class Command(IntEnum):
     END = 6
     ADAPTER = 7  # slot; the receiver's shard of the matrices
     WEIGHTS = 8  # whether they are named tensors in a file, or a model; its path or name
-    SLEEP = 9  # whether the weights sleep, too
+    SLEEP = 9  # whether the weights are dropped
     STATE = 10  # rows of recurrent states: source, destination
+    WAKE_UP = 11  # index of the tag
 
 
 class LeadingRunner(Runner):
@@ -127,12 +128,22 @@ class LeadingRunner(Runner):
         with self._together():
             self.take_weights(*loaded)
 
+    def prepare_sleep(self, *, weights: bool) -> None:
+        """Prepare all ranks, which then await `give_memory_back`, or none; see `Runner.prepare_sleep`."""
+        self.ranks.check()
+        self.ranks.send(Command.SLEEP, (weights, 0, 0))
+        self.ranks.attempt(lambda: super(LeadingRunner, self).prepare_sleep(weights=weights))
+
     def give_memory_back(self, *, weights: bool) -> int:
         """Release memory on all ranks; return the bytes of all. See `Runner.give_memory_back`."""
-        nbytes = super().give_memory_back(weights=weights)  # first: it may refuse
         with self._together():
-            self.ranks.send(Command.SLEEP, (weights, 0, 0))
-            return self.ranks.total(nbytes)
+            return self.ranks.total(super().give_memory_back(weights=weights))
+
+    def take_memory_back(self, tag: str) -> None:
+        """Map memory of all ranks again; what one has mapped stays if another fails. See `Runner.take_memory_back`."""
+        self.ranks.check()
+        self.ranks.send(Command.WAKE_UP, (SLEEPERS.index(tag), 0, 0))
+        self.ranks.attempt(lambda: super(LeadingRunner, self).take_memory_back(tag))
 
     def close(self) -> None:
         """Release the graphs of all ranks; end the other ranks, or let them wait for another model."""
@@ -189,7 +200,13 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
         with suppress(RefusedError):
             runner.take_weights(*ranks.attempt(lambda: runner.load_weights(load_file(name) if is_named else name)))
     elif kind == Command.SLEEP:
-        ranks.total(runner.give_memory_back(weights=bool(numbers[0])))
+        weights = bool(numbers[0])
+        with suppress(RefusedError):
+            ranks.attempt(lambda: runner.prepare_sleep(weights=weights))
+            ranks.total(runner.give_memory_back(weights=weights))
+    elif kind == Command.WAKE_UP:
+        with suppress(RefusedError):
+            ranks.attempt(lambda: runner.take_memory_back(SLEEPERS[numbers[0]]))
     elif kind == Command.STATE:
         runner.cache.copy_state(*numbers[:2])
     elif kind == Command.LAUNCH:

@@ -30,12 +30,13 @@ from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.memory import give_back
+from graphdecode.memory import ReservedMemory, check_gives_back, give_back
 from graphdecode.models import Model
 from graphdecode.models.adapters import Adapter
 from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
 from graphdecode.models.updates import NamedTensors, copy_weights
 
+SLEEPERS = ("weights", "kv_cache")  # vLLM's tags
 _NO_GUARD = nullcontext()
 # returns a model with the new values, and the reload to use after they are copied
 Reload: TypeAlias = Callable[["str | Path | NamedTensors"], "tuple[Model, Reload]"]
@@ -112,6 +113,7 @@ class Runner:
         buffers: the step's slots.
         prompts: prefill passes, with their slots.
         reload: loads new values of the weights, in the same layout; None: the model was not loaded by name.
+        reserved: the memory of weights and cache, by tag, if it can be unmapped; else empty.
     """
 
     reload: Reload | None = None
@@ -145,6 +147,7 @@ class Runner:
             loop=self.step.loop,
             around=lambda shape: around(str(shape)),
         )
+        self.reserved: dict[str, ReservedMemory] = {}
 
     def _run(self, shape: StepShape, batch: Batch, num_chunks: int | None = None) -> None:
         chunks = self.prompts.chunks(shape, num_chunks) if shape.prompt_tokens else None
@@ -247,13 +250,38 @@ class Runner:
         if self.is_cpu:
             start_joining_pages(self.model)
 
-    def give_memory_back(self, *, weights: bool) -> int:
-        """Give the cache's memory, and perhaps the weights', back to the system; return the bytes. See `give_back`."""
+    def prepare_sleep(self, *, weights: bool) -> None:
+        """Do what can be refused, before `give_memory_back`: weights in reserved memory are copied unless dropped."""
         if self.reload is None and weights:
             raise NotSupportedError("weights are dropped of a model that can be loaded again alone")
+        if not self.reserved:
+            check_gives_back(self.model.device)
+        elif not weights:
+            with self.device_guard():
+                self._synchronize()
+                self.reserved["weights"].save()
+
+    def give_memory_back(self, *, weights: bool) -> int:
+        """Give memory back after `prepare_sleep`, and return the bytes: all reserved memory, or see `give_back`.
+
+        `weights`: they are dropped; else they come back with their memory, or without reserved memory stay.
+        """
+        if self.reserved:
+            with self.device_guard():
+                self._synchronize()
+                if weights:
+                    self.reserved["weights"].forget()
+                return sum(each.unmap() for each in self.reserved.values())
         wait_for_joined_pages()
         states = [tensor for layer in self.cache.layers for tensor in layer]
         return give_back([*states, *self.model.constants] if weights else states)
+
+    def take_memory_back(self, tag: str) -> None:
+        """Map reserved memory again, weights with what was saved; an EngineStateError if there is too little."""
+        if self.reserved:
+            with self.device_guard():
+                self._synchronize()
+                self.reserved[tag].map()
 
     def _synchronize(self) -> None:
         if not self.is_cpu:

@@ -360,14 +360,16 @@ class LLM:
     def sleep(self, level: int = 1) -> int:
         """Give the memory of the cache (level 1), and of the weights (2), back to the system; return how many bytes.
 
-        On a CPU under Linux; graphs stay valid, and prefixes are dropped. See `Engine.sleep`.
+        On a CPU under Linux, or a GPU with `enable_sleep_mode`, where level 1 moves the weights to the host, and which
+        has not been tried. Graphs stay valid, and prefixes are dropped. See `Engine.sleep`.
         """
         with DeferredInterrupt():
             return self.engine.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Wake up the "weights", the "kv_cache", or (None) both. See `Engine.wake_up`."""
-        self.engine.wake_up(tags)
+        with DeferredInterrupt():
+            self.engine.wake_up(tags)
 
     def step(self) -> None:
         """Run one step of the engine, for callers that step by themselves; Ctrl-C is deferred."""

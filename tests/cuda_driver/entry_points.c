@@ -20,6 +20,17 @@ typedef void (*Call)(void);
     X("cuMemFreeHost", 2000, mem_free_host)                                                                                   \
     X("cuMemGetInfo", 3020, mem_get_info)                                                                                     \
     X("cuPointerGetAttribute", 4000, pointer_get_attribute)                                                                   \
+    X("cuMemGetAllocationGranularity", 10020, mem_granularity)                                                                \
+    X("cuMemAddressReserve", 10020, mem_address_reserve)                                                                      \
+    X("cuMemAddressFree", 10020, mem_address_free)                                                                            \
+    X("cuMemCreate", 10020, mem_create)                                                                                       \
+    X("cuMemRelease", 10020, mem_release)                                                                                     \
+    X("cuMemMap", 10020, mem_map)                                                                                             \
+    X("cuMemSetAccess", 10020, mem_set_access)                                                                                \
+    X("cuMemUnmap", 10020, mem_unmap)                                                                                         \
+    X("cuMemcpyDtoH", 3020, memcpy_to_host)                                                                                   \
+    X("cuMemcpyHtoD", 3020, memcpy_to_device)                                                                                 \
+    X("cuMemsetD8", 3020, memset_bytes)                                                                                       \
     X("cuModuleLoadData", 2000, module_load_data)                                                                             \
     X("cuModuleGetFunction", 2000, module_get_function)                                                                       \
     X("cuModuleUnload", 2000, module_unload)                                                                                  \

@@ -85,18 +85,21 @@ static CUresult allocate(void **base, size_t size, Context *context) {
     return CUDA_SUCCESS;
 }
 
-static size_t used_bytes(const Context *context) {
+/* Bytes of a device that are free; the first one alone has memory without an address. */
+size_t free_bytes(const Context *context) {
     size_t used = 0;
+    for (Object *object = newest(PHYSICAL); object != NULL; object = object->before)
+        if (object->is_alive && context->device == 0) used += ((Physical *)object)->size;
     for (Object *object = newest(MEMORY); object != NULL; object = object->before)
         if (object->is_alive && ((Memory *)object)->context == context)
             used += ((Memory *)object)->size;
-    return used;
+    return DEVICE_BYTES - used;
 }
 
 CUresult mem_alloc(CUdeviceptr *address, size_t size) {
     ENTER("cuMemAlloc");
     if (current_context() == NULL) return CUDA_ERROR_INVALID_CONTEXT;
-    if (size + used_bytes(current_context()) > DEVICE_BYTES) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (size > free_bytes(current_context())) return CUDA_ERROR_OUT_OF_MEMORY;
     return allocate((void **)address, size, current_context());
 }
 
@@ -127,11 +130,11 @@ CUresult mem_free_host(void *address) {
     return freed((uint64_t)address, true, this_call);
 }
 
-CUresult mem_get_info(size_t *free_bytes, size_t *total) {
+CUresult mem_get_info(size_t *available, size_t *total) {
     ENTER("cuMemGetInfo");
     if (current_context() == NULL) return CUDA_ERROR_INVALID_CONTEXT;
     *total = DEVICE_BYTES;
-    *free_bytes = DEVICE_BYTES - used_bytes(current_context());
+    *available = free_bytes(current_context());
     return CUDA_SUCCESS;
 }
 

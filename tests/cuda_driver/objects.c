@@ -24,7 +24,8 @@ static double eagerness;
 int driver_version = 13000;
 
 static const char *const names[KINDS] = {"context", "memory", "stream", "event", "module",
-                                         "function", "graph", "node", "exec", "condition"};
+                                         "function", "graph", "node", "exec", "condition",
+                                         "reservation", "physical memory", "mapping"};
 
 static void make_mutex(void) {
     pthread_mutexattr_t attributes;

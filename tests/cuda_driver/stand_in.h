@@ -15,7 +15,9 @@
 #define MOST_PARAMETERS 64
 #define MOST_DEPENDENCIES 256
 
-typedef enum { CONTEXT, MEMORY, STREAM, EVENT, MODULE, FUNCTION, GRAPH, NODE, EXEC, CONDITION, KINDS } Kind;
+typedef enum {
+    CONTEXT, MEMORY, STREAM, EVENT, MODULE, FUNCTION, GRAPH, NODE, EXEC, CONDITION, RESERVATION, PHYSICAL, MAPPING, KINDS
+} Kind;
 
 /* What a handle points at. Nothing is given back before a reset, so that a handle is known when it comes again. */
 typedef struct Object {
@@ -39,6 +41,22 @@ typedef struct {
     char *base;
     size_t size;
 } Memory;
+
+/* Memory without an address; it is there as long as a handle or a mapping. */
+typedef struct {
+    Object object;
+    size_t size;
+    unsigned references;
+} Physical;
+
+/* Addresses that are reserved, or memory that is mapped there. */
+typedef struct {
+    Object object;
+    uint64_t base;
+    size_t size;
+    Physical *memory;
+    bool has_access;
+} Span;
 
 typedef struct {
     Object object;
@@ -177,6 +195,7 @@ bool goes_on(void);
 
 /* memory.c */
 Context *current_context(void);
+size_t free_bytes(const Context *context);
 Memory *memory_at(uint64_t address);
 void check_memory(uint64_t address, const char *who);
 

@@ -3,8 +3,9 @@
 The bindings look for a library by the name of libcuda.so.1 and take one that is loaded already. So this can be had in a
 process without a driver alone, and stays for the life of that process.
 
-It is to be given no new features. What it takes for granted, and a first real run decides: the order of child graphs'
-nodes, when a WHILE node reads its condition, and that a child graph keeps its programmatic edges.
+It is to be given nothing that the package does not call. What it takes for granted, and a first real run decides: the
+order of child graphs' nodes, when a WHILE node reads its condition, that a child graph keeps its programmatic edges,
+and that one call copies or fills memory that several calls have mapped.
 """
 
 from __future__ import annotations

@@ -53,6 +53,28 @@ def test_ten_thousand_replays_do_not_drift(make_llm: MakeLLM) -> None:
         ]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_and_its_graphs_go_on_in_other_memory(level: int) -> None:
+    config = BucketConfig(max_batch_size=8, max_sequence_length=128, total_num_pages=4096)
+    with LLM("demo", config=config, device="cuda", dtype="float32", enable_sleep_mode=True) as llm:
+        wanted, captured = llm.generate(prompts(20), GREEDY), dict(llm.graphs.graphs)
+        cache = [tensor for layer in llm.cache.layers for tensor in layer]
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        given_back = llm.sleep(level)
+        assert given_back >= sum(tensor.nbytes for tensor in [*cache, *llm.model.constants])
+        assert torch.cuda.mem_get_info()[0] - free >= 0.95 * given_back
+        other = torch.full((given_back // 2,), 255, dtype=torch.uint8, device="cuda")  # takes what was given back
+        del other
+        llm.wake_up(tags=["weights"])
+        if level == 2:
+            llm.update_weights("demo")
+        llm.wake_up()
+        outputs = llm.generate(prompts(20), GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in wanted]
+        assert llm.graphs.graphs == captured
+
+
 def test_a_hundred_captures_leave_no_memory_behind(make_llm: MakeLLM) -> None:
     llm = make_llm(max_batch_size=4)
     llm.graphs.thaw()
