@@ -60,9 +60,10 @@ class LayerCache(_State):
     """Keys and values of one layer; the last page is the trash page."""
 
     keys: Tensor  # [pages + 1, page_size, num_kv_heads, head_dim]
-    values: Tensor  # the same shape
+    values: Tensor  # the same shape; of latent keys their last channels, in the same memory
     scales: CacheScales = CacheScales()  # noqa: RUF009 (immutable)
     is_rolling: bool = False  # whether `rolling_table` has its pages, in place of `page_table`
+    is_latent: bool = False  # whether values are a part of the keys
 
     @classmethod
     def zeros(
@@ -75,20 +76,24 @@ class LayerCache(_State):
         value_scale: float = 1.0,
         is_rolling: bool = False,
         zeros: Zeros = untouched_zeros,
+        latent_rank: int = 0,
     ) -> "LayerCache":
         """Return a cache of zeros, each tensor of which `zeros` makes.
 
         Args:
-            shape: shape of keys, and of values.
+            shape: shape of keys, and of values unless they are latent.
             dtype: of both; int8 has scales in addition.
             device: where it is.
             key_scale: divides keys of fp8.
             value_scale: divides values of fp8.
             is_rolling: whether its pages are rings; see `RollingPages`.
             zeros: makes a tensor.
+            latent_rank: see `Keys`.
         """
-        held = format_of(dtype)
-        keys, values = zeros(shape, dtype, device), zeros(shape, dtype, device)
+        held, keys = format_of(dtype), zeros(shape, dtype, device)
+        if latent_rank:
+            return cls(keys, keys[..., -latent_rank:], is_rolling=is_rolling, is_latent=True)
+        values = zeros(shape, dtype, device)
         pages = held.page_scales(shape, lambda size, kind: zeros(size, kind, device))
         units = (key_scale, value_scale) if held.has_layer_scales else (1.0, 1.0)
         return cls(keys, values, CacheScales(*units, pages), is_rolling)
@@ -97,7 +102,8 @@ class LayerCache(_State):
     def tensors(self) -> dict[str, Tensor]:  # type: ignore[override]
         """Keys, values and the scales of pages, by name; each has the page as its first dimension."""
         pages = {} if self.scales.pages is None else self.scales.pages._asdict()
-        return {"k_cache": self.keys, "v_cache": self.values, **pages}
+        values = {} if self.is_latent else {"v_cache": self.values}
+        return {"k_cache": self.keys, **values, **pages}
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,17 @@ class Keys:
     heads: int
     head_dim: int  # channels of a head
     shared_with: int | None = None  # the earlier layer that keeps them; None: the layer itself
+    latent_rank: int = 0  # > 0: values are the last so many channels of the keys, and no tensor of their own
+
+    @classmethod
+    def latent(cls, rank: int, rope_dim: int) -> "Keys":
+        """Declare what latent attention keeps: rotated channels, and a latent vector, once for all heads."""
+        return cls(1, rope_dim + rank, latent_rank=rank)
+
+    @property
+    def entries(self) -> int:
+        """Entries of `head_dim` channels that a token takes."""
+        return self.heads if self.latent_rank else 2 * self.heads
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class PagedKVCache:
                     value_scale=value_scale,
                     is_rolling=is_rolling,
                     zeros=zeros,
+                    latent_rank=keys.latent_rank,
                 ),
                 state_rows,
                 self._device,

@@ -15,7 +15,7 @@ from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.engine.steps.decode import state_bytes
 from graphdecode.engine.steps.step import MIXED_TOKENS, mixed_shapes, prompt_shapes, ring_length
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.cache.kv_format import format_named
+from graphdecode.kernels.cache.kv_format import KVFormat, format_named
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
 from graphdecode.memory import GRANULE, free_bytes, total_bytes
 from graphdecode.models import ModelShape, adapter_bytes
@@ -90,9 +90,9 @@ def plan_capacity(
     widths = (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
-    kv_format = format_named(settings.kv_cache_dtype, dtype)
+    kv_format = kv_format_of(settings, model, dtype)
     layer_bytes = [
-        0 if keys is None else 2 * keys.heads * kv_format.entry_bytes(keys.head_dim) for keys in model.kept_keys
+        0 if keys is None else keys.entries * kv_format.entry_bytes(keys.head_dim) for keys in model.kept_keys
     ]
     token_bytes = sum(layer_bytes)
     page_bytes = token_bytes * config.page_size
@@ -127,6 +127,15 @@ def plan_capacity(
     token_limit, page_bytes = min(max_sequence_length, total * config.page_size), page_bytes - rolling_page_bytes
     sizes = (max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
     return Capacity(*sizes, rolling, rolling_page_bytes)
+
+
+def kv_format_of(settings: EngineConfig, model: ModelShape, dtype: torch.dtype) -> KVFormat:
+    """Return the format of keys and values; an ArgumentError if the model cannot have it."""
+    found = format_named(settings.kv_cache_dtype, dtype)
+    if found.dtype.itemsize == 1 and any(keys is not None and keys.latent_rank for keys in model.kept_keys):
+        asked, why = f"kv_cache_dtype={settings.kv_cache_dtype!r}", "has latent keys, which are of the model's dtype"
+        raise ArgumentError(f"{asked} cannot be had: {model.architecture} {why}")
+    return found
 
 
 def _rolling_pages(

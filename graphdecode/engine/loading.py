@@ -19,7 +19,7 @@ from graphdecode.cache import Checkpoints, PagedKVCache, untouched_zeros
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.started import LaunchedRank, start_ranks
-from graphdecode.engine.capacity import draft_states_of, plan_checked_capacity
+from graphdecode.engine.capacity import draft_states_of, kv_format_of, plan_checked_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import SLEEPERS, Runner
@@ -263,8 +263,11 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
 
 
 def _check_draft(settings: EngineConfig, draft: ModelShape | None) -> None:
-    """Raise ArgumentError if a draft model has recurrent states."""
-    if draft is not None and draft.recurrent:
+    """Raise ArgumentError if a draft model has recurrent states, or latent keys of 8 bits."""
+    if draft is None:
+        return
+    kv_format_of(settings, draft, draft.dtype)
+    if draft.recurrent:
         raise ArgumentError(
             f"speculation={settings.speculation!r} needs the states before each draft; a draft model has no recurrent "
             "states"
@@ -291,7 +294,7 @@ def make_runner(
     share = 1.0  # share of the memory; the rest is for the draft model's cache, and other ranks on this CPU
     if draft is not None:
         target, small = (
-            sum(keys.heads * keys.head_dim for keys in each.config.kept_keys if keys is not None)
+            sum(keys.entries * keys.head_dim for keys in each.config.kept_keys if keys is not None)
             for each in (decoder, draft)
         )
         share = target / (target + small)

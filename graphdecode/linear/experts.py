@@ -6,7 +6,7 @@ Plain weights are in panels on a CPU with compiled kernels; quantized weights ar
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -120,15 +120,29 @@ class PlainExperts(ExpertForm):
     @classmethod
     def load(cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> PlainExperts:
         """Read all experts' weights, dequantized."""
+        weights, shape = plain_weights(source, names, options), shape_of(source, names)
+        return cls.of(weights, shape, options.batch_invariant, bias, is_gated=names.is_gated)
+
+    @classmethod
+    def of(
+        cls,
+        weights: Iterable[Tensor],
+        shape: tuple[int, int, int],
+        batch_invariant: bool,
+        bias: Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> PlainExperts:
+        """Return the form of weights [out_features, in_features], one of each expert; `shape` is that of all."""
         whole: Tensor | None = None
-        for expert, weight in enumerate(plain_weights(source, names, options)):
-            own = expert_panels(weight, names.is_gated) if can_panel(weight) else weight.unsqueeze(0)
+        for expert, weight in enumerate(weights):
+            own = expert_panels(weight, is_gated) if can_panel(weight) else weight.unsqueeze(0)
             if whole is None:
-                whole = own.new_empty((names.experts, *own.shape))
+                whole = own.new_empty((shape[0], *own.shape))
             whole[expert] = own
             del weight, own
         assert whole is not None
-        return cls(shape_of(source, names), bias, whole.flatten(0, 1), options.batch_invariant)
+        return cls(shape, bias, whole.flatten(0, 1), batch_invariant)
 
     @property
     def gives_floats(self) -> bool:

@@ -195,6 +195,7 @@ class ResidualStream:
         self._product: tuple[WeightForm, Tensor] | None = None  # output of a block, not computed yet
         self._output: Tensor | None = None  # output of a block, computed
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}  # intermediates that layers share
+        self._by_head: dict[int, Routed] = {}
         self._is_whole = True  # the residual includes all blocks' outputs
         self._post_norm: Norm | None = None
         self._scale = 1.0
@@ -323,6 +324,7 @@ class ResidualStream:
         part._output = None if self._is_whole else self.output[begin:end]
         part._stem = part._product = None
         spans = [span.narrow(begin, end) for span in self._adapters]
+        part._by_head = {}
         part._buffers, part._adapters = {}, [span for span in spans if span is not None]
         return part
 
@@ -358,6 +360,14 @@ class ResidualStream:
         if key not in self._buffers:
             self._buffers[key] = self.empty(*key[1:])
         return self._buffers[key]
+
+    def by_head(self, heads: int) -> Routed:
+        """Return all pairs of tokens and heads, by head, for a product that each head has of its own."""
+        if heads not in self._by_head:
+            pairs = torch.arange(self._hidden.shape[0] * heads, dtype=torch.int32, device=self._hidden.device)
+            offsets = torch.arange(heads + 1, dtype=torch.int32, device=pairs.device) * self._hidden.shape[0]
+            self._by_head[heads] = Routed(pairs.view(-1, heads).T.flatten(), offsets, 1)
+        return self._by_head[heads]
 
     def empty(self, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return new memory [t, columns]; None: the model's dtype."""

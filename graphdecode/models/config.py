@@ -76,6 +76,11 @@ class ModelShape:
         with_keys = [state is None or state.beside_keys for state in self.recurrent] or [True] * layers
         return [each if own and each.shared_with is None else None for each, own in zip(keys, with_keys, strict=True)]
 
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's values: fewer than of its keys where those are latent."""
+        return (self.layer_keys[0].latent_rank if self.layer_keys else 0) or self.head_dim
+
     def keeper(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads: itself, or the one that it shares them with."""
         shared_with = self.layer_keys[layer].shared_with if self.layer_keys else None

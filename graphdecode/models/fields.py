@@ -20,7 +20,12 @@ LIMITS = {  # several times the largest models; each layer and expert allocates 
     "num_hidden_layers": 1024,
     "num_attention_heads": 4096,
     "num_key_value_heads": 4096,
-    "head_dim": 512,  # limit of the attention kernels
+    "head_dim": 512,  # limit of the attention kernels, as the next two
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 512,
+    "v_head_dim": 512,
+    "q_lora_rank": 2**17,
     "num_experts": 4096,
     "num_local_experts": 4096,
     "n_routed_experts": 4096,

@@ -557,6 +557,11 @@ def _check_invariance(config: ModelShape, device: torch.device) -> None:
         if head_dim % native.LANES:
             multiple = f"a head_dim that is a multiple of {native.LANES}"
             raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {head_dim}")
+    for keys in config.layer_keys:
+        rope_dim = keys.head_dim - keys.latent_rank if keys.latent_rank else 0
+        if rope_dim % (2 * native.LANES):  # else torch attends
+            multiple = f"a qk_rope_head_dim that is a multiple of {2 * native.LANES}"
+            raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {rope_dim}")
 
 
 def return_free_memory() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphdecode.distributed import Collectives
 from graphdecode.linear.adapted import AdaptedEmbedding
-from graphdecode.linear.experts import ExpertForm, ExpertNames
+from graphdecode.linear.experts import ExpertForm, ExpertNames, PlainExperts
 from graphdecode.linear.forms import load_experts, load_linear, quantized_form, tied_linear
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
@@ -107,6 +107,11 @@ class Weights:
         if bias is not None and names.is_stack and is_gated and interleaved:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         return load_experts(self._source, names, bias, self._options)
+
+    def by_head(self, weight: Tensor) -> ExpertForm:
+        """Return the product of each head with a matrix of its own, [heads, out_features, in_features]."""
+        heads, out_features, in_features = weight.shape
+        return PlainExperts.of(weight, (heads, out_features, in_features), self._options.batch_invariant)
 
     def norm(self, place: str, eps: float) -> Norm:
         """Return a norm, in float32."""

@@ -361,15 +361,16 @@ static void bring_queries(const struct query_lanes *to, const element *q, int64_
     }
 }
 
-/* Write the results as rows of `out`; `scale` is that of the values. */
-static void write_results(element *out, const struct query_lanes *queries, int64_t heads, float scale) {
+/* Write the results as rows of `out`, without the first `skipped` features, a multiple of OF_VECTOR; `scale` is that of the
+ * values. */
+static void write_results(element *out, const struct query_lanes *queries, int64_t heads, int64_t skipped, float scale) {
     int64_t width = queries->width, group = queries->group;
     float rows[LANES * OF_VECTOR];
     for (int64_t from = 0; from < queries->count; from += LANES) {
         const float *sums = queries->sums + from / QUERY_LANES * QUERY_LANES * width + from % QUERY_LANES;
         vec total = load_f32(queries->total + from);
         vec whole = (vec)((total > 0.0f) & (ivec)(scale / total));
-        for (int64_t i = 0; i < width; i += OF_VECTOR) {
+        for (int64_t i = skipped; i < width; i += OF_VECTOR) {
             for (int64_t part = 0; part < OF_VECTOR; part += LANES) {
                 uvec words[LANES];
                 for (int64_t k = 0; k < LANES; k++) words[k] = (uvec)(load_f32(sums + (i + part + k) * QUERY_LANES) * whole);
@@ -377,7 +378,7 @@ static void write_results(element *out, const struct query_lanes *queries, int64
             }
             for (int64_t r = from; r < least_of(from + LANES, queries->count); r++) {
                 float *row = rows + (r - from) * OF_VECTOR;
-                element *to = out + (r / group * heads + r % group) * queries->dim + i;
+                element *to = out + (r / group * heads + r % group) * (queries->dim - skipped) + i - skipped;
 #if IN_PAIRS
                 in_order(row);
 #endif

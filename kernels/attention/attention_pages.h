@@ -9,7 +9,7 @@
 
 #define LOG2_OF_E 1.44269504f
 #define KEYS 128     /* that are taken at once */
-#define MOST_DIM 512 /* of a head, for tiles of few queries */
+#define MOST_DIM 576 /* of a head, for tiles of few queries */
 #define STREAMS 4    /* of keys, and as many of values, that are asked for at once */
 #define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
 #define HAND_OVER(to, from) memcpy(&(to), &(from), sizeof(to)) /* a tensor, whose struct has no name */
@@ -45,6 +45,11 @@ INLINE vec logits_from(vec products, struct logits of, float unit) {
 static void change_logits(float *logits, int64_t count, struct logits of) {
     for (int64_t j = 0; j < count; j += LANES) store_f32(logits + j, logits_from(load_f32(logits + j), of, 1.0f));
 }
+
+/* Values that are the last channels of latent keys are read as whole keys: how many channels come before them, and where
+ * the values of the first entry begin. */
+#define SKIPPED(a) ((a)->k_cache.size[3] - (a)->v_cache.size[3])
+#define VALUES(a) ((const char *)(a)->v_cache.data - SKIPPED(a) * ((a)->k_cache.code ? 1 : (int64_t)sizeof(element)))
 
 /* Where the entries of a row's tokens stand. */
 struct paged {

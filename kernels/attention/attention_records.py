@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..cache.kv_format import PageScales
 from ..native.library import CODES, LANES
+from ..native.optional_triton import triton
 from ..native.registration import Float32
 from .attention_tile import LOG2_E, PLAN_HEADER, PLAN_TILE, cache_bytes, compute_dtype
 
@@ -143,6 +144,8 @@ class AttentionForm(NamedTuple):
     CAUSAL: bool = False  # whether a row has queries that see less than its last one
     MODE: str = "NONE"  # of positions: NONE, ROPE_LLAMA or ALIBI
     ALIBI_POWER: int = 1  # see `alibi_slope`
+    ROPE_DIM: int = 0  # see `rope_dim_of`; BLOCK_D is that of the other channels, which are loaded once
+    BLOCK_R: int = 0  # the same, padded
     MERGE_M: int = 1  # see `merge_sizes`
     MERGE_S: int = 1  # see `merge_sizes`
     TILE: int = PLAN_TILE  # tokens, see `PLAN_TILE`
@@ -158,11 +161,22 @@ def logits_of(
     return Logits(options, 2.0 / cap if cap > 0.0 else 0.0, -2.0 / head_dim * math.log2(rope_theta), rope_scale)
 
 
+def rope_dim_of(k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return how many channels of latent keys come before the values; 0 if the values have memory of their own."""
+    skipped = k_cache.shape[-1] - v_cache.shape[-1]
+    is_latent = v_cache.data_ptr() == k_cache.data_ptr() + skipped * k_cache.itemsize
+    return skipped if is_latent and v_cache.stride() == k_cache.stride() else 0
+
+
 def can_compile(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> bool:
-    """Return whether C attends with such queries over such a cache; all tensors must be contiguous."""
-    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES)
-    is_known = is_known and k_cache.shape == v_cache.shape and k_cache.shape[3] % LANES == 0
-    return is_known and all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, *others))
+    """Return whether C attends with such queries over such a cache; all but latent values must be contiguous."""
+    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES) and k_cache.shape[3] % LANES == 0
+    if k_cache.shape == v_cache.shape:
+        others = (v_cache, *others)
+    else:
+        rope_dim = rope_dim_of(k_cache, v_cache)
+        is_known = is_known and rope_dim > 0 and rope_dim % (2 * LANES) == 0
+    return is_known and all(tensor.is_contiguous() for tensor in (q, k_cache, *others))
 
 
 def launch_options(tile: dict[str, int]) -> dict[str, int]:
@@ -174,6 +188,7 @@ def form_of(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tile: dict[str, int], options: AttentionOptions, **others: Any
 ) -> AttentionForm:
     """Return the form of a kernel over such tensors; `others` are fields of it."""
+    rope_dim = rope_dim_of(k_cache, v_cache)
     return AttentionForm(
         HEAD_DIM=k_cache.shape[-1],
         VALUE_DIM=v_cache.shape[-1],
@@ -183,5 +198,7 @@ def form_of(
         HAS_WINDOW=options.window_left >= 0,
         IS_CHUNKED=options.is_chunked,
         HAS_CAP=options.logits_soft_cap > 0.0,
+        ROPE_DIM=rope_dim,
+        BLOCK_R=max(triton.next_power_of_2(rope_dim), 16) if rope_dim else 0,
         **{"PAGE_SIZE": k_cache.shape[1]} | {name: value for name, value in tile.items() if name.isupper()} | others,
     )

@@ -179,6 +179,43 @@ def _dot(a, b, acc=None):
 
 
 @triton.jit
+def load_queries(q_from, dim_stride, held, FORM: tl.constexpr):
+    """Return queries [BLOCK_M, BLOCK_D] in the compute type, and those of the channels before latent values, if any."""
+    ROPE_DIM: tl.constexpr = FORM.ROPE_DIM
+    dims = tl.arange(0, FORM.BLOCK_D)
+    there = held[:, None] & (dims < FORM.HEAD_DIM - ROPE_DIM)[None, :]
+    queries = tl.load(q_from[:, None] + (dims + ROPE_DIM)[None, :] * dim_stride, mask=there, other=0.0)
+    queries = to_compute(queries, FORM.COMPUTE)
+    rotated = queries
+    if ROPE_DIM > 0:
+        dims = tl.arange(0, FORM.BLOCK_R)
+        there = held[:, None] & (dims < ROPE_DIM)[None, :]
+        rotated = tl.load(q_from[:, None] + dims[None, :] * dim_stride, mask=there, other=0.0)
+        rotated = to_compute(rotated, FORM.COMPUTE)
+    return queries, rotated
+
+
+@triton.jit
+def _latent_products(q, q_rotated, latent, k_at, inside, cache, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """Return the products [BLOCK_M, BLOCK_N] of queries and latent keys, of which all but `k_at` are loaded."""
+    dims = tl.arange(0, FORM.BLOCK_R)
+    at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
+    held = (dims < FORM.ROPE_DIM)[:, None]
+    k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_R == FORM.ROPE_DIM, IS_RAGGED)
+    return _dot(q, tl.trans(latent), _dot(q_rotated, k.to(FORM.COMPUTE)))
+
+
+@triton.jit
+def _load_values(v_at, inside, cache, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """Return a tile of values [BLOCK_N, BLOCK_V]."""
+    values = tl.arange(0, FORM.BLOCK_V)
+    at_channels = v_at[:, None] + values[None, :] * cache.v_dim_stride
+    held = (values < FORM.VALUE_DIM)[None, :]
+    v = _load_entries(at_channels, inside[:, None], held, FORM.BLOCK_V == FORM.VALUE_DIM, IS_RAGGED)
+    return dequantize(v, FORM.KV_BITS, FORM.COMPUTE)
+
+
+@triton.jit
 def _products(q, q_high, k_at, at, inside, cache, logits, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
     """Return the products [BLOCK_M, BLOCK_N] of queries and a tile of keys `at` these positions, rotated with rope."""
     HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
@@ -226,7 +263,8 @@ def _masked(
     return tl.where(seen, scores, -float("inf"))
 
 
-# One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries.
+# One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries; latent
+# keys are HEAD_DIM * itemsize with their values.
 @triton.jit
 def attend_span(
     acc,
@@ -251,15 +289,15 @@ def attend_span(
     """Add the keys [begin, end) to (acc [BLOCK_M, BLOCK_V], total [BLOCK_M], top [BLOCK_M]), unnormalized, base 2.
 
     Returns the three, and the pages of the keys behind `end`, as `page` [BLOCK_N] holds those from `begin` on. `q`
-    [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`; both
-    rotated. `q_at` are their positions. `head` is of `head_pages`; the row's page table is read up to the key `last`.
-    Without IS_RAGGED the span is of whole tiles, and seen by every query.
+    [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`, both
+    rotated; or with latent keys the channels of values, with the others in `q_high`. `q_at` are their positions. `head`
+    is of `head_pages`; the row's page table is read up to the key `last`. Without IS_RAGGED the span is of whole tiles,
+    and seen by every query.
     """
     PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     COMPUTE: tl.constexpr = FORM.COMPUTE
     KV_BITS: tl.constexpr = FORM.KV_BITS
-    values = tl.arange(0, FORM.BLOCK_V)
     keys = tl.arange(0, BLOCK_N)
     # of int8, sums are in units of the largest scale so far: weights stay within what the compute type has, however
     # small the values are
@@ -276,7 +314,11 @@ def attend_span(
             next_page = pages_of(head.pages, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         k_at = head.k_at + page * cache.k_page_stride + place.to(tl.int64) * cache.k_token_stride
         v_at = head.v_at + page * cache.v_page_stride + place.to(tl.int64) * cache.v_token_stride
-        scores = _products(q, q_high, k_at, at, inside, cache, logits, FORM, IS_RAGGED) * logits.options.sm_scale
+        if FORM.ROPE_DIM > 0:
+            v = _load_values(v_at, inside, cache, FORM, IS_RAGGED)
+            scores = _latent_products(q, q_high, v, k_at, inside, cache, FORM, IS_RAGGED) * logits.options.sm_scale
+        else:
+            scores = _products(q, q_high, k_at, at, inside, cache, logits, FORM, IS_RAGGED) * logits.options.sm_scale
         if KV_BITS == "int8":
             scales_at = page * cache.scales_page_stride + place
             k_unit = tl.load(head.k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
@@ -292,10 +334,8 @@ def attend_span(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        at_channels = v_at[:, None] + values[None, :] * cache.v_dim_stride
-        held = (values < FORM.VALUE_DIM)[None, :]
-        v = _load_entries(at_channels, inside[:, None], held, FORM.BLOCK_V == FORM.VALUE_DIM, IS_RAGGED)
-        v = dequantize(v, KV_BITS, COMPUTE)
+        if FORM.ROPE_DIM == 0:
+            v = _load_values(v_at, inside, cache, FORM, IS_RAGGED)
         if KV_BITS == "int8":
             larger = tl.maximum(unit, tl.max(v_unit))
             weights = weights * (v_unit / larger)[None, :]

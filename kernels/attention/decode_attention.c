@@ -192,9 +192,9 @@ struct NAME(part) {
     float *sums, *largest, *total;
 };
 
-static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t query) {
+static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t query, int64_t dim) {
     int64_t heads = p->a->q.size[1], group = heads / p->a->k_cache.size[2];
-    return ((p->row * p->a->q_len + query / group) * heads + head * group + query % group) * p->a->q.size[2];
+    return ((p->row * p->a->q_len + query / group) * heads + head * group + query % group) * dim;
 }
 
 /* Both over the keys from `first` to `end`, as blocks of one element type take them. */
@@ -210,12 +210,12 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
     float scales[BLOCK], *widened = carved(&at, code ? BLOCK * dim : 0);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
-            const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r);
+            const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r, dim);
             for (int64_t i = 0; i < width; i += OF_VECTOR)
                 store_words(q + (h * queries + r) * width + i, features_at(from, i, dim));
         }
     const char *all_keys = (const char *)a->k_cache.data + p->head * dim * size;
-    const char *all_values = (const char *)a->v_cache.data + p->head * dim * size;
+    const char *all_values = VALUES(a) + p->head * dim * size;
     int64_t first = p->first, end = p->end, count = least_of(end - first, BLOCK), coming;
     locate(places, &p->entries, first, count);
     for (; count > 0; count = coming, first += BLOCK) {
@@ -271,7 +271,7 @@ static float NAME(shrunk)(const decode_attention_args *a, float logit) {
 /* Where a part's keys and values begin in the cache, and what is to be asked for of a block of them. */
 static struct coming coming_of(const struct NAME(part) *p, const int64_t *places, int64_t count) {
     int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : sizeof(uint16_t), at = p->head * dim * size;
-    return (struct coming){(const char *)p->a->k_cache.data + at, (const char *)p->a->v_cache.data + at, places, count,
+    return (struct coming){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, places, count,
                            (p->last - p->head) * dim * size, size};
 }
 
@@ -291,7 +291,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
     carve_few_queries(few, &at, a->k_scales.data != 0);
     for (int64_t h = 0; h < few->heads; h++)
         for (int64_t r = 0; r < queries; r++)
-            put_query(few, h, r, (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + h, r));
+            put_query(few, h, r, (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + h, r, dim));
     set_few_shapes(few);
     for (; first < p->end; count = coming, first += KEYS) {
         const struct NAME(part) *then = first + KEYS < p->end || !after ? p : after;
@@ -367,12 +367,12 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     float *partial = part.is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
         float *sums = part.sums + r * dim, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
-        element *out = (element *)a->out.data + NAME(place_of)(&part, part.head + r / queries, r % queries);
+        element *out = (element *)a->out.data + NAME(place_of)(&part, part.head + r / queries, r % queries, a->out.size[2]);
         if (part.is_split) {
             memcpy(partial + r * (dim + 2), sums, dim * sizeof(float));
             partial[r * (dim + 2) + dim] = part.largest[r], partial[r * (dim + 2) + dim + 1] = part.total[r];
         } else {
-            for (int64_t i = 0; i < dim; i += LANES) store(out + i, load_f32(sums + i) * whole);
+            for (int64_t i = SKIPPED(a); i < dim; i += LANES) store(out + i - SKIPPED(a), load_f32(sums + i) * whole);
         }
     }
 }
@@ -381,7 +381,8 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
 static void NAME(write_zeros)(const struct NAME(part) *part) {
     for (int64_t head = part->head; head < part->last; head++)
         for (int64_t r = 0; r < part->queries; r++)
-            memset((element *)part->a->out.data + NAME(place_of)(part, head, r), 0, part->a->q.size[2] * sizeof(element));
+            memset((element *)part->a->out.data + NAME(place_of)(part, head, r, part->a->out.size[2]), 0,
+                   part->a->out.size[2] * sizeof(element));
 }
 
 static void NAME(attend_parts)(const void *given, int64_t begin, int64_t end) {
@@ -410,7 +411,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
         int64_t first = seen_of(length, a->q_len, &a->options).begin / SPAN, last = (length + SPAN - 1) / SPAN;
         if (last - first < 2) continue;
         struct NAME(part) part = {.a = a, .row = row};
-        element *out = (element *)a->out.data + NAME(place_of)(&part, entry / queries, entry % queries);
+        element *out = (element *)a->out.data + NAME(place_of)(&part, entry / queries, entry % queries, a->out.size[2]);
         float top = -INFINITY, total = 0.0f, shrinks[2], *sums = scratch(dim);
         memset(sums, 0, dim * sizeof *sums);
         for (int64_t span = first; span < last; span++) {
@@ -423,7 +424,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
             total = total * shrinks[0] + from[dim + 1] * shrinks[1], top = higher;
         }
         float whole = total > 0.0f ? (float)a->v_scale / total : 0.0f;
-        for (int64_t i = 0; i < dim; i += LANES) store(out + i, load_f32(sums + i) * whole);
+        for (int64_t i = SKIPPED(a); i < dim; i += LANES) store(out + i - SKIPPED(a), load_f32(sums + i) * whole);
     }
 }
 

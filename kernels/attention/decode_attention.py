@@ -12,8 +12,18 @@ from torch import Tensor
 from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
-from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of
-from .attention_tile import LOG2_E, alibi_slope, attend_span, decode_tile, head_pages, pages_of, rotate, to_compute
+from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of, rope_dim_of
+from .attention_tile import (
+    LOG2_E,
+    alibi_slope,
+    attend_span,
+    decode_tile,
+    head_pages,
+    load_queries,
+    pages_of,
+    rotate,
+    to_compute,
+)
 from .attention_torch import Positions, attend_row, first_seen, row_entries
 from .work_item import Heads, Results, SplitPlan, clear_row, deliver, item_of, merge_sizes, span_of
 
@@ -41,10 +51,7 @@ def _queries(q, strides, token, head, held, q_at, logits, FORM: tl.constexpr):
         queries = to_compute(low, COMPUTE)
         queries_high = to_compute(high, COMPUTE)
     else:
-        there = held[:, None] & (dims < FORM.HEAD_DIM)[None, :]
-        queries = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=there, other=0.0)
-        queries = to_compute(queries, COMPUTE)
-        queries_high = queries
+        queries, queries_high = load_queries(q_from, strides.dim, held, FORM)
     return queries, queries_high
 
 
@@ -106,7 +113,8 @@ def decode_attention_triton(
     """Launch the kernel; see `decode_attention` for the arguments."""
     heads = Heads(q_len, q.shape[1] // k_cache.shape[2], k_cache.shape[2])
     queries, head_dim = heads.group * q_len, k_cache.shape[-1]
-    tile = decode_tile(queries, head_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
+    own_dim = head_dim - rope_dim_of(k_cache, v_cache)
+    tile = decode_tile(queries, own_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     tile |= merge_sizes(queries, tile)
     mode, *rope = positions
     if mode == "ROPE_LLAMA":
@@ -163,7 +171,7 @@ def decode_attention(
         q: [rows * q_len, hq, d], any strides but the last; fp16, bf16 or fp32.
         k_cache: [pages, page_size, hkv, d], any strides; fp16, bf16, fp32, fp8 e4m3 or e5m2, or int8
             with `scales`.
-        v_cache: [pages, page_size, hkv, dv].
+        v_cache: [pages, page_size, hkv, dv]; of latent keys their last dv channels, a view: see `rope_dim_of`.
         table: int32, pages of each row: [rows, max_pages], or with `indptr` the concatenation of all rows' pages.
         indptr: int32 [rows + 1], where each row begins in `table`; None for a dense table.
         work: the plan of the rows, and its workspace.

@@ -42,9 +42,9 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
     struct query_lanes given = {q, sums, largest, total, queries, dim, width, position, group, logits_of(&a->options)};
     struct paged entries = NAME(pages_of_row)(a, row);
     const char *keys = (const char *)a->k_cache.data + head * dim * size;
-    const char *values = (const char *)a->v_cache.data + head * dim * size;
-    int64_t memory[2][KEYS], *places = memory[0], *next = memory[1], offset = ((cu_q[row] + begin) * heads + head * group) * dim;
-    bring_queries(&given, (const element *)a->q.data + offset, heads, a->sinks.data ? a->sinks.data + head * group : 0);
+    const char *values = VALUES(a) + head * dim * size;
+    int64_t memory[2][KEYS], *places = memory[0], *next = memory[1], offset = (cu_q[row] + begin) * heads + head * group;
+    bring_queries(&given, (const element *)a->q.data + offset * dim, heads, a->sinks.data ? a->sinks.data + head * group : 0);
     int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
     int64_t window = window_at(given.logits, position), begins = window >= 0 && position > window ? position - window : 0;
     int64_t first = begins / KEYS * KEYS, count = least_of(last - first, KEYS), coming;
@@ -62,7 +62,7 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
         int64_t *done = places;
         places = next, next = done;
     }
-    write_results((element *)a->out.data + offset, &given, heads, (float)a->v_scale);
+    write_results((element *)a->out.data + offset * a->out.size[2], &given, heads, SKIPPED(a), (float)a->v_scale);
 }
 
 static int NAME(are_few)(const extend_attention_args *a, int64_t tokens) {
@@ -74,12 +74,13 @@ static int NAME(are_few)(const extend_attention_args *a, int64_t tokens) {
 
 /* All tokens of a row that has few, over one key head: as a decode step takes them. */
 static void NAME(extend_few)(const extend_attention_args *a, int64_t row, int64_t tokens, int64_t head) {
-    int64_t offset = a->cu_seqlens_q.data[row] * a->q.size[1] * a->q.size[2];
+    int64_t offset = a->cu_seqlens_q.data[row] * a->q.size[1];
     int64_t length = (int64_t)a->cu_seqlens_kv.data[row + 1] - a->cu_seqlens_kv.data[row];
     decode_attention_args decode = {.q_len = tokens, .options = a->options, .v_scale = a->v_scale, .scales = a->scales};
     HAND_OVER(decode.out, a->out), HAND_OVER(decode.q, a->q), HAND_OVER(decode.k_cache, a->k_cache);
     HAND_OVER(decode.v_cache, a->v_cache);
-    decode.q.data = (element *)decode.q.data + offset, decode.out.data = (element *)decode.out.data + offset;
+    decode.q.data = (element *)decode.q.data + offset * a->q.size[2];
+    decode.out.data = (element *)decode.out.data + offset * a->out.size[2];
     length = least_of(length, a->page_table.size[1] * a->k_cache.size[1]);
     struct NAME(part) part = {.a = &decode, .seen = seen_of(length, tokens, &a->options), .head = head, .last = head + 1};
     part.entries = NAME(pages_of_row)(a, row), part.queries = tokens * (a->q.size[1] / a->k_cache.size[2]);

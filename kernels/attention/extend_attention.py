@@ -13,15 +13,15 @@ from torch import Tensor
 from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
-from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of
+from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of, rope_dim_of
 from .attention_tile import (
     LOG2_E,
     attend_span,
     head_pages,
+    load_queries,
     pages_of,
     registers,
     tile_sizes,
-    to_compute,
     window_begin,
     with_sinks,
 )
@@ -63,7 +63,6 @@ def _extend_attention_kernel(
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     BLOCK_V: tl.constexpr = FORM.BLOCK_V
     HAS_WINDOW: tl.constexpr = FORM.HAS_WINDOW
-    COMPUTE: tl.constexpr = FORM.COMPUTE
     index = tl.arange(0, BLOCK_ROWS)
     starts = tl.load(rows.cu_seqlens_q + index, mask=index < count, other=0)
     stops = tl.load(rows.cu_seqlens_q + index + 1, mask=index < count, other=0)
@@ -88,11 +87,8 @@ def _extend_attention_kernel(
     if PACKED:
         token += q_first
         row_of = row_of * 0
-    dims = tl.arange(0, FORM.BLOCK_D)
     q_from = rows.q + row_of * rows.q_row + token * rows.q_token + head * rows.q_head
-    there = held[:, None] & (dims < FORM.HEAD_DIM)[None, :]
-    queries = tl.load(q_from[:, None] + dims[None, :] * rows.q_dim, mask=there, other=0.0)
-    queries = to_compute(queries, COMPUTE)
+    queries, rotated = load_queries(q_from, rows.q_dim, held, FORM)
     end = kv_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1) + 1
     first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
@@ -107,12 +103,12 @@ def _extend_attention_kernel(
     if not HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
         ragged = tl.maximum((first + 1) // BLOCK_N, 0) * BLOCK_N
         acc, total, top, page = attend_span(
-            acc, total, top, page, queries, queries, q_at, q_at, own, begin, ragged, end, cache, logits, FORM,
+            acc, total, top, page, queries, rotated, q_at, q_at, own, begin, ragged, end, cache, logits, FORM,
             False, True, HAS_WINDOW,
         )  # fmt: skip
         begin = ragged
     acc, total, top, page = attend_span(
-        acc, total, top, page, queries, queries, q_at, q_at, own, begin, end, end, cache, logits, FORM,
+        acc, total, top, page, queries, rotated, q_at, q_at, own, begin, end, end, cache, logits, FORM,
         True, True, HAS_WINDOW,
     )  # fmt: skip
     if FORM.HAS_SINKS:
@@ -152,7 +148,8 @@ def extend_attention_triton(
     packed = q.dim() == 3
     kv_heads, head_dim = k_cache.shape[2:]
     group = q.shape[-2] // kv_heads
-    tile = tile_sizes(queries_at_once(q.device), head_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
+    own_dim = head_dim - rope_dim_of(k_cache, v_cache)
+    tile = tile_sizes(queries_at_once(q.device), own_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
     form = form_of(
         q, k_cache, v_cache, tile, options, HAS_LSE=lse is not None,

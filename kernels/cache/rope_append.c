@@ -76,7 +76,8 @@ static struct NAME(kept) NAME(kept_at)(void *cache, int64_t code, int64_t place,
 INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int64_t token, int64_t row,
                                int64_t position, float *wide) {
     const int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], kv_heads = a->k_cache.size[2];
-    const int64_t qo_heads = a->q_out.size[1], dim = a->q_out.size[2], heads = qo_heads + 2 * kv_heads;
+    const int64_t value_heads = a->v_cache.size[2];
+    const int64_t qo_heads = a->q_out.size[1], dim = a->q_out.size[2], heads = qo_heads + kv_heads + value_heads;
     const int64_t half = a->cos_sin.size[2], row_pages = a->page_table.size[1];
     const int is_mixed = a->k_cache.code == CODE_INT8;
     const char *x = (const char *)a->qkv.data + token * heads * dim * width_of(is_wide);
@@ -100,8 +101,8 @@ INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int
                        wide);
     x += kv_heads * dim * width_of(is_wide);
     if (values.code || (is_wide && sizeof(element) < sizeof(float)))
-        NAME(rotate_heads)(is_wide, &values, x, 0, 0, 0.0f, cos, 0, kv_heads, dim, 0, wide);
-    else memcpy(values.at, x, kv_heads * dim * sizeof(element));
+        NAME(rotate_heads)(is_wide, &values, x, 0, 0, 0.0f, cos, 0, value_heads, dim, 0, wide);
+    else memcpy(values.at, x, value_heads * dim * sizeof(element));
 }
 
 static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide) {

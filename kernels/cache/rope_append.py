@@ -58,6 +58,7 @@ def _rope_append_kernel(
     live,
     qo_heads,
     kv_heads,
+    value_heads,
     qkv_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -132,7 +133,7 @@ def _rope_append_kernel(
     _keep(rotated, k_at, inside, cache.k_unit, cache.k_scales, k_scales, is_key, KV_BITS, ROPE.IS_FP8)
 
     value_head = head - qo_heads - kv_heads
-    is_value = (value_head >= 0) & (value_head < kv_heads)
+    is_value = (value_head >= 0) & (value_head < value_heads)
     inside = is_value[:, None] & (dims < HEAD_DIM)[None, :]
     value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     v_at = cache.v_cache + page * cache.v_page_stride + place * cache.v_token_stride
@@ -158,12 +159,15 @@ def rope_append_triton(
     """Launch the kernel; see `rope_append`. It has run in Triton's interpreter and been compiled ahead of time."""
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
+    value_heads = v_cache.shape[2]
     form = RopeForm.of(rope, k_cache)
     if format_of(k_cache.dtype).is_mixed and head_dim > 128:
         form = form._replace(HEADS=2)  # mixing four heads in a program spills registers
-    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, form.HEADS))](
+    elif head_dim > 512:  # latent keys
+        form = form._replace(HEADS=1)
+    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + kv_heads + value_heads, form.HEADS))](
         q_out, Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale), rope, qkv,
-        rows, positions, live, qo_heads, kv_heads, qkv.stride(0),
+        rows, positions, live, qo_heads, kv_heads, value_heads, qkv.stride(0),
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PAGE_SIZE=page_size,
         KV_BITS=cache_bytes(k_cache)[1], ROPE=form, num_warps=2,
     )  # fmt: skip
@@ -201,9 +205,9 @@ def rope_append(
         q_out: [t, num_qo_heads, head_dim], contiguous.
         k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type, or int8 with `scales`; the last page is
             the trash page. fp8 e4m3 saturates.
-        v_cache: the same shape.
-        qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values, of q_out's dtype, or
-            fp32.
+        v_cache: the same shape; or of no heads, where only keys are kept.
+        qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values, if those are kept, of
+            q_out's dtype, or fp32.
         rows: int32 [t], the page-table row of each token.
         positions: int32 [t], position of each token in its sequence.
         live: int32 [1]; tokens from there on are padding and write at most the trash page.
@@ -220,7 +224,7 @@ def rope_append(
         return
     position, row = positions[:count].long(), rows[:count].long()
     joined = qkv.view(capacity, -1, head_dim)[:count]
-    queries, keys, values = joined.split((qo_heads, kv_heads, kv_heads), dim=1)
+    queries, keys, values = joined.split((qo_heads, kv_heads, v_cache.shape[2]), dim=1)
     if rope.q_norm is not None and rope.k_norm is not None:
         queries, keys = _normed_heads(queries, rope.q_norm, rope.eps), _normed_heads(keys, rope.k_norm, rope.eps)
     cos, sin = rope.cos_sin[position].unsqueeze(2).unbind(1)  # [t, 1, rot / 2] each

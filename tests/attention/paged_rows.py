@@ -57,10 +57,12 @@ class PagedRows:
         head_dim: int,
         dtype: torch.dtype,
         value_dim: int | None = None,
+        is_latent: bool = False,
         layout: str = "NHD",
         device: str = "cpu",
         seed: int = 0,
     ) -> PagedRows:
+        """Return rows whose values are their own, or with `is_latent` the last `value_dim` channels of the keys."""
         draw = torch.Generator().manual_seed(seed)
         counts = [-(-n // page_size) for n in lens]
         pool = sum(counts) + 3
@@ -94,6 +96,8 @@ class PagedRows:
             as_bytes = [cache.view(torch.uint8) for cache in caches]
             both = torch.stack(as_bytes, dim=1).view(dtype)
             caches = [both[:, 0], both[:, 1]]
+        if is_latent:
+            caches[1], rows[1] = caches[0][..., -value_dim:], [keys[..., -value_dim:] for keys in rows[0]]
         table = torch.full((len(lens), max([*counts, 1])), unused, dtype=torch.int32)
         indices = torch.tensor(order[: sum(counts)], dtype=torch.int32)
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)

@@ -232,6 +232,21 @@ def test_mixed_queries_stay_what_fp16_can_hold(version, device):
     assert (others == 0).all()
 
 
+@pytest.mark.parametrize("version", [*VERSIONS, "native"])
+@pytest.mark.parametrize("heads", [ROPE_HEADS, 0])
+def test_keys_alone_are_kept_where_values_have_no_heads(version, heads, device):
+    append = VERSIONS.get(version, with_record(rope_append))
+    given = inputs(48, 16, torch.bfloat16, "", device if version == "triton" else "cpu")
+    kept = {name: given[name].clone() for name in ("q_out", "k_cache", "v_cache")}
+    append(*(given | kept).values())
+    first = (ROPE_HEADS - heads) * 48  # with no query heads the keys come first
+    qkv = given["qkv"][:, first : (ROPE_HEADS + KV_HEADS) * 48].contiguous()
+    given |= {"q_out": given["q_out"][:, :heads].contiguous(), "v_cache": given["v_cache"][:, :, :0], "qkv": qkv}
+    append(*given.values())
+    assert torch.equal(given["q_out"], kept["q_out"][:, :heads])
+    assert torch.equal(given["k_cache"], kept["k_cache"])
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_fp8_cache_rounds_to_even_and_never_overflows(version, device):
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -131,6 +131,7 @@ def check(version, case: dict, device: str, seed: int) -> None:
         kv_heads=case["kv_heads"],
         head_dim=head_dim,
         value_dim=case.get("value_dim"),
+        is_latent=case.get("is_latent", False),
         dtype=kv_dtype,
         layout=case["layout"],
         device=device,
@@ -243,6 +244,27 @@ def test_values_may_have_another_head_dim_than_keys(version, device):
     case = {name: values[0] for name, values in CHOICES.items()}
     case |= {"dtype": "fp32", "head_dim": 96, "value_dim": 40}
     check(version, case, device if version is decode_attention_triton else "cpu", seed=2)
+
+
+LATENT = {"kv_heads": 1, "is_latent": True, "layout": "NHD", "mode": "NONE", "v_scale": 1.0, "dense": True}
+LATENT_CASES = [
+    {"dtype": "bf16", "group": 16, "head_dim": 96, "value_dim": 64, "page_size": 16, "q_len": 1, "lens": (40, 0, 200)},
+    {"dtype": "fp32", "group": 5, "head_dim": 80, "value_dim": 48, "page_size": 3, "q_len": 3, "lens": (131,)},
+    {"dtype": "fp16", "group": 8, "head_dim": 64, "value_dim": 32, "page_size": 8, "q_len": 1, "lens": (5, 70)},
+    {"dtype": "fp32", "group": 4, "head_dim": 40, "value_dim": 32, "page_size": 8, "q_len": 1, "lens": (5, 70)},
+    {"dtype": "bf16", "group": 20, "head_dim": 576, "value_dim": 512, "page_size": 16, "q_len": 1, "lens": (1100, 33)},
+]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("number", range(len(LATENT_CASES)))
+def test_values_may_be_the_last_channels_of_latent_keys(version, number, device):
+    case = LATENT | LATENT_CASES[number] | {"window_left": -1 + 8 * (number % 2), "soft_cap": 0.0, "fixed_split": 0}
+    if version is decode_attention_native and (case["head_dim"] - case["value_dim"]) % 32:
+        pytest.skip("compiled kernels take whole vectors")
+    if version is decode_attention_triton and case["head_dim"] > 512:
+        case |= {"lens": (70, 33)}
+    check(version, case | {"sinks": number == 1}, device if version is decode_attention_triton else "cpu", number)
 
 
 @pytest.mark.parametrize("version", [decode_attention_triton, decode_attention_torch])

@@ -65,6 +65,7 @@ def check(version, case, device, seed, with_lse=True):
     lens = [n + case["before"] * (row + 1) if n else 0 for row, n in enumerate(q_lens)]
     contiguous = case["page_size"] == 0
     shape = {"kv_heads": case["kv_heads"], "head_dim": case["head_dim"], "dtype": kv_dtype, "device": device}
+    shape |= {"value_dim": case.get("value_dim"), "is_latent": "value_dim" in case}
     rows = PagedRows.random(
         lens, page_size=max(lens) + 2 if contiguous else case["page_size"], layout=case["layout"], seed=seed, **shape
     )
@@ -85,7 +86,7 @@ def check(version, case, device, seed, with_lse=True):
     else:
         q = torch.randn(width, len(q_lens), heads, case["head_dim"], generator=draw).to(q_dtype).to(device)
         q = q.transpose(0, 1)
-    out = torch.full(q.shape, 7.0, dtype=q_dtype, device=device)
+    out = torch.full((*q.shape[:-1], rows.v_cache.shape[-1]), 7.0, dtype=q_dtype, device=device)
     lse = torch.full(q.shape[:-1], 7.0, device=device) if with_lse else None
     cu_q, cu_kv = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (q_lens, lens))
     sinks = 2 * torch.randn(heads, generator=draw) if case["sinks"] else None
@@ -130,6 +131,23 @@ def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number, th
 
 def extend_attention_native(*given):
     native_extend_attention(*given)()
+
+
+LATENT = {"kv_heads": 1, "layout": "NHD", "soft_cap": 0.0, "packed": True, "before": 33}
+LATENT_CASES = [
+    {"dtype": "bf16", "group": 16, "head_dim": 96, "value_dim": 64, "page_size": 16, "q_lens": (5, 0, 9, 1)},
+    {"dtype": "fp32", "group": 5, "head_dim": 80, "value_dim": 48, "page_size": 3, "q_lens": (20,)},
+    {"dtype": "fp16", "group": 8, "head_dim": 64, "value_dim": 32, "page_size": 8, "q_lens": (1, 1, 17)},
+    {"dtype": "bf16", "group": 3, "head_dim": 576, "value_dim": 512, "page_size": 16, "q_lens": (9, 2)},
+]
+
+
+@pytest.mark.parametrize("name", ["triton", "torch", pytest.param("native", marks=compiled)])
+@pytest.mark.parametrize("number", range(len(LATENT_CASES)))
+def test_values_may_be_the_last_channels_of_latent_keys(name, number, device):
+    versions = {"triton": extend_attention_triton, "torch": extend_attention_torch, "native": extend_attention_native}
+    case = LATENT | LATENT_CASES[number] | {"window_left": -1 + 10 * (number % 2), "sinks": number == 1}
+    check(versions[name], case, device if name == "triton" else "cpu", number, with_lse=name != "native")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

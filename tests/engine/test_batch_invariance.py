@@ -32,6 +32,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20, "initializer_range": 0.3},
     ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+        | {"n_group": 4, "topk_group": 2, "initializer_range": 0.2},
+    ),
 }
 Answer = tuple[list[int], list[dict[int, float]]]
 
@@ -85,6 +91,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         sizes = {"vocab_size": 300, "hidden_size": 192, "intermediate_size": 416, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
         model_name, changes = FAMILIES[name]
+        heads |= {"num_key_value_heads": 6} if "kv_lora_rank" in changes else {}
         model_class = getattr(transformers, f"{model_name}ForCausalLM")
         model_class(model_class.config_class(**sizes, **heads, **changes)).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -97,7 +104,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @compiled_or_gpu
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [("demo", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("gemma2", "float16"), ("gpt-oss", "float32")],
+    [
+        *(("demo", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("gemma2", "float16")),
+        *(("gpt-oss", "float32"), ("deepseek-v3", "bfloat16")),
+    ],
 )
 def test_a_request_has_the_same_bits_alone_and_in_any_company(folder_of: Any, model: str, dtype: str) -> None:
     folder, given = folder_of(model), requests()

@@ -228,6 +228,36 @@ def append_case(
     )
 
 
+def latent_cases() -> dict[str, Callable[[], None]]:
+    """Attention of 128 heads over latent keys, which are kept once, and their append: DeepSeek-V3's sizes."""
+    heads, rank, rope_dim = 128, 512, 64
+    keys = torch.empty(PAGES, PAGE_SIZE, 1, rope_dim + rank, dtype=torch.bfloat16)
+    q, out = (torch.empty(ROWS, heads, size, dtype=torch.bfloat16) for size in (rope_dim + rank, rank))
+    table, lens = torch.empty(ROWS, WIDTH, dtype=torch.int32), torch.empty(ROWS, dtype=torch.int32)
+    cumulative, plan = torch.empty(ROWS + 1, dtype=torch.int32), torch.empty(1024, dtype=torch.int32)
+    work = work_item.SplitPlan(lens, plan, torch.empty(ROWS, 1, heads, rank), torch.empty(ROWS, 1, heads), lens)
+    options, rope = (
+        attention_records.AttentionOptions(0.1),
+        attention_records.QKNormRope(torch.empty(4096, 2, rope_dim // 2)),
+    )
+
+    def append(count: int, cache: torch.Tensor) -> None:
+        qkv = torch.empty(ROWS, (count + cache.shape[2]) * keys.shape[3], dtype=torch.bfloat16)
+        given = (q[:, :count], cache, keys[:, :, :0], qkv, lens, lens, lens, table, rope)
+        rope_append.rope_append_triton(*given)
+
+    return {
+        "decode-latent": lambda: decode_attention.decode_attention_triton(
+            out, None, q, keys, keys[..., rope_dim:], table, None, work, 1, 33, options
+        ),
+        "extend-latent": lambda: extend_attention.extend_attention_triton(
+            out, None, q, keys, keys[..., rope_dim:], cumulative, cumulative, table, options
+        ),
+        "append-latent-queries": lambda: append(heads, keys[:, :, :0]),
+        "append-latent-keys": lambda: append(0, keys),
+    }
+
+
 def step_arguments() -> dict[str, Any]:
     """The tensors of a step, and groups of them, by the names that the launchers' arguments have."""
     capacity = SamplingCapacity()
@@ -485,6 +515,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
         cases[f"append-int8-d{head_dim}"] = append_case(head_dim, None, torch.int8)
     for kv_dtype in (torch.float8_e4m3fn, torch.int8):
         cases[f"append-norm-{str(kv_dtype)[6:]}-d128"] = append_case(128, (1, 1), kv_dtype)
+    cases |= latent_cases()
     cases |= step_cases()
     cases |= speculation_cases()
     cases |= linear_cases(arch)

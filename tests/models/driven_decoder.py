@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from graphdecode import Slot, StepBuffers
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch
-from graphdecode.cache import KeysAndState, LayerCache, LayerState, Recurrent, RecurrentState, layer_state
+from graphdecode.cache import Keys, KeysAndState, LayerCache, LayerState, Recurrent, RecurrentState, layer_state
 from graphdecode.models import Chunks, Decoder
 
 PAGE_SIZE = 8
@@ -26,10 +27,11 @@ class DrivenDecoder:
         self.trash_page = rows * pages_per_row
         self.caches: list[LayerState] = []
         for kept, keys in zip(config.recurrent or [None] * model.num_layers, config.kept_keys, strict=True):
-            shape = (0,) if keys is None else (self.trash_page + 1, PAGE_SIZE, keys.heads, keys.head_dim)
             kept = Recurrent(()) if keys is None and kept is None else kept
-            pages = [torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2)]
-            self.caches.append(layer_state(kept, lambda pages=pages: LayerCache(*pages), rows, device))
+            held = keys or Keys(1, 1)  # in place of none, which are not made
+            shape = (self.trash_page + 1, PAGE_SIZE, held.heads, held.head_dim)
+            pages = partial(LayerCache.zeros, shape, model.dtype, device, latent_rank=held.latent_rank)
+            self.caches.append(layer_state(kept, pages, rows, device))
             for tensor in self.caches[-1]:
                 tensor.fill_(math.nan)
         self.attention = PagedDecodeAttention(
@@ -37,6 +39,7 @@ class DrivenDecoder:
             num_qo_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
+            head_dim_v=config.value_dim,
             page_size=PAGE_SIZE,
             max_pages_per_row=pages_per_row,
             dtype=model.dtype,

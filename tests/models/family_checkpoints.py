@@ -70,6 +70,30 @@ LLAMA4 = {
     "floor_scale": 16,
     "rope_parameters": LLAMA3,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+DEEPSEEK_V2 = {
+    "kv_lora_rank": 48,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "n_shared_experts": 2,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 2.0,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5},
+}
 LLAMA4_DENSE = {
     "num_hidden_layers": 4,
     "interleave_moe_layer_step": 2,
@@ -173,6 +197,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-experts": ("Gemma4", GEMMA4 | GEMMA4_EXPERTS),
     "llama4": ("Llama4", LLAMA4),
     "llama4-dense": ("Llama4", LLAMA4 | LLAMA4_DENSE),
+    "deepseek-v2": ("DeepseekV2", LATENT | DEEPSEEK_V2),
+    "deepseek-v3": ("DeepseekV3", LATENT | {"attention_bias": True}),
+    "glm-4.7-flash": ("Glm4MoeLite", LATENT | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
     "phi3": ("Phi3", {"sliding_window": 20}),
     "phi3-longrope-short": ("Phi3", longrope(256, 8)),
     "phi4-longrope-long": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, **longrope(8, 6)}),

@@ -14,6 +14,7 @@ from graphdecode.graphs import check
 from graphdecode.linear.weight_form import tensors_in
 from graphdecode.models import load_model
 from graphdecode.models.blocks import Block, SparseMlp
+from graphdecode.models.families.deepseek import LatentAttention
 from graphdecode.models.family import family_of
 from graphdecode.models.recurrent_blocks import RecurrentMixer
 
@@ -87,6 +88,9 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     assert bool(experts) == (model.config.experts is not None)
     mixers = [part for block in model.layers for part in vars(block).values() if isinstance(part, RecurrentMixer)]
     of_inputs = 2 * model.num_layers + 1 if getattr(model.config, "input_size", 0) else 0  # of embeddings by layer
+    latent = [part for part in parts_of(model.layers) if isinstance(part, LatentAttention)]
+    assert len(latent) == sum(keys.latent_rank > 0 for keys in model.config.layer_keys)
+    by_head = [tensor for part in latent for form in (part.to_keys, part.to_values) for tensor in form.tensors]
     assert experts or mixers or len(linears) == 4 * model.num_layers + 1 + of_inputs
     places = family_of(model.config.architecture).weights(model.config).values()
     config = model.config
@@ -97,6 +101,7 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     of_experts = [tensor for block in experts for tensor in block.tensors]
     names = ("conv", "conv_bias", "a_log", "dt_bias", "heads")
     kept = [tensor for each in mixers for name in names for tensor in tensors_in(getattr(each, name, None))]
+    kept += by_head
     read = [*(tensor for linear in linears for tensor in linear.tensors), *norms, *of_experts, *kept]
     assert declared >= {id(tensor) for tensor in read}
     always = sum(linear.nbytes for linear in linears) + sum(tensor.nbytes for tensor in (*norms, *kept))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,28 @@ def test_keys_and_values_of_32k_tokens_take_a_part_of_what_full_pages_take(name:
     assert rolling.total_num_pages == full.total_num_pages == 8 * 2048
     assert rolling.token_bytes == full.token_bytes
     assert rolling.cache_bytes <= share * full.cache_bytes, rolling.cache_bytes / full.cache_bytes
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 1, "max_position_embeddings": 32768}
+V3 = {"qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 256, "moe_intermediate_size": 2048}
+FLASH = {"qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "moe_intermediate_size": 1536}
+LATENT_SHAPES = {  # and the share of expanded keys and values that latent keys may take
+    "DeepSeek-V3": (sizes("DeepseekV3ForCausalLM", 129280, 7168, 18432, 128, 128, **LATENT, **V3), 0.0141),
+    "GLM-4.7-Flash": (sizes("Glm4MoeLiteForCausalLM", 154880, 2048, 10240, 20, 20, **LATENT, **FLASH), 0.0563),
+}
+
+
+@pytest.mark.parametrize("name", LATENT_SHAPES)
+def test_latent_keys_take_a_part_of_what_expanded_ones_take(name: str) -> None:
+    settings, share = LATENT_SHAPES[name]
+    config, settings_of = config_of(settings), partial(EngineConfig, BucketConfig(max_batch_size=8), 512)
+    given = {"model": config, "dtype": torch.bfloat16, "device": torch.device("cpu"), "available_bytes": 2**40}
+    capacity = plan_capacity(settings_of(), **given)
+    assert capacity.token_bytes == 4 * (512 + 64) * 2  # of four layers
+    channels = settings["qk_nope_head_dim"] + 64 + settings["v_head_dim"]
+    assert capacity.token_bytes <= share * 4 * config.num_attention_heads * channels * 2
+    with pytest.raises(ValueError, match=f"kv_cache_dtype='fp8' cannot be had: {config.architecture} has latent keys"):
+        plan_capacity(settings_of(kv_cache_dtype="fp8"), **given)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4-inputs", "gpt-oss"])

@@ -361,6 +361,7 @@ def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: boo
         num_qo_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
+        head_dim_v=config.value_dim,
         page_size=setting.page_size,
         max_pages_per_row=setting.max_pages_per_row,
         dtype=setting.model.dtype,

@@ -105,7 +105,9 @@ class ModelDrafts(DraftSource):
         self._caches: list[LayerState] = [
             RecurrentState({})
             if keys is None
-            else LayerCache.zeros((pages, setting.page_size, keys.heads, keys.head_dim), dtype, device)
+            else LayerCache.zeros(
+                (pages, setting.page_size, keys.heads, keys.head_dim), dtype, device, latent_rank=keys.latent_rank
+            )
             for keys in config.kept_keys
         ]
         own = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)

@@ -1,5 +1,6 @@
 """The model families, one module per line of models; those listed here can be loaded."""
 
+from graphdecode.models.families.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from graphdecode.models.families.falcon_h1 import FalconH1
 from graphdecode.models.families.gemma import Gemma2, Gemma3
 from graphdecode.models.families.gemma4 import Gemma4
@@ -21,6 +22,6 @@ from graphdecode.models.family import register_family
 for _family in (
     *(Llama, Mistral, Mixtral, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, GptOss, Gemma2, Gemma3, Gemma4),
     *(Phi3, Olmo2, Olmo3, SmolLM3, Granite, GraniteHybrid, Bamba, Mamba2Family, Lfm2, Qwen35, Qwen3Next),
-    *(FalconH1, NemotronH, OlmoHybrid, Llama4),
+    *(FalconH1, NemotronH, OlmoHybrid, Llama4, DeepseekV2, DeepseekV3, Glm4MoeLite),
 ):
     register_family(_family())

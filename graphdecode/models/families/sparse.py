@@ -70,10 +70,13 @@ class Sparse(Llama):
         if experts.shared_intermediate_size:
             gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down", is_partial=True)
             shared = GatedMlp(gate_up, down, config.activation)
-        sparse = self.block(
-            weights.linear(f"{at}router"), self.expert_block(config, weights, at), shared, experts.renormalize
-        )
+        sparse = self.sparse_mlp(config, weights, at, shared)
         return sparse if weights.shared is None else SummedMlp(sparse, weights.shared, f"{at}experts")
+
+    def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
+        """Return router and experts of the layer whose places begin with `at`, beside the shared expert, if any."""
+        router, block = weights.linear(f"{at}router"), self.expert_block(config, weights, at)
+        return self.block(router, block, shared, experts_of(config).renormalize)
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer at prefix `at`."""

@@ -224,7 +224,8 @@ class RoundedSource:
 def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> RoundedSource:
     """Return a source that quantizes the weights of another one, each expert separately.
 
-    Groups are for the products of layers; GGUF blocks also for the embedding and the output layer.
+    Groups are for the products of layers; GGUF blocks also for the embedding and the output layer. Routers, and what
+    latent attention multiplies dequantized, are left alone.
 
     Args:
         source: the plain weights.
@@ -248,7 +249,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
         part
         for place, found in weight_map.items()
         for part in found
-        if place.startswith("layers.") and len(part.shape) == 2 and not place.endswith("router")
+        if place.startswith("layers.") and len(part.shape) == 2 and not place.endswith(("router", "kv_b"))
     ]
     if name in GROUP_SCHEMES:
         scheme = GROUP_SCHEMES[name].sized(group_size, (part.shape[1] for part in products))

@@ -1,0 +1,331 @@
+"""DeepSeek V2 and V3 (2024), and GLM-4.7-Flash: latent attention, and experts chosen within groups.
+
+Latent attention (DeepSeek-V2, section 2.1) keeps one latent vector and one rotated key a token, for all heads. It is
+computed absorbed: queries are multiplied by what would make keys of latents, and results by what would make values, so
+that attention runs over what is kept, in prompts and steps alike.
+
+Names of tensors and formulas are those of transformers' `modeling_deepseek_v2.py`, `modeling_deepseek_v3.py` and
+`modeling_glm4_moe_lite.py`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention import AttentionOptions, QKNormRope
+from graphdecode.cache import Keys, LayerCache, LayerState
+from graphdecode.errors import shown
+from graphdecode.kernels.norm.rms_norm import rms_norm
+from graphdecode.linear.experts import ExpertForm
+from graphdecode.linear.weight_form import Stored, WeightForm
+from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, SparseMlp, append_tokens
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, choice, count, flag, number
+from graphdecode.models.families.llama import ATTENTION_BIASES
+from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.rope import RopeConfig
+from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weights import Weights
+
+_EPS = 1e-6  # of the norms inside attention, whatever a config.json says
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(ModelConfig):
+    """The configuration; `head_dim` is what is kept of a token, `rope_dim + rank`."""
+
+    q_rank: int  # channels of the latents of queries; 0: queries are a product of the residual stream
+    rank: int  # channels of the latents of keys and values
+    rope_dim: int  # rotated channels
+    nope_dim: int  # channels of a head's queries that are not
+    value_channels: int  # channels of a head's result
+    is_interleaved: bool  # pairs of rotated channels are neighbours
+    groups: int  # of experts; a token takes some of `kept_groups`
+    kept_groups: int
+    routed_scale: float  # multiplies the weights of a token's experts
+
+
+@dataclass(frozen=True)
+class LatentAttention(Mixer):
+    """Absorbed latent attention: one key a token, `rope_dim` rotated channels before a latent, which is its value."""
+
+    qkv_a: WeightForm  # [q_rank + rank + rope_dim, hidden]: latents of queries, of keys and values, and rotated keys
+    q_norm: Norm | None  # of the latents of queries, if any
+    q_b: WeightForm  # [heads * (nope_dim + rope_dim), q_rank or hidden]
+    kv_norm: Norm  # of the latents of keys and values
+    to_keys: ExpertForm  # of each head [rope_dim + rank, nope_dim + rope_dim]: makes its query one for kept keys
+    to_values: ExpertForm  # of each head [value_channels, rank]
+    o: WeightForm  # [hidden, heads * value_channels]
+    order: Tensor  # int64 [rope_dim + rank], the channels of `qkv_a` that make a key
+    cos_sin: Tensor  # float32 [positions, 2, rope_dim / 2]
+    options: AttentionOptions
+
+    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+        """Append the tokens' keys to the cache, and attend."""
+        assert isinstance(cache, LayerCache)
+        heads, value_channels, rank = self.to_values.shape
+        latents = stream.buffer_for(self.qkv_a, "latents")
+        stream.project(self.qkv_a, latents)
+        queries = stream.buffer(self.q_b.out_features, use="queries")
+        if self.q_norm is None:
+            stream.project(self.q_b, queries)
+        else:
+            normed = stream.buffer(self.q_b.in_features, use="normed queries")
+            rms_norm(normed, latents[:, : self.q_b.in_features], self.q_norm.weight, self.q_norm.eps)
+            stream.multiply(self.q_b, queries, normed)
+        tokens, pairs, in_floats = len(latents), stream.by_head(heads), self.to_keys.gives_floats
+        keys, normed = latents.index_select(1, self.order), stream.buffer(rank, use="normed latents")
+        rms_norm(normed, keys[:, -rank:], self.kv_norm.weight, self.kv_norm.eps)
+        keys[:, -rank:] = normed
+        absorbed = stream.buffer(heads * keys.shape[1], torch.float32 if in_floats else None, "absorbed")
+        self.to_keys.apply(absorbed.view(tokens * heads, -1), queries.view(tokens * heads, -1), pairs)
+        q = stream.buffer(absorbed.shape[1], use="rotated").view(tokens, heads, -1)
+        no_heads, rope = cache.keys[:, :, :0], QKNormRope(self.cos_sin)
+        for span, part in stream.parts():
+            append_tokens(q[span], replace(cache, keys=no_heads, values=no_heads), absorbed[span], part, rope)
+            append_tokens(q[span, :0], replace(cache, values=no_heads), keys[span], part, rope)
+        attended = stream.buffer(heads * rank, use="attended").view(tokens, heads, rank)
+        stream.attend(attended, q, cache, self.options)
+        values = stream.buffer(heads * value_channels, use="values")
+        self.to_values.apply(values.view(tokens * heads, -1), attended.view(tokens * heads, -1), pairs)
+        stream.set_output(self.o, values)
+
+    def read_bytes(self, rows: int | None = None) -> int:
+        """Return the bytes of products and norms, those of each head included."""
+        return super().read_bytes(rows) + self.to_keys.nbytes + self.to_values.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedMlp(SparseMlp):
+    """Experts of a token's best groups, weighted by scores: softmax, or with a bias sigmoid (DeepSeek-V3, 2.1.2)."""
+
+    bias: Tensor | None  # float32 [experts], added to the scores that experts are chosen by
+    groups: int
+    kept_groups: int
+    scale: float
+
+    def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""
+        # torch's vectors and their remainders differ in the last bit, which float64 rounds away
+        wide = logits.double()
+        scores = torch.softmax(wide, 1) if self.bias is None else torch.sigmoid(wide)
+        chosen_by = scores if self.bias is None else scores + self.bias
+        if self.groups > 1:
+            grouped = chosen_by.unflatten(1, (self.groups, -1))
+            best = grouped.amax(2) if self.bias is None else grouped.topk(2, dim=2).values.sum(2)
+            least = best.topk(self.kept_groups, dim=1).values[:, -1:]
+            chosen_by = grouped.masked_fill((best < least)[:, :, None], -math.inf).flatten(1)
+        ids, weights, order, offsets = super().route(chosen_by.float(), live)
+        taken = scores.gather(1, ids.clamp(min=0).long())
+        if self.renormalize:
+            taken = taken / taken.sum(1, keepdim=True)
+        weights.copy_(taken * self.scale)
+        return ids, weights, order, offsets
+
+
+class DeepseekV3(Sparse):
+    """DeepSeek V3's decoder; the layers that predict further tokens are not read."""
+
+    architecture = "DeepseekV3ForCausalLM"
+    biases = ATTENTION_BIASES
+    has_router_bias: ClassVar[bool] = True  # then scores are sigmoids
+    defaults: ClassVar[dict[str, Any]] = {
+        "max_position_embeddings": 4096,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+    }
+
+    def config(self, settings: dict[str, Any]) -> LatentConfig:
+        settings = self.defaults | settings
+        rank, rope_dim = count(settings, "kv_lora_rank"), count(settings, "qk_rope_head_dim")
+        nope_dim = count(settings, "qk_nope_head_dim")
+        config = super().config(settings | {"head_dim": rope_dim, "num_key_value_heads": 1})
+        groups, kept = count(settings, "n_group", 1), count(settings, "topk_group", 1)
+        experts = experts_of(config)
+        if experts.count % groups or kept > groups or experts.top_k > kept * (experts.count // groups):
+            raise UnsupportedModelError(
+                f"{experts.top_k} of {experts.count} experts cannot be chosen in topk_group {kept} of n_group {groups}"
+            )
+        scale = (nope_dim + rope_dim) ** -0.5 * _yarn_scale(settings, config.rope) ** 2
+        layers = config.num_hidden_layers
+        fields = vars(config) | {
+            "head_dim": rope_dim + rank,
+            "layer_keys": (Keys.latent(rank, rope_dim),) * layers,
+            "sm_scale": scale,
+        }
+        return LatentConfig(
+            **fields,
+            q_rank=0 if settings.get("q_lora_rank") is None else count(settings, "q_lora_rank"),
+            rank=rank,
+            rope_dim=rope_dim,
+            nope_dim=nope_dim,
+            value_channels=count(settings, "v_head_dim"),
+            is_interleaved=flag(settings, "rope_interleave", True),
+            groups=groups,
+            kept_groups=kept,
+            routed_scale=number(settings, "routed_scaling_factor", 1.0),
+        )
+
+    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
+        width = count(settings, "moe_intermediate_size")
+        return ExpertsConfig(
+            count=count(settings, "n_routed_experts"),
+            top_k=count(settings, "num_experts_per_tok"),
+            intermediate_size=width,
+            renormalize=flag(settings, "norm_topk_prob", False),
+            shared_intermediate_size=count(settings, "n_shared_experts", 0, least=0) * width,
+            layers=self.sparse_layers(settings, fields["num_hidden_layers"]),
+        )
+
+    def sparse_layers(self, settings: dict[str, Any], layers: int) -> tuple[bool, ...]:
+        """Return for each layer whether it has experts."""
+        dense = count(settings, "first_k_dense_replace", 0, least=0)
+        return tuple(layer >= dense for layer in range(layers))
+
+    def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
+        """Return the weight map for a source, which may have layers that predict further tokens."""
+        places, further = super().weights_in(config, tensors), f"model.layers.{config.num_hidden_layers}."
+        unread = tuple(Part(name, tensors[name].shape) for name in tensors if name.startswith(further))
+        return places | ({"unread": unread} if unread else {})
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        assert isinstance(config, LatentConfig)
+        places, attention = super().layer_weights(config, at, name), f"{name}self_attn."
+        for unused in (f"{at}qkv", f"{at}qkv.bias"):
+            places.pop(unused, None)
+        hidden, heads, q_rank, rank = config.hidden_size, config.num_attention_heads, config.q_rank, config.rank
+        of_queries, of_values = config.nope_dim + config.rope_dim, config.value_channels
+        latents: dict[str, Any] = {f"{attention}q_a_proj": q_rank} if q_rank else {}
+        latents[f"{attention}kv_a_proj_with_mqa"] = rank + config.rope_dim
+        queries = {f"{attention}{'q_b_proj' if q_rank else 'q_proj'}": heads * of_queries}
+        to_both = (heads * (config.nope_dim + of_values), rank)
+        if q_rank:
+            places[f"{at}q_norm"] = (Part(f"{attention}q_a_layernorm.weight", (q_rank,)),)
+        return {
+            **places,
+            **product(f"{at}qkv_a", latents, hidden, split=None, bias=config.qkv_bias),
+            **product(f"{at}q_b", queries, q_rank or hidden, split=0),
+            f"{at}kv_norm": (Part(f"{attention}kv_a_layernorm.weight", (rank,)),),
+            f"{at}kv_b": (Part(f"{attention}kv_b_proj.weight", to_both, 0),),
+            **product(f"{at}o", {f"{attention}o_proj": hidden}, heads * of_values, split=1, bias=config.o_bias),
+        }
+
+    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
+        """Return the places of one layer's router and experts."""
+        experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
+        shared, width = f"{mlp}shared_experts.", experts.shared_intermediate_size
+        alone = replace(config, experts=replace(experts, shared_intermediate_size=0))
+        places = super().expert_weights(alone, at, name, is_stacked=is_stacked)
+        if width:
+            places |= product(f"{at}gate_up", {f"{shared}{part}": width for part in self.gate_up}, hidden, split=0)
+            places |= product(f"{at}down", {f"{shared}{self.down}": hidden}, width, split=1)
+        if self.has_router_bias:
+            places[f"{at}router_bias"] = (Part(f"{mlp}gate.e_score_correction_bias", (experts.count,)),)
+        return places
+
+    def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
+        """Return a layer's latent attention; what makes keys and values of latents is dequantized."""
+        assert isinstance(config, LatentConfig)
+        at, heads, rope_dim, nope_dim = f"layers.{index}.", config.num_attention_heads, config.rope_dim, config.nope_dim
+        channels = torch.arange(rope_dim)
+        apart = torch.cat((channels[::2], channels[1::2])) if config.is_interleaved else channels
+        to_both = weights.tensor(f"{at}kv_b").view(heads, -1, config.rank)
+        to_keys = to_both.new_zeros(heads, rope_dim + config.rank, nope_dim + rope_dim)
+        to_keys[:, channels, nope_dim + apart] = 1.0
+        to_keys[:, rope_dim:, :nope_dim] = to_both[:, :nope_dim].mT
+        order = torch.cat((config.rank + apart, torch.arange(config.rank))) + config.q_rank
+        return LatentAttention(
+            qkv_a=weights.linear(f"{at}qkv_a"),
+            q_norm=weights.optional_norm(f"{at}q_norm", _EPS),
+            q_b=weights.linear(f"{at}q_b"),
+            kv_norm=weights.norm(f"{at}kv_norm", _EPS),
+            to_keys=weights.by_head(to_keys),
+            to_values=weights.by_head(to_both[:, nope_dim:].contiguous()),
+            o=weights.linear(f"{at}o"),
+            order=order.to(weights.device),
+            cos_sin=weights.cos_sin(config.rope, rope_dim),
+            options=config.attention_options(index),
+        )
+
+    def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
+        """Return router and experts of one layer."""
+        assert isinstance(config, LatentConfig)
+        return GroupedMlp(
+            **vars(super().sparse_mlp(config, weights, at, shared)),
+            bias=weights.tensor(f"{at}router_bias", torch.float32) if self.has_router_bias else None,
+            groups=config.groups,
+            kept_groups=config.kept_groups,
+            scale=config.routed_scale,
+        )
+
+
+class DeepseekV2(DeepseekV3):
+    """DeepSeek V2's decoder."""
+
+    architecture = "DeepseekV2ForCausalLM"
+    has_router_bias = False
+    defaults: ClassVar[dict[str, Any]] = {
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "moe_intermediate_size": 1407,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "topk_method": "greedy",
+    }
+
+    def config(self, settings: dict[str, Any]) -> LatentConfig:
+        settings = self.defaults | settings
+        if choice(settings, "topk_method", ("greedy", "group_limited_greedy")) == "greedy":
+            settings |= {"n_group": 1, "topk_group": 1}
+        if flag(settings, "mlp_bias", False):
+            raise UnsupportedModelError(f"mlp_bias {shown(True)} is not supported beside experts")
+        return super().config(settings | {"norm_topk_prob": False, "rope_interleave": True})
+
+
+class Glm4MoeLite(DeepseekV3):
+    """GLM-4.7-Flash's decoder."""
+
+    architecture = "Glm4MoeLiteForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        "max_position_embeddings": 202752,
+        "n_shared_experts": 1,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-5,
+        "rope_interleave": True,
+    }
+
+    def sparse_layers(self, settings: dict[str, Any], layers: int) -> tuple[bool, ...]:
+        kinds = settings.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or any(kind not in ("dense", "sparse") for kind in kinds)
+        ):
+            raise UnsupportedModelError(
+                f"mlp_layer_types must name {layers} layers, each one of dense, sparse, got {shown(kinds)}"
+            )
+        return tuple(kind == "sparse" for kind in kinds)
+
+
+def _yarn_scale(settings: Mapping[str, Any], rope: RopeConfig) -> float:
+    """Return by what YaRN multiplies queries, and keys as well; see transformers' `yarn_apply_mscale`."""
+    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if rope.rope_type == "default" or rope.factor <= 1.0 or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return 0.1 * number(parameters, "mscale_all_dim") * math.log(rope.factor) + 1.0
