@@ -26,9 +26,9 @@ from graphdecode.models.weight_map import Part
 
 ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EMBEDDING = "embedding"  # its place
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?:embedding_(?P<of_table>[AB])|(?P<half>[AB])\.weight)")
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>embedding_[AB]|[AB]\.weight)")
 # PEFT saves what is below an adapted embedding or output layer, too: the base model has it
-_BASE_WEIGHT = re.compile(r"base_model\.model\.(.+\.)?(embed_tokens|lm_head)\.base_layer\.weight")
+_BASE_WEIGHT = re.compile(r"base_model\.model\.(?P<module>(.+\.)?(embed_tokens|lm_head))\.base_layer\.weight")
 # what changes more than products, and what of it there may be
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -44,6 +44,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "use_bdlora": (None, False),
 }
+_LEAST_HALF, _ROWS_AT_ONCE = 2.0**-24, 4096  # the smallest float16; rows of a table that are compared at once
 _MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some take years
 
 
@@ -102,6 +103,7 @@ class AdapterSlots:
         config: of the model.
         products: by place in the model; of a rank, its shards.
         parts: of each product of the whole model, as the family's map names them.
+        bases: by module, plain weights that an adapter's file may have a copy of; it must be the same.
     """
 
     count: int
@@ -111,6 +113,7 @@ class AdapterSlots:
     config: ModelShape
     products: dict[str, Adapted | AdaptedEmbedding] = field(default_factory=dict)
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    bases: dict[str, Tensor] = field(default_factory=dict)
 
     def around(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
         """Return the product at a place with room for adapters."""
@@ -175,7 +178,7 @@ class AdapterSlots:
 
     def _read(self, path: Path) -> Iterator[tuple[str, LowRank]]:
         if path.suffix != SUFFIX:
-            yield from _read_peft(path)
+            yield from _read_peft(path, self.bases)
             return
         try:
             for module, down, up, scale in read_gguf_adapter(path, self.config):
@@ -197,12 +200,12 @@ class AdapterSlots:
         return down, up
 
 
-def _read_peft(folder: Path) -> Iterator[tuple[str, LowRank]]:
-    """Yield what an adapter adds, by module."""
+def _read_peft(folder: Path, bases: Mapping[str, Tensor]) -> Iterator[tuple[str, LowRank]]:
+    """Yield what an adapter adds, by module; `bases` are those of `AdapterSlots`."""
     settings = _settings(folder)
     ranks, alphas = (_Pattern.list_of(folder, settings, name) for name in ("rank_pattern", "alpha_pattern"))
     targets, until = settings.get("target_parameters") or [], time.monotonic() + _MATCHING_S
-    for module, found in _matrices(folder).items():
+    for module, found in _matrices(folder, bases).items():
         rank, is_parameter = found.rank, any(f".{module}.weight".endswith(f".{target}") for target in targets)
         name = f"{module}.weight" if is_parameter else module  # what PEFT matches
         stated = _of_module(ranks, name, settings.get("r"), until)
@@ -232,27 +235,48 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _matrices(folder: Path) -> dict[str, LowRank]:
+def _matrices(folder: Path, bases: Mapping[str, Tensor]) -> dict[str, LowRank]:
     """Return the matrices by module, not scaled yet."""
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         raise AdapterError(f"{folder} holds no {ADAPTER_WEIGHTS}; pickles are not read")
-    halves: dict[tuple[str, bool], dict[str, Tensor]] = {}
+    halves: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a mapping)
-                match = _NAME.fullmatch(name)
-                if match is None and _BASE_WEIGHT.fullmatch(name) is None:
-                    raise AdapterError(f"{file}: {name} is not the A or B of a product")
+                match, base = _NAME.fullmatch(name), _BASE_WEIGHT.fullmatch(name)
                 if match is not None:
-                    key = (match["module"], match["of_table"] is not None)
-                    halves.setdefault(key, {})[match["half"] or match["of_table"]] = reader.get_tensor(name)
+                    halves.setdefault(match["module"], {})[match["half"]] = reader.get_tensor(name)
+                elif base is None:
+                    raise AdapterError(f"{file}: {name} is not the A or B of a product")
+                elif base["module"] in bases and not _is_same(bases[base["module"]], reader.get_tensor(name)):
+                    raise AdapterError(f"{file}: {name} is not the base model's: it is of another, or was trained")
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{file}: {error}") from error
-    incomplete = [module for (module, _), found in halves.items() if len(found) < 2]
-    if incomplete or not halves:
-        raise AdapterError(f"{file}: {incomplete[0] + ' has only one of A and B' if incomplete else 'it is empty'}")
-    return {module: LowRank(pair["A"], pair["B"], 1.0, table) for (module, table), pair in halves.items()}
+    if not halves:
+        raise AdapterError(f"{file}: it is empty")
+    for module, found in halves.items():
+        if len(found) > 2:
+            raise AdapterError(f"{file}: {module} has matrices of an embedding, and of another product")
+        if found.keys() not in ({"A.weight", "B.weight"}, {"embedding_A", "embedding_B"}):
+            raise AdapterError(f"{file}: {module} has only one of A and B")
+    return {
+        module: LowRank(found[first], found[second], 1.0, first == "embedding_A")
+        for module, found in halves.items()
+        for first, second in [sorted(found)]
+    }
+
+
+def _is_same(base: Tensor, saved: Tensor) -> bool:
+    """Whether two copies of a weight differ by no more than the rounding to their types."""
+    if base.shape != saved.shape or not saved.is_floating_point():
+        return False
+    is_exact = base.dtype == saved.dtype
+    relative = 0.0 if is_exact else max(torch.finfo(each.dtype).eps for each in (base, saved))
+    return all(
+        torch.allclose(own.float(), its.to(own.device).float(), rtol=relative, atol=0.0 if is_exact else _LEAST_HALF)
+        for own, its in zip(base.split(_ROWS_AT_ONCE), saved.split(_ROWS_AT_ONCE), strict=True)
+    )
 
 
 def _check(path: Path, module: str, found: LowRank, shape: tuple[int, ...], max_rank: int) -> None:

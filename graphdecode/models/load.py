@@ -520,6 +520,9 @@ def _build(
         weights.adapters.keep([*(form for _, form in decoder.products()), stem.adapted])
         held = weights.adapters.parts  # adapters are read whole, then split
         held.update({place: whole[place] for place, found in held.items() if found[0].split is not None})
+        if len(stem.embedding) == config.vocab_size:  # all of it, not quantized
+            names = [whole["embedding"][0].name] + ["lm_head.weight"] * ("lm_head" not in whole)
+            weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
 
 

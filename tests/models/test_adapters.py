@@ -93,7 +93,8 @@ def write_adapter(folder: Path, shapes: dict[str, Tensor], seed: int, rank: int,
         name = "base_model.model." + module + (".lora_embedding_{}" if is_table else ".lora_{}.weight")
         tensors |= {name.format("A"): a, name.format("B"): b}
         if module in ("model.embed_tokens", "lm_head"):  # PEFT saves them beside their adapters
-            tensors[f"base_model.model.{module}.base_layer.weight"] = weight.detach().clone()
+            kept = weight.detach().to(torch.bfloat16 if seed % 2 else weight.dtype, copy=True)
+            tensors[f"base_model.model.{module}.base_layer.weight"] = kept
         of_names = settings.get("alpha_pattern", {}).items()
         of_module = next((v for n, v in of_names if re.match(rf"(.*\.)?({n})$", module)), alpha)
         values = of_module / (math.sqrt(own) if settings.get("use_rslora") else own) * b @ a
@@ -486,6 +487,16 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "half of an embedding": (
         _tensors(lambda found: found | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(1)}),
         "embed_tokens has only one of A and B",
+    ),
+    "an embedding's half and a product's": (
+        _tensors(
+            lambda found: found | {"base_model.model.model.layers.0.self_attn.q_proj.lora_embedding_A": torch.ones(1)}
+        ),
+        "q_proj has matrices of an embedding, and of another product",
+    ),
+    "another base": (
+        _tensors(lambda found: found | {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(259, 64)}),
+        "embed_tokens.base_layer.weight is not the base model's",
     ),
     "a product as an embedding": (
         _tensors(
