@@ -246,7 +246,8 @@ def _memory_table(
     free, weights = free_bytes(device), weight_bytes(model, settings, dtype, device, quantize=engine.quantize)
     parameters = num_parameters(settings)
     keeps = ", most of them quantized as stored" if weights < parameters * dtype.itemsize else ""
-    adapters = adapter_bytes(settings, engine.max_adapters, engine.max_adapter_rank, dtype)
+    slots = (engine.max_adapters, engine.max_adapter_rank)
+    adapters = adapter_bytes(settings, *slots, dtype, adapt_experts=engine.adapt_experts)
     capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights - adapters, 0))
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)

@@ -44,6 +44,7 @@ MODEL_OPTIONS = (  # settings of the commands that run a model
     "speculation",
     "max_adapters",
     "max_adapter_rank",
+    "adapt_experts",
     "tensor_parallel_size",
     "model_impl",
     "trust_remote_code",

@@ -280,6 +280,12 @@ class EngineConfig:
         "share the slots. 0: none.",
     )
     max_adapter_rank: int = key("adapters", 16, integer(1, 512), "Largest rank of an adapter.")
+    adapt_experts: bool = key(
+        "adapters",
+        False,
+        boolean(),
+        "Whether single experts can be adapted, too: each slot has room for an adapter of every expert.",
+    )
     speculation: str = key(
         "speculation",
         "off",

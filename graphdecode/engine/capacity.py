@@ -214,7 +214,7 @@ def plan_checked_capacity(
     rows, of_drafts = settings.buckets.max_batch_size, draft_state_bytes_of(settings, model)
     needs.append(("max_batch_size", rows, "recurrent states of drafts", of_drafts))
     slots = settings.max_adapters
-    of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype)
+    of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype, adapt_experts=settings.adapt_experts)
     needs.append(("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", of_slots))
     rounding = rounding_bytes_of(settings, device)
     needs.append(("enable_sleep_mode", int(settings.enable_sleep_mode), "granules of weights and cache", rounding))

@@ -93,7 +93,7 @@ def load_runner(
         progress=progress,
     )
     names = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
-    options = {name: getattr(settings, name) for name in (*names, "max_adapters", "max_adapter_rank")}
+    options = {name: getattr(settings, name) for name in (*names, "max_adapters", "max_adapter_rank", "adapt_experts")}
     options["shared"] = None if ranks is None else ranks.collectives
     decoder = load(model, **options)
     draft = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters, add_embedding_adapters
+from graphdecode.kernels.moe.expert_linear import Routed
+from graphdecode.linear.experts import ExpertForm
+from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
 from graphdecode.linear.wrapped import Summed, Wrapped
 
@@ -40,6 +43,10 @@ class AdaptedEmbedding(NamedTuple):
     down: Tensor  # [slots, vocab, rank], of the activations' dtype
     up: Tensor  # [slots, rank, hidden]
     ranks: Tensor  # int32 [slots], of the adapters
+
+    def slot(self, slot: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the matrices of a slot, up to a rank."""
+        return self.down[slot, :, :rank], self.up[slot, :rank]
 
     def adapt(self, out: Tensor, ids: Tensor, span: AdapterSpan, scale: float) -> None:
         """Add to `out` [t, hidden], which holds embedded tokens, what the adapters of their rows give, scaled."""
@@ -82,6 +89,10 @@ class Adapted(Wrapped):
         up = torch.zeros(len(ranks), max_rank, form.out_features, dtype=dtype, device=ranks.device)
         return cls(form.shape, None, form, down, up, ends, ranks)
 
+    def slot(self, slot: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the matrices of a slot, up to a rank."""
+        return self.down[slot, :, :rank], self.up[slot, :rank]
+
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product without any adapter into `out`."""
         self.form.apply(out, x)
@@ -109,6 +120,72 @@ class Adapted(Wrapped):
     def inner_size(self) -> int:
         """Values of workspace that a token needs."""
         return self.down.shape[1] * self.down.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the form, which a step reads whoever has an adapter."""
+        return self.form.nbytes
+
+
+@dataclass(frozen=True)
+class AdaptedExperts(ExpertForm):
+    """A product of experts with room for adapters; by itself it is that of `form`, whatever its slots hold.
+
+    Attributes:
+        down: [slots, experts, parts, rank, in_features], of the activations' dtype.
+        up: [slots, experts, rank, out_features].
+        ends: int32 [parts], the output feature behind each part.
+        ranks: int32 [slots, experts], of the adapters in this product.
+    """
+
+    path = "adapted"
+    form: ExpertForm
+    down: Tensor
+    up: Tensor
+    ends: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def load(cls, *_: Any, **__: Any) -> ExpertForm:
+        """Raise TypeError: it is made of another form."""
+        raise TypeError(f"{cls.__name__} is made of another form")
+
+    @classmethod
+    def around(cls, form: ExpertForm, parts: int, ranks: Tensor, max_rank: int, dtype: torch.dtype) -> AdaptedExperts:
+        """Return a product of `parts` equal parts with empty slots; see `Adapted.around`."""
+        _, outputs, inputs = form.shape
+        down = torch.zeros(*ranks.shape, parts, max_rank, inputs, dtype=dtype, device=ranks.device)
+        up = torch.zeros(*ranks.shape, max_rank, outputs, dtype=dtype, device=ranks.device)
+        ends = torch.arange(1, parts + 1, dtype=torch.int32, device=ranks.device) * (outputs // parts)
+        return cls(form.shape, None, form, down, up, ends, ranks)
+
+    def slot(self, slot: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the matrices of a slot, up to a rank."""
+        return self.down[slot, ..., :rank, :], self.up[slot, :, :rank]
+
+    def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
+        """Write the products without any adapter into `out`."""
+        self.form.apply(out, x, pairs)
+
+    def adapt(self, out: Tensor, x: Tensor, pairs: Routed, span: AdapterSpan) -> None:
+        """Write the products, with what the adapters of the pairs add before the gate, into `out`.
+
+        `span` is that of all pairs; the adapter in a slot has the number `slot * experts + expert` there.
+        """
+        count = len(span.adapters)
+        added = x.new_zeros((count, self.shape[1]), dtype=torch.float32)
+        inner = x.new_empty((count, *self.down.shape[2:4]), dtype=torch.float32)
+        of_pairs = x if pairs.slots == 1 else x.repeat_interleave(pairs.slots, dim=0)
+        tokens = AdapterTokens(span.rows, span.live, span.adapters, self.ranks.flatten())
+        add_adapters(added, of_pairs, self.down.flatten(0, 1), self.up.flatten(0, 1), inner, self.ends, tokens)
+        self.form.apply(out, x, pairs._replace(added=added))
+
+    @property
+    def gives_floats(self) -> bool:
+        return self.form.gives_floats
+
+    def choice(self, rows: int) -> LinearChoice:
+        return self.form.choice(rows)
 
     @property
     def nbytes(self) -> int:

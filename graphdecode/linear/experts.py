@@ -65,6 +65,11 @@ class ExpertNames(NamedTuple):
         """Whether one tensor holds all experts."""
         return len(self.weights) == 1
 
+    @property
+    def interleaves(self) -> bool:
+        """Whether gate and input alternate in this product."""
+        return self.interleaved and self.is_gated
+
     def of(self, expert: int) -> tuple[str, ...]:
         """Return the tensors of one expert, or the stack."""
         each = len(self.weights) // self.experts
@@ -106,7 +111,7 @@ def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions
         stored = torch.empty((1, *shape), dtype=options.dtype, device=options.device)
         source.read(name, stored, Shard(expert, names.experts, 0))
         own = stored[0].T if names.transposed else stored[0]
-        yield torch.cat((own[::2], own[1::2])) if names.interleaved and names.is_gated else own
+        yield torch.cat((own[::2], own[1::2])) if names.interleaves else own
 
 
 @dataclass(frozen=True)

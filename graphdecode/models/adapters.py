@@ -17,18 +17,19 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError, GraphdecodeError, shown
-from graphdecode.linear.adapted import Adapted, AdaptedEmbedding
+from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts
+from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.config import ModelShape, UnsupportedModelError, read_json
 from graphdecode.models.gguf.adapter import read_gguf_adapter
 from graphdecode.models.gguf.files import SUFFIX
-from graphdecode.models.weight_map import Part
+from graphdecode.models.weight_map import Part, Run, WeightMap
 
 ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_EMBEDDING = "embedding"  # its place
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?:embedding_(?P<of_table>[AB])|(?P<half>[AB])\.weight)")
+_EMBEDDING, _EVERY = "embedding", -1  # its place; all experts of a stack
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>embedding_[AB]|[AB]\.weight)")
 # PEFT saves what is below an adapted embedding or output layer, too: the base model has it
-_BASE_WEIGHT = re.compile(r"base_model\.model\.(.+\.)?(embed_tokens|lm_head)\.base_layer\.weight")
+_BASE_WEIGHT = re.compile(r"base_model\.model\.(?P<module>(.+\.)?(embed_tokens|lm_head))\.base_layer\.weight")
 # what changes more than products, and what of it there may be
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -44,21 +45,51 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "use_bdlora": (None, False),
 }
+_LEAST_HALF, _ROWS_AT_ONCE = 2.0**-24, 4096  # the smallest float16; rows of a table that are compared at once
 _MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some take years
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one product: `scale * B @ A`."""
+    """What an adapter adds to one product, `scale * B @ A`, or to those of all experts.
 
-    down: Tensor  # A, [rank, in_features]
-    up: Tensor  # B, [out_features, rank]
+    Attributes:
+        down: A, [experts * rank, in_features], one expert's rows after another's.
+        up: B, [out_features, rank * experts], the columns of a rank side by side, one of each expert.
+        scale: see above.
+        is_table: whether PEFT says that it is of an embedding: the transposed weight.
+        experts: 1 where it is of one product.
+    """
+
+    down: Tensor
+    up: Tensor
     scale: float
-    is_table: bool = False  # whether PEFT says that it is of an embedding: the transposed weight
+    is_table: bool = False
+    experts: int = 1
 
     @property
     def rank(self) -> int:
-        """Rows of A."""
-        return self.down.shape[0] if self.down.dim() else 0
+        """Rows of A, of each expert."""
+        return self.down.shape[0] // self.experts if self.down.dim() else 0
+
+    def transposed(self) -> LowRank:
+        """Return what is added to the transposed weights of experts."""
+        down = self.up.view(len(self.up), -1, self.experts).permute(2, 1, 0)
+        up = self.down.view(self.experts, -1, self.down.shape[1]).permute(2, 1, 0)
+        return self._replace(down=down.flatten(0, 1), up=up.flatten(1, 2))
+
+    def parts_of_experts(self, sizes: list[int], *, interleaved: bool) -> Iterator[tuple[tuple[int, int], LowRank]]:
+        """Yield what is added to each part of each expert, with their numbers.
+
+        Args:
+            sizes: output features of the parts.
+            interleaved: outputs alternate between two halves.
+        """
+        down = self.down.view(self.experts, self.rank, -1)
+        up = self.up.view(-1, self.rank, self.experts)
+        up = torch.cat((up[::2], up[1::2])) if interleaved else up
+        for at, of_part in enumerate(up.split(sizes)):
+            for expert in range(self.experts):
+                yield (expert, at), LowRank(down[expert], of_part[..., expert], self.scale)
 
 
 class AdapterError(ArgumentError):
@@ -71,7 +102,8 @@ class Adapter:
 
     Attributes:
         matrices: by place in the model `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros
-            where a part has none, or a smaller rank. Of the embedding `down` is [vocab, rank].
+            where a part has none, or a smaller rank. Of the embedding `down` is [vocab, rank]. Of experts both have a
+            dimension of experts in front.
     """
 
     matrices: dict[str, tuple[Tensor, Tensor]]
@@ -97,25 +129,44 @@ class AdapterSlots:
     Attributes:
         count: of slots.
         max_rank: of an adapter.
+        adapts_experts: whether the products of experts have room.
         dtype: of the slots.
         device: of the slots.
         config: of the model.
         products: by place in the model; of a rank, its shards.
-        parts: of each product of the whole model, as the family's map names them.
+        parts: of each product of the whole model, as the family's map names them; of experts those of one,
+            [out_features, in_features].
+        layouts: of the whole model, if it has experts: its map with these apart, and with them in stacks.
+        expert_names: by place of such a product, how it is stored.
+        bases: by module, plain weights that an adapter's file may have a copy of; it must be the same.
     """
 
     count: int
     max_rank: int
+    adapts_experts: bool
     dtype: torch.dtype
     device: torch.device
     config: ModelShape
-    products: dict[str, Adapted | AdaptedEmbedding] = field(default_factory=dict)
+    layouts: tuple[WeightMap, ...] = ()
+    products: dict[str, Adapted | AdaptedEmbedding | AdaptedExperts] = field(default_factory=dict)
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    expert_names: dict[str, ExpertNames] = field(default_factory=dict)
+    bases: dict[str, Tensor] = field(default_factory=dict)
 
     def around(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
         """Return the product at a place with room for adapters."""
         made = Adapted.around(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
         self.products[place], self.parts[place] = made, parts
+        return made
+
+    def around_experts(self, form: ExpertForm, place: str, names: ExpertNames) -> ExpertForm:
+        """Return the product of all experts at a place, with room for adapters if experts have some."""
+        if not self.adapts_experts:
+            return form
+        parts = _parts_of_one(self.layouts[0][place], names)
+        ranks = torch.zeros(self.count, names.experts, dtype=torch.int32, device=self.device)
+        made = AdaptedExperts.around(form, len(parts), ranks, self.max_rank, self.dtype)
+        self.products[place], self.parts[place], self.expert_names[place] = made, parts, names
         return made
 
     def of_embedding(self, part: Part) -> AdaptedEmbedding:
@@ -136,15 +187,15 @@ class AdapterSlots:
         held = {id(product) for product in products}
         for place in [place for place, product in self.products.items() if id(product) not in held]:
             del self.products[place], self.parts[place]
+            self.expert_names.pop(place, None)
 
     def write(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot, in place. Products that it does not change get the rank 0."""
         for place, product in self.products.items():
             found = adapter.matrices.get(place)
-            product.ranks[slot] = rank = 0 if found is None else len(found[1])
-            if found is not None:
-                product.down[slot, :, :rank].copy_(found[0], non_blocking=True)
-                product.up[slot, :rank].copy_(found[1], non_blocking=True)
+            product.ranks[slot] = rank = 0 if found is None else found[1].shape[-2]
+            for held, given in zip(product.slot(slot, rank), found or (), strict=False):
+                held.copy_(given, non_blocking=True)
 
     def read(self, path: str | Path) -> Adapter:
         """Read an adapter: a folder as PEFT saves it, or a GGUF file.
@@ -154,57 +205,147 @@ class AdapterSlots:
                 finite, or changes more than products.
         """
         path = Path(path)
-        by_place: dict[str, dict[int, LowRank]] = {}
-        where = {part.name: (place, at) for place, parts in self.parts.items() for at, part in enumerate(parts)}
-        for module, found in self._read(path):
-            place_and_part = where.get(f"{module}.weight")
-            if place_and_part is None:
-                experts = "of experts, which have no room for adapters" if "experts" in module.split(".") else ""
+        by_place: dict[str, dict[tuple[int, int], LowRank]] = {}
+        where = self._by_name()
+        for name, found in self._read(path, where):
+            module = name.removesuffix(".weight")
+            if name not in where:
+                without_room = "experts" in module.split(".") and not self.adapts_experts
+                experts = "of experts, which have room for adapters with adapt_experts=True" if without_room else ""
                 raise AdapterError(f"{path}: {module} is {experts or 'no product that adapters can change'}")
-            place, at = place_and_part
-            shape = self.parts[place][at].shape
+            place, expert, at = where[name]
             if found.is_table and place != _EMBEDDING:
                 raise AdapterError(f"{path}: {module} has matrices of an embedding, and is none")
+            parts = self.parts[place]
+            sizes = [part.shape[0] for part in parts]
+            shape = (sum(sizes) if expert == _EVERY else sizes[at], parts[at].shape[1])
             _check(path, module, found, shape[::-1] if place == _EMBEDDING else shape, self.max_rank)
-            by_place.setdefault(place, {})[at] = found
+            own = {(expert, at): found}
+            if expert == _EVERY:
+                own = dict(found.parts_of_experts(sizes, interleaved=self.expert_names[place].interleaves))
+            of_place = by_place.setdefault(place, {})
+            if of_place.keys() & own.keys():
+                raise AdapterError(f"{path}: {module} is adapted by matrices of another name, too")
+            of_place.update(own)
         matrices = {place: self._joined(place, of_parts) for place, of_parts in by_place.items()}
         for place, pair in matrices.items():
             if not all(bool(matrix.isfinite().all()) for matrix in pair):
                 raise AdapterError(f"{path}: {place} has numbers that are not finite in {self.dtype}")
         return Adapter(matrices)
 
-    def _read(self, path: Path) -> Iterator[tuple[str, LowRank]]:
+    def _by_name(self) -> dict[str, tuple[str, int, int]]:
+        """Return place, expert and part of each weight."""
+        where: dict[str, tuple[str, int, int]] = {}
+        for place, parts in self.parts.items():
+            found_in = [layout[place] for layout in self.layouts if place in layout]
+            names = self.expert_names.get(place)
+            if names is None:
+                alike = (found for found in (*found_in, parts) if len(found) == len(parts))
+                where |= {part.name: (place, 0, at) for found in alike for at, part in enumerate(found)}
+                continue
+            for found in found_in:
+                each, is_stack = len(found) // names.experts, len(found[0].shape) == 3
+                where |= {
+                    part.name: (place, _EVERY, 0) if is_stack else (place, at // each, at % each)
+                    for at, part in enumerate(found)
+                }
+        return where
+
+    def _read(self, path: Path, where: Mapping[str, tuple[str, int, int]]) -> Iterator[tuple[str, LowRank]]:
+        """Yield what an adapter adds, by the names of weights."""
         if path.suffix != SUFFIX:
-            yield from _read_peft(path)
+            places = {name: place for name, (place, expert, _) in where.items() if expert == _EVERY}
+            stacks = {name: _Stack.of(self.parts[at], self.expert_names[at]) for name, at in places.items()}
+            yield from _read_peft(path, self.bases, stacks)
             return
         try:
             for module, down, up, scale in read_gguf_adapter(path, self.config):
-                yield module, LowRank(down, up, scale)
+                yield f"{module}.weight", LowRank(down, up, scale)
         except GraphdecodeError as error:
             raise AdapterError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
-    def _joined(self, place: str, of_parts: Mapping[int, LowRank]) -> tuple[Tensor, Tensor]:
+    def _joined(self, place: str, of_parts: Mapping[tuple[int, int], LowRank]) -> tuple[Tensor, Tensor]:
         parts, rank = self.parts[place], max(each.rank for each in of_parts.values())
         if place == _EMBEDDING:
             (only,) = of_parts.values()
             return only.down.to(self.dtype).T.contiguous(), (only.up.float() * only.scale).to(self.dtype).T.contiguous()
-        down = torch.zeros(len(parts), rank, parts[0].shape[1], dtype=self.dtype)
-        up = torch.zeros(rank, sum(part.shape[0] for part in parts), dtype=self.dtype)
-        begins = [sum(part.shape[0] for part in parts[:at]) for at in range(len(parts))]
-        for at, own in of_parts.items():
-            down[at, : own.rank] = own.down
-            up[: own.rank, begins[at] : begins[at] + len(own.up)] = (own.up.float() * own.scale).T
-        return down, up
+        names = self.expert_names.get(place)
+        experts, begins = 1 if names is None else names.experts, [0]
+        for part in parts:
+            begins.append(begins[-1] + part.shape[0])
+        down = torch.zeros(experts, len(parts), rank, parts[0].shape[1], dtype=self.dtype)
+        up = torch.zeros(experts, rank, begins[-1], dtype=self.dtype)
+        for (expert, at), own in of_parts.items():
+            down[expert, at, : own.rank] = own.down
+            up[expert, : own.rank, begins[at] : begins[at + 1]] = (own.up.float() * own.scale).T
+        return (down[0], up[0]) if names is None else (down, up)
 
 
-def _read_peft(folder: Path) -> Iterator[tuple[str, LowRank]]:
-    """Yield what an adapter adds, by module."""
+def _parts_of_one(found: tuple[Part, ...], names: ExpertNames) -> tuple[Part, ...]:
+    """Return the parts of one expert's weight, [out_features, in_features], the gate first."""
+    if len(found[0].shape) == 2:
+        return found[: len(found) // names.experts]
+    (stack,) = found
+    axis = None if stack.split is None else stack.split - 1
+    shape, runs = stack.shape[1:], stack.runs
+    if names.transposed:
+        shape, axis = shape[::-1], None if axis is None else 1 - axis
+    if names.interleaves:
+        runs = (Run(shape[0] // 2),) * 2
+    return (Part(stack.name, shape, axis, runs),)
+
+
+class _Stack(NamedTuple):
+    """A weight of all experts in one tensor."""
+
+    experts: int
+    outputs: int
+    inputs: int
+    transposed: bool  # [experts, inputs, outputs]
+
+    @classmethod
+    def of(cls, parts: tuple[Part, ...], names: ExpertNames) -> _Stack:
+        """Return the stack whose experts have these parts."""
+        return cls(names.experts, sum(part.shape[0] for part in parts), parts[0].shape[1], names.transposed)
+
+    def oriented(self, found: LowRank, version: Any) -> LowRank | None:
+        """Return an adapter of the weights as [outputs, inputs]; None if that cannot be told.
+
+        A of PEFT 0.17, which names no version, and of 0.18 is of the stack's second dimension, of 0.21 of the inputs.
+        """
+        found = found._replace(experts=self.experts)
+        if (*found.down.shape[1:], *found.up.shape[:1]) != (self.outputs, self.inputs):
+            return found
+        if self.outputs == self.inputs:
+            is_old = version is None or str(version).startswith(("0.17.", "0.18."))
+            if str(version).startswith(("0.19.", "0.20.")):
+                return None
+            if self.transposed or not is_old:
+                return found
+        is_whole = found.down.shape[0] % self.experts == found.up.shape[-1] % self.experts == 0
+        return found.transposed() if is_whole else found
+
+
+def _read_peft(
+    folder: Path, bases: Mapping[str, Tensor], stacks: Mapping[str, _Stack]
+) -> Iterator[tuple[str, LowRank]]:
+    """Yield what an adapter adds, by the names of weights.
+
+    Args:
+        folder: of the adapter.
+        bases: those of `AdapterSlots`.
+        stacks: of experts, by name, in the order of their module.
+    """
     settings = _settings(folder)
     ranks, alphas = (_Pattern.list_of(folder, settings, name) for name in ("rank_pattern", "alpha_pattern"))
     targets, until = settings.get("target_parameters") or [], time.monotonic() + _MATCHING_S
-    for module, found in _matrices(folder).items():
-        rank, is_parameter = found.rank, any(f".{module}.weight".endswith(f".{target}") for target in targets)
-        name = f"{module}.weight" if is_parameter else module  # what PEFT matches
+    for wrapper, pair in _matrices(folder, bases).items():
+        weight = _weight_of(wrapper, targets, stacks)
+        module, version = weight.removesuffix(".weight"), settings.get("peft_version")
+        found = stacks[weight].oriented(pair, version) if weight in stacks else pair
+        if found is None:
+            raise AdapterError(f"{folder}: {module} is of square weights, and PEFT {shown(version)} may transpose them")
+        rank, name = found.rank, weight if _is_target(weight, targets) else module  # what PEFT matches
         stated = _of_module(ranks, name, settings.get("r"), until)
         if stated != rank:
             raise AdapterError(f"{folder}: {module} has rank {rank}, and {ADAPTER_FILE} says {shown(stated)}")
@@ -213,7 +354,25 @@ def _read_peft(folder: Path) -> Iterator[tuple[str, LowRank]]:
             raise AdapterError(f"{folder}: lora_alpha of {module} is {shown(alpha)}, and not a number")
         # with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)
         divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
-        yield module, found._replace(scale=alpha / (divisor or 1))
+        yield weight, found._replace(scale=alpha / (divisor or 1))
+
+
+def _is_target(weight: str, targets: Iterable[Any]) -> bool:
+    """Whether PEFT takes a weight for one of `target_parameters`."""
+    return any(f".{weight}".endswith(f".{target}") for target in targets)
+
+
+def _weight_of(wrapper: str, targets: Iterable[Any], stacks: Iterable[str]) -> str:
+    """Return the weight that the matrices of a module in PEFT's model are of.
+
+    Of a module's stacks PEFT wraps the first first: with two of them it is the `base_layer` of the second's wrapper.
+    """
+    module = wrapper
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    depth = (len(wrapper) - len(module)) // len(".base_layer")
+    wrapped = [name for name in stacks if name.rpartition(".")[0] == module and _is_target(name, targets)]
+    return wrapped[-1 - depth] if depth < len(wrapped) else f"{wrapper}.weight"
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -232,32 +391,54 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _matrices(folder: Path) -> dict[str, LowRank]:
+def _matrices(folder: Path, bases: Mapping[str, Tensor]) -> dict[str, LowRank]:
     """Return the matrices by module, not scaled yet."""
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         raise AdapterError(f"{folder} holds no {ADAPTER_WEIGHTS}; pickles are not read")
-    halves: dict[tuple[str, bool], dict[str, Tensor]] = {}
+    halves: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a mapping)
-                match = _NAME.fullmatch(name)
-                if match is None and _BASE_WEIGHT.fullmatch(name) is None:
-                    raise AdapterError(f"{file}: {name} is not the A or B of a product")
+                match, base = _NAME.fullmatch(name), _BASE_WEIGHT.fullmatch(name)
                 if match is not None:
-                    key = (match["module"], match["of_table"] is not None)
-                    halves.setdefault(key, {})[match["half"] or match["of_table"]] = reader.get_tensor(name)
+                    halves.setdefault(match["module"], {})[match["half"]] = reader.get_tensor(name)
+                elif base is None:
+                    raise AdapterError(f"{file}: {name} is not the A or B of a product")
+                elif base["module"] in bases and not _is_same(bases[base["module"]], reader.get_tensor(name)):
+                    raise AdapterError(f"{file}: {name} is not the base model's: it is of another, or was trained")
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{file}: {error}") from error
-    incomplete = [module for (module, _), found in halves.items() if len(found) < 2]
-    if incomplete or not halves:
-        raise AdapterError(f"{file}: {incomplete[0] + ' has only one of A and B' if incomplete else 'it is empty'}")
-    return {module: LowRank(pair["A"], pair["B"], 1.0, table) for (module, table), pair in halves.items()}
+    if not halves:
+        raise AdapterError(f"{file}: it is empty")
+    for module, found in halves.items():
+        if len(found) > 2:
+            raise AdapterError(f"{file}: {module} has matrices of an embedding, and of another product")
+        if found.keys() not in ({"A.weight", "B.weight"}, {"embedding_A", "embedding_B"}):
+            raise AdapterError(f"{file}: {module} has only one of A and B")
+    return {
+        module: LowRank(found[first], found[second], 1.0, first == "embedding_A")
+        for module, found in halves.items()
+        for first, second in [sorted(found)]
+    }
+
+
+def _is_same(base: Tensor, saved: Tensor) -> bool:
+    """Whether two copies of a weight differ by no more than the rounding to their types."""
+    if base.shape != saved.shape or not saved.is_floating_point():
+        return False
+    is_exact = base.dtype == saved.dtype
+    relative = 0.0 if is_exact else max(torch.finfo(each.dtype).eps for each in (base, saved))
+    return all(
+        torch.allclose(own.float(), its.to(own.device).float(), rtol=relative, atol=0.0 if is_exact else _LEAST_HALF)
+        for own, its in zip(base.split(_ROWS_AT_ONCE), saved.split(_ROWS_AT_ONCE), strict=True)
+    )
 
 
 def _check(path: Path, module: str, found: LowRank, shape: tuple[int, ...], max_rank: int) -> None:
     down, up, rank = found.down, found.up, found.rank
-    wanted = [rank, shape[1]], [shape[0], rank]
+    rows = rank * found.experts
+    wanted = [rows, shape[1]], [shape[0], rows]
     if not (down.is_floating_point() and up.is_floating_point()):
         raise AdapterError(f"{path}: {module} has matrices of {down.dtype} and {up.dtype}, and not of floats")
     if ([*down.shape], [*up.shape]) != wanted:

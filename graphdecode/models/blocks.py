@@ -25,13 +25,14 @@ from graphdecode.kernels.moe.expert_linear import Routed
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.kernels.recurrent.state_tokens import StateTokens
-from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdapterSpan
+from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts, AdapterSpan
 from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
 _OPEN_GATE = 100.0  # sigmoid(100) is 1 in float32
+_NO_EXPERTS = -(1 << 30)  # negative with any expert's number added: no adapter
 
 
 class StateStep(NamedTuple):
@@ -190,6 +191,7 @@ class ResidualStream:
         self._all_live: Tensor | None = None
         spans = [part.adapter_span(span.start) for span, part in self.parts()]
         self._adapters = [span for span in spans if span is not None]
+        self._pairs: tuple[AdapterSpan, Tensor] | None = None  # of tokens and experts, and the first of each token's
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
         self._norm: Norm | None = None  # norm of the residual, not computed yet
         self._product: tuple[WeightForm, Tensor] | None = None  # output of a block, not computed yet
@@ -324,8 +326,8 @@ class ResidualStream:
         part._output = None if self._is_whole else self.output[begin:end]
         part._stem = part._product = None
         spans = [span.narrow(begin, end) for span in self._adapters]
-        part._by_head = {}
-        part._buffers, part._adapters = {}, [span for span in spans if span is not None]
+        part._by_head, part._buffers, part._pairs = {}, {}, None
+        part._adapters = [span for span in spans if span is not None]
         return part
 
     def _add_product(self) -> None:
@@ -344,6 +346,28 @@ class ResidualStream:
             linear.adapt(out, x, self.buffer(linear.inner_size, torch.float32, "adapters"), self._adapters)
         else:
             linear.apply(out, x)
+
+    def adapted_pairs(self, ids: Tensor, count: int) -> AdapterSpan | None:
+        """Return the pairs of tokens and experts, for `AdaptedExperts`; None: no row has an adapter.
+
+        Args:
+            ids: int32 [t, top_k], the experts of each token.
+            count: of experts.
+        """
+        if not self._adapters:
+            return None
+        if self._pairs is None:
+            number, device = ids.numel(), ids.device
+            firsts = torch.full((len(ids), 1), _NO_EXPERTS, dtype=torch.int32, device=device)
+            for span in self._adapters:
+                slots = span.adapters.index_select(0, span.rows.clamp(0, len(span.adapters) - 1))
+                has_one = (slots >= 0) & (torch.arange(len(slots), device=device) < span.live)
+                firsts[span.tokens, 0] = torch.where(has_one, slots * count, _NO_EXPERTS)
+            rows = torch.arange(number, dtype=torch.int32, device=device)
+            live = torch.full((1,), number, dtype=torch.int32, device=device)
+            self._pairs = AdapterSpan(slice(0, number), rows, live, rows), firsts
+        span, firsts = self._pairs
+        return span._replace(adapters=(firsts + ids).flatten())
 
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
         if self._adapters and isinstance(linear, Adapted):
@@ -529,17 +553,27 @@ class Experts(Block):
     width: int  # intermediate size of an expert
     gate: Gate  # activation of `gate_up`'s halves
 
-    def run(self, hidden: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    def adapters(self, stream: ResidualStream, ids: Tensor) -> AdapterSpan | None:
+        """Return the adapters of the pairs of `moe_route`; None if there is no room for any, or no row has one."""
+        return stream.adapted_pairs(ids, self.count) if isinstance(self.down, AdaptedExperts) else None
+
+    def run(self, hidden: Tensor, order: Tensor, offsets: Tensor, adapters: AdapterSpan | None) -> Tensor:
         """Return the outputs for the pairs of `moe_route`, [tokens * top_k, hidden]."""
         pairs, dtype = hidden.shape[0] * self.top_k, torch.float32 if self.down.gives_floats else None
         inner, out = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
-        self.gate_up.apply(inner, hidden, Routed(order, offsets, self.top_k, *self.gate))
-        self.down.apply(out, inner, Routed(order, offsets, 1))
+        for form, to, x, routed in (
+            (self.gate_up, inner, hidden, Routed(order, offsets, self.top_k, *self.gate)),
+            (self.down, out, inner, Routed(order, offsets, 1)),
+        ):
+            if adapters is None or not isinstance(form, AdaptedExperts):
+                form.apply(to, x, routed)
+            else:
+                form.adapt(to, x, routed, adapters)
         return out
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of the experts that `rows` tokens can be routed to."""
-        nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        nbytes = self.gate_up.nbytes + self.down.nbytes
         return nbytes if rows is None else nbytes * min(rows * self.top_k, self.count) // self.count
 
 
@@ -558,7 +592,7 @@ class SparseMlp(FeedForward):
         logits = stream.buffer_for(self.router, "router")
         stream.project(self.router, logits)
         ids, weights, order, offsets = self.route(logits[:, :count], stream.live)
-        outputs = self.outputs(stream.hidden, logits, ids, weights, order, offsets)
+        outputs = self.outputs(stream, logits, ids, weights, order, offsets)
         if self.shared is None:
             moe_combine(stream.output_buffer(in_floats=self.experts.down.gives_floats), outputs, ids, weights)
         else:
@@ -568,10 +602,10 @@ class SparseMlp(FeedForward):
             moe_combine(stream.output, outputs, ids, weights, gate)
 
     def outputs(
-        self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+        self, stream: ResidualStream, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
     ) -> Tensor:
         """Return the experts' outputs for the pairs of `moe_route`, still without `weights`."""
-        return self.experts.run(hidden, order, offsets)
+        return self.experts.run(stream.hidden, order, offsets, self.experts.adapters(stream, ids))
 
     def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""

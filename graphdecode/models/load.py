@@ -35,7 +35,7 @@ from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import DTYPES, ModelConfig, ModelShape, read_json
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.family import family_of, known_families
+from graphdecode.models.family import Family, family_of, known_families
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
@@ -45,7 +45,7 @@ from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.updates import ReplacedTensors
 from graphdecode.models.weight_map import CheckpointError, Part, WeightMap, check, parts, runs_of
-from graphdecode.models.weights import Weights, can_adapt
+from graphdecode.models.weights import Weights, can_adapt, is_of_experts
 
 
 class Source(TensorSource, Protocol):
@@ -174,6 +174,7 @@ def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
     return largest
 
 
+_STACKED = {".experts.down_proj": Stored((), "F32")}  # of a checkpoint that has one tensor for all experts of a layer
 _EXPANDED = "none"  # value of `quantize` for dequantizing stored weights
 
 
@@ -281,7 +282,9 @@ def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
     return sum(math.prod(part.shape) for part in parts(family_of(config.architecture).weights(config)))
 
 
-def adapter_bytes(config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype) -> int:
+def adapter_bytes(
+    config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype, *, adapt_experts: bool = False
+) -> int:
     """Return an upper bound of the bytes of adapter slots; products with scaled results are not adapted."""
     if isinstance(config, AdoptedConfig):
         return slots * max_rank * config.adapted_features * dtype.itemsize
@@ -290,7 +293,9 @@ def adapter_bytes(config: ModelShape, slots: int, max_rank: int, dtype: torch.dt
     weight_map = family_of(config.architecture).weights(config)
     adapted = [found for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
     adapted += [weight_map["embedding"]] * 2  # a tied output layer has its own adapters
-    features = sum(len(found) * found[0].shape[1] + sum(part.shape[0] for part in found) for found in adapted)
+    of_experts = (found for place, found in weight_map.items() if is_of_experts(place) and not place.endswith(".bias"))
+    adapted += of_experts if adapt_experts else []
+    features = sum(math.prod(part.shape[:-2]) * sum(part.shape[-2:]) for found in adapted for part in found)
     return slots * max_rank * features * dtype.itemsize
 
 
@@ -336,9 +341,10 @@ def load_model(
     shared: Collectives | None = None,
     max_adapters: int = 0,
     max_adapter_rank: int = 16,
+    adapt_experts: bool = False,
     replaced: Mapping[str, Tensor] | None = None,
 ) -> Model:
-    """Load a decoder.
+    """Load a decoder; a ValueError says what cannot be used, and nothing stays loaded.
 
     Args:
         model: a folder, a `.gguf` file, a repository id, `"demo"`, or random weights: `"shape:llama-3.1-8b"`.
@@ -355,11 +361,9 @@ def load_model(
         trust_remote_code: whether transformers may run the Python code of a checkpoint.
         progress: show a bar on standard error.
         shared: the ranks' collectives, to load one rank's shard.
-        max_adapters, max_adapter_rank: adapter slots in each product (0: none), and their largest rank.
+        max_adapters, max_adapter_rank, adapt_experts: adapter slots in each product (0: none), their largest rank, and
+            whether experts' products have some, too.
         replaced: plain tensors that replace the model's, by name; the model is only copied from: no huge pages.
-
-    Raises:
-        ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
     """
     device = torch.device(device)
     source = open_source(model, replaced)
@@ -373,7 +377,7 @@ def load_model(
         return _checked_options(given, config, quantize_group_size)
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
-    slots = (max_adapters, max_adapter_rank)
+    slots = (max_adapters, max_adapter_rank, adapt_experts)
     if by_transformers is not None:
         if shared is not None:
             split_config(by_transformers.config, shared.count)
@@ -386,20 +390,24 @@ def load_model(
     weight_map = family.weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
-    weights_from: TensorSource = _Expanded(source) if expands else source
     rounded = _rounded(source, config, options, quantize, quantize_group_size)
-    if rounded is not None:
-        weights_from, weight_map = rounded, rounded.weight_map
+    weights_from: TensorSource = rounded or (_Expanded(source) if expands else source)
+    weight_map = weight_map if rounded is None else rounded.weight_map
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
-    own = weight_map
+    own, layouts = weight_map, _layouts(family, config)
     if shared is not None:
         weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
         config, own = split_config(config, shared.count), shard.weight_map
-    adapters = AdapterSlots(*slots, options.dtype, device, config) if max_adapters else None
+    adapters = AdapterSlots(*slots, options.dtype, device, config, layouts) if max_adapters else None
     weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
     loaded = _build(config, weights, scales, weight_map, progress)
     return _with_memory_returned(loaded, device, joins_pages=replaced is None)
+
+
+def _layouts(family: Family, config: ModelConfig) -> tuple[WeightMap, ...]:
+    """Return a model's map with experts apart, and with them in stacks; () if it has none."""
+    return () if config.experts is None else (family.weights(config), family.weights_in(config, _STACKED))
 
 
 def _load_adopted(
@@ -407,13 +415,15 @@ def _load_adopted(
     source: Source,
     options: FormOptions,
     quantize: str | None,
-    slots: tuple[int, int],
+    slots: tuple[int, int, bool],
     progress: bool,
     replaced: Mapping[str, Tensor] | None,
 ) -> Model:
-    """Load a model that transformers runs; `slots`: number of adapter slots, and their largest rank."""
+    """Load a model that transformers runs; `slots`: adapter slots, largest rank, and whether of experts."""
     if options.quantize != quantize:
         raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
+    if slots[0] and slots[2]:
+        raise ArgumentError(f"adapt_experts is for models of our families, and transformers runs {source.name}")
     folder.check_files(source)
     adapters = AdapterSlots(*slots, options.dtype, options.device, folder.config) if slots[0] else None
     loaded = folder.load(options, adapters, progress=progress, replaced=replaced or {})
@@ -519,7 +529,10 @@ def _build(
     if weights.adapters is not None:
         weights.adapters.keep([*(form for _, form in decoder.products()), stem.adapted])
         held = weights.adapters.parts  # adapters are read whole, then split
-        held.update({place: whole[place] for place, found in held.items() if found[0].split is not None})
+        held.update({place: whole[place] for place in held if can_adapt(place) and held[place][0].split is not None})
+        if len(stem.embedding) == config.vocab_size:  # all of it, not quantized
+            names = [whole["embedding"][0].name] + ["lm_head.weight"] * ("lm_head" not in whole)
+            weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
 
 

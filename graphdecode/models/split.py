@@ -136,13 +136,13 @@ def split_adapter(adapter: Adapter, parts: WeightMap, rank: int, count: int) -> 
         whole = parts[place]
         if whole[0].split == 1:
             columns = [cut.slices(whole[0].shape)[1] for cut in _cuts(whole[0], 1, rank, count)]
-            down = torch.cat([down[..., own] for own in columns], dim=2)
+            down = torch.cat([down[..., own] for own in columns], dim=-1)
         elif whole[0].split == 0:
-            outputs = zip(whole, up.split([part.shape[0] for part in whole], dim=1), strict=True)
+            outputs = zip(whole, up.split([part.shape[0] for part in whole], dim=-1), strict=True)
             cuts = (
                 (of_part, cut.slices(part.shape)[0]) for part, of_part in outputs for cut in _cuts(part, 0, rank, count)
             )
-            up = torch.cat([of_part[:, own] for of_part, own in cuts], dim=1)
+            up = torch.cat([of_part[..., own] for of_part, own in cuts], dim=-1)
         return down, up
 
     return replace(adapter, matrices={place: split(place, *pair) for place, pair in adapter.matrices.items()})

@@ -23,8 +23,13 @@ _NEVER_ADAPTED = ("embedding", "lm_head", "per_layer_in")  # the first two are a
 
 
 def can_adapt(place: str) -> bool:
-    """Whether a layer's product can have adapters; experts' products cannot."""
-    return place not in _NEVER_ADAPTED and "experts" not in place.split(".")[:-1]
+    """Whether a layer's product can have adapters; experts' products can only if asked for."""
+    return place not in _NEVER_ADAPTED and not is_of_experts(place)
+
+
+def is_of_experts(place: str) -> bool:
+    """Whether a place has weights or biases of single experts."""
+    return "experts" in place.split(".")[:-1]
 
 
 class Weights:
@@ -106,7 +111,8 @@ class Weights:
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
         if bias is not None and names.is_stack and is_gated and interleaved:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
-        return load_experts(self._source, names, bias, self._options)
+        form = load_experts(self._source, names, bias, self._options)
+        return form if self.adapters is None else self.adapters.around_experts(form, place, names)
 
     def by_head(self, weight: Tensor) -> ExpertForm:
         """Return the product of each head with a matrix of its own, [heads, out_features, in_features]."""

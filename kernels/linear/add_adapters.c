@@ -3,6 +3,7 @@
 
 #define ADAPTER_ROWS 4    /* of `down`, that are multiplied with a token at once */
 #define ADAPTER_VECTORS 4 /* of outputs, that are summed up at once */
+#define WHOLE_PARTS 3     /* of tokens, for each thread, from which on a thread does all that one needs */
 
 /* The slot of a token's adapter, and its rank: 0 where it has none. */
 static int64_t NAME(adapter_of)(const AdapterTokens *tokens, int64_t most, int64_t token, int64_t *rank) {
@@ -95,10 +96,25 @@ static void NAME(up_items)(const void *job, int64_t begin, int64_t end) {
     }
 }
 
+/* Items are tokens times the parts. */
+static void NAME(part_items)(const void *job, int64_t begin, int64_t end) {
+    const int64_t most = ((const add_adapters_args *)job)->down.size[2];
+    const int64_t groups = (most + ADAPTER_ROWS - 1) / ADAPTER_ROWS;
+    for (int64_t item = begin; item < end; item++) {
+        NAME(down_items)(job, item * groups, (item + 1) * groups);
+        NAME(up_items)(job, item, item + 1);
+    }
+}
+
 KERNEL(add_adapters) {
     const int64_t live = live_of(a->live.data, a->out.size[0]), parts = a->down.size[1], most = a->down.size[2];
     const int64_t groups = (most + ADAPTER_ROWS - 1) / ADAPTER_ROWS;
+    const int64_t work = most * (a->down.size[3] + a->up.size[2] / parts);
     if (!NAME(has_adapters)(&a->tokens, most, live)) return;
+    if (live * parts >= WHOLE_PARTS * threads) {
+        parallel(threads, NAME(part_items), a, live * parts, items_of(PARALLEL_WORK, work));
+        return;
+    }
     parallel(threads, NAME(down_items), a, live * parts * groups, items_of(PARALLEL_WORK, ADAPTER_ROWS * a->down.size[3]));
     parallel(threads, NAME(up_items), a, live * parts, items_of(PARALLEL_WORK, most * a->up.size[2] / parts));
 }

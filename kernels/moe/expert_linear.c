@@ -16,13 +16,14 @@ struct expert_outputs {
     void *out;
     int is_wide; /* floats */
     const void *bias; /* [experts][halves * width], or null */
+    const float *added; /* [pairs][halves * width], or null */
     int64_t width, halves, gate;
     float alpha, limit;
 };
 
 #define EXPERT_OUTPUTS(a)                                                               \
-    {(a)->out.data, IS_WIDE((a)->out), (a)->bias.data, (a)->out.size[1], (a)->gate == GATE_NONE ? 1 : 2, (a)->gate, \
-     (float)(a)->alpha, (float)(a)->limit}
+    {(a)->out.data, IS_WIDE((a)->out), (a)->bias.data, (a)->added.data, (a)->out.size[1], \
+     (a)->gate == GATE_NONE ? 1 : 2, (a)->gate, (float)(a)->alpha, (float)(a)->limit}
 
 /* Replace the gate's sums by `activation(gate) * up`. */
 static void gate_sums(vec *gates, const vec *ups, const struct expert_outputs *to) {
@@ -68,12 +69,20 @@ static const input *gathered(const expert_linear_args *a, const int32_t *pairs, 
     return rows;
 }
 
-/* Add the bias of some outputs to a row's sums of one panel. */
-static void add_bias(vec *sums, const element *bias, int64_t width) {
+/* Add values to a row's sums of one panel: elements of a bias, or floats. */
+INLINE void add_numbers(const int is_wide, vec *sums, const void *added, int64_t place, int64_t width) {
     float values[PANEL];
     memcpy(values, sums, sizeof values);
-    for (int64_t j = 0; j < width; j++) values[j] += widen(bias[j]);
+    for (int64_t j = 0; j < width; j++) values[j] += widen_at(is_wide, added, place + j);
     memcpy(sums, values, sizeof values);
+}
+
+/* Add what stands beside some pair's sums of one panel. */
+static void add_beside(vec *sums, const struct expert_outputs *to, int64_t expert, int64_t pair, int64_t place,
+                       int64_t width) {
+    int64_t all = to->width * to->halves;
+    if (to->bias) add_numbers(0, sums, to->bias, expert * all + place, width);
+    if (to->added) add_numbers(1, sums, to->added, pair * all + place, width);
 }
 
 INLINE void write_values(const int is_wide, void *out, int64_t place, const vec *values, int64_t count) {
@@ -88,14 +97,13 @@ INLINE void write_values(const int is_wide, void *out, int64_t place, const vec 
 static void write_pairs(const struct expert_outputs *to, const float *sums, const float *ups, const int32_t *pairs,
                         int64_t count, int64_t expert, int64_t panel) {
     int64_t width = to->width, begin = panel * PANEL, held = least_of(PANEL, width - begin);
-    const element *bias = to->bias ? (const element *)to->bias + expert * width * to->halves + begin : 0;
     for (int64_t r = 0; r < count; r++) {
         vec found[2][VECTORS];
         memcpy(found[0], sums + r * PANEL, sizeof found[0]);
-        if (bias) add_bias(found[0], bias, held);
+        add_beside(found[0], to, expert, pairs[r], begin, held);
         if (to->halves == 2) {
             memcpy(found[1], ups + r * PANEL, sizeof found[1]);
-            if (bias) add_bias(found[1], bias + width, held);
+            add_beside(found[1], to, expert, pairs[r], width + begin, held);
             gate_sums(found[0], found[1], to);
         }
         BY_WIDTH(to->is_wide, write_values, to->out, pairs[r] * width + begin, found[0], held);

@@ -27,7 +27,7 @@ from ..linear.tiled_linear import TileForm, Words, tiled_sums
 from ..linear.weight_tiles import WeightTiles, columns_of, dequantized
 from ..model.act_mul import ACTIVATIONS
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
-from ..native.registration import Int32, OneOf, Wide, Written, operator
+from ..native.registration import Float32, Int32, OneOf, Wide, Written, operator
 
 GATES = OneOf(("none", *ACTIVATIONS, "swiglu_clamped"))
 _FEW_ROWS = {2: (16, 32, 128, 4, 4), 4: (16, 32, 64, 4, 3)}  # by itemsize: block_m, block_n, block_k, warps, stages
@@ -45,6 +45,7 @@ class Routed(NamedTuple):
         gate: one of `GATES`; "none": the plain product.
         alpha: see `swiglu_clamped` above.
         limit: see `swiglu_clamped` above.
+        added: float32 [pairs, out_features], contiguous, added to the products before the gate; None: nothing.
     """
 
     order: Int32
@@ -53,6 +54,7 @@ class Routed(NamedTuple):
     gate: Annotated[str, GATES] = "none"
     alpha: float = 1.0
     limit: float = 0.0
+    added: Float32 | None = None
 
 
 class _Sizes(NamedTuple):
@@ -109,7 +111,9 @@ def expert_of_program(offsets, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.const
 # (1 or 2) * BLOCK_N * depth values of the weights once, and its pairs' rows of x, which the L2 cache holds. Expert and
 # pairs follow from the offsets, so the grid depends only on the number of pairs; surplus programs exit.
 @triton.jit
-def _expert_linear_kernel(out, x, weight, bias, order, offsets, experts, sizes, FORM: tl.constexpr, PDL: tl.constexpr):
+def _expert_linear_kernel(
+    out, x, weight, bias, order, offsets, added, experts, sizes, FORM: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         wait_and_trigger()
     GATE: tl.constexpr = FORM.GATE
@@ -147,12 +151,18 @@ def _expert_linear_kernel(out, x, weight, bias, order, offsets, experts, sizes, 
             acc_up = tl.dot(a, tl.trans(u), acc_up, input_precision="ieee")
     if bias is not None:
         acc += tl.load(bias + first + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
+    inside_rows = there[:, None] & (n < width)[None, :]
+    beside = pair.to(tl.int64)[:, None] * (width * HALVES) + n[None, :]
+    if added is not None:
+        acc += tl.load(added + beside, mask=inside_rows, other=0.0)
     if GATE != "none":
         if bias is not None:
             acc_up += tl.load(bias + first + width + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
+        if added is not None:
+            acc_up += tl.load(added + beside + width, mask=inside_rows, other=0.0)
         acc = gate_times_up(acc, acc_up, sizes.alpha, sizes.limit, GATE)
     place = out + pair.to(tl.int64)[:, None] * width + n[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=there[:, None] & (n < width)[None, :])
+    tl.store(place, acc.to(out.dtype.element_ty), mask=inside_rows)
 
 
 def expert_linear_triton(
@@ -168,7 +178,7 @@ def expert_linear_triton(
     block_e, is_even = triton.next_power_of_2(experts), depth % block_k == 0
     most_tiles = count // block_m + min(count, experts)
     _expert_linear_kernel[(most_tiles, triton.cdiv(width, block_n))](
-        out, x, weight, bias, pairs.order, pairs.offsets, experts,
+        out, x, weight, bias, pairs.order, pairs.offsets, pairs.added, experts,
         _Sizes(pairs.slots, width, depth, depth, x.stride(0), pairs.alpha, pairs.limit),
         FORM=_Form(pairs.gate, block_e, block_m, block_n, is_even, BLOCK_K=block_k),
         num_warps=num_warps,
@@ -222,6 +232,8 @@ def write_products(
         product = x.index_select(0, own // pairs.slots).float() @ weight_of(expert).T
         if bias is not None:
             product += bias[expert].float()
+        if pairs.added is not None:
+            product += pairs.added[own]
         result = product if pairs.gate == "none" else gated(product, pairs.gate, pairs.alpha, pairs.limit)
         out.index_copy_(0, own, result.to(out.dtype))
 
@@ -342,6 +354,7 @@ def tiled_expert_linear_kernel(
     bias,
     order,
     offsets,
+    added,
     experts,
     sizes,
     WEIGHT: tl.constexpr,
@@ -371,6 +384,9 @@ def tiled_expert_linear_kernel(
     )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
+    if added is not None:
+        beside = (pair.to(tl.int64) - expert)[None, :] * (width * HALVES) + row[:, None]
+        acc += tl.load(added + beside, mask=there[None, :], other=0.0)
     n = block * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
     if GATE != "none":
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
@@ -391,7 +407,7 @@ def tiled_expert_linear_triton(
     blocks = triton.cdiv(width, block_n if pairs.gate == "none" else block_n // 2)
     block_e, is_even = triton.next_power_of_2(experts), depth == columns
     tiled_expert_linear_kernel[(most_tiles, blocks)](
-        out, x, weight, bias, pairs.order, pairs.offsets, experts,
+        out, x, weight, bias, pairs.order, pairs.offsets, pairs.added, experts,
         _Sizes(pairs.slots, width, depth, columns, x.stride(0), pairs.alpha, pairs.limit),
         WEIGHT=TileForm.of(tiles, weight, x),
         FORM=_Form(pairs.gate, block_e, block_m, block_n, is_even, config.num_stages),

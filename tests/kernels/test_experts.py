@@ -133,18 +133,20 @@ def check_product(version, gate, dtype, with_bias, rows, depth, width):
     logits = random(rows, experts, seed=5)
     logits[:, 3] = -9.0  # nobody goes there
     weight[3] = torch.nan
+    added = random(rows * slots, width * halves, seed=6) if with_bias else None
     ids, _, order, offsets = routed("torch", logits, slots, rows - 2)
     out = torch.full((rows * slots, width), torch.nan, dtype=dtype)
     if version == "panels":  # the panels' meaning in torch, where there is no compiler
         version, own = "torch", packed("native", weight, gate)
     else:
         own = packed(version, weight, gate)
-    run(version, "expert_linear", out, x, own, bias, order, offsets, slots, gate, ALPHA, LIMIT, False)
+    run(version, "expert_linear", out, x, own, bias, order, offsets, slots, gate, ALPHA, LIMIT, added, False)
     for pair, expert in enumerate(ids.view(-1).tolist()):
         if expert < 0:
             assert out[pair].isnan().all()
             continue
-        expected = product(x[pair // slots], weight[expert], None if bias is None else bias[expert], gate)
+        beside = None if bias is None else bias[expert].double() + added[pair]
+        expected = product(x[pair // slots], weight[expert], beside, gate)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out[pair].double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -197,7 +199,7 @@ def test_many_pairs_take_the_larger_tile_and_agree_with_the_smaller(device):
     weight = random(experts, 32, 16, dtype=torch.float16).to(device)
     x = random(rows, 16, dtype=torch.float16).to(device)
     _, _, order, offsets = (t.to(device) for t in routed("torch", random(rows, experts, seed=5), slots, rows))
-    given = (x, weight, None, order, offsets, slots, "silu", 1.0, 0.0)
+    given = (x, weight, None, order, offsets, slots, "silu", 1.0, 0.0, None)
     outs = [torch.full((rows * slots, 16), torch.nan, dtype=torch.float16, device=device) for _ in range(2)]
     for out, is_invariant in zip(outs, (False, True), strict=True):
         versions("expert_linear").triton(out, *given, is_invariant)
@@ -221,7 +223,7 @@ def test_the_operators_pass_opcheck(device):
     moe_route(*route)
     out, x = torch.zeros(rows * slots, 8, device=device), random(rows, 16).to(device)
     weight = random(experts, 16, 16).to(device)
-    given = (out, x, weight, None, order, offsets, slots, "silu", 1.0, 0.0, False)
+    given = (out, x, weight, None, order, offsets, slots, "silu", 1.0, 0.0, None, False)
     torch.library.opcheck(torch.ops.graphdecode.expert_linear.default, given)
     combined = (torch.zeros(rows, 8, device=device), out, ids, weights, None)
     torch.library.opcheck(torch.ops.graphdecode.moe_combine.default, combined)

@@ -50,14 +50,15 @@ def check(kind, gate, dtype, rows, with_bias):
         logits[:, NOBODYS] = -9.0
         ids, _, order, offsets = routed("torch", logits, SLOTS, max(1, count - 2))
         out = torch.full((count * SLOTS, WIDTH), torch.nan, dtype=dtype)
-        quantized_expert_linear(out, x, held, None, bias, Routed(order, offsets, SLOTS, gate, ALPHA, LIMIT))
+        added = random(len(out), weight.shape[1], seed=5) / 32 if with_bias else None
+        quantized_expert_linear(out, x, held, None, bias, Routed(order, offsets, SLOTS, gate, ALPHA, LIMIT, added))
         chosen = ids.view(-1)
         assert out[chosen < 0].isnan().all()
         for expert in range(EXPERTS):
             pairs = (chosen == expert).nonzero()[:, 0]
             assert expert != NOBODYS or len(pairs) == 0
             own = x[pairs // SLOTS].double()
-            plain = own @ weight[expert].T + (0 if bias is None else bias[expert].double())
+            plain = own @ weight[expert].T + (0 if bias is None else bias[expert].double() + added[pairs])
             sizes = own.abs() @ weight[expert].abs().T  # of what is summed up: sums in float32 err by so much of it
             expected, slack = gated_of(plain, 3e-6 * sizes, gate)
             rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
@@ -154,5 +155,5 @@ def test_the_operator_passes_opcheck():
     _, _, order, offsets = routed("torch", random(3, EXPERTS), SLOTS, 3)
     given = (torch.zeros(3 * SLOTS, WIDTH), random(3, DEPTH), *held, None, None, order, offsets)
     torch.library.opcheck(
-        torch.ops.graphdecode.quantized_expert_linear.default, (*given, SLOTS, "silu", 1.0, 0.0, False)
+        torch.ops.graphdecode.quantized_expert_linear.default, (*given, SLOTS, "silu", 1.0, 0.0, None, False)
     )

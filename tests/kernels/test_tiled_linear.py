@@ -343,7 +343,8 @@ def test_an_experts_product_is_that_of_its_values(name, gate, block_m, device):
     ids, _, order, offsets = routed("torch", logits, SLOTS, rows - 1)
     outs = [torch.full((rows * SLOTS, width), torch.nan, device=device) for _ in range(2)]
     moved = on(device, tiles)
-    pairs = Routed(order.to(device), offsets.to(device), SLOTS, gate, ALPHA, LIMIT)
+    added = random(rows * SLOTS, width * halves, seed=6)
+    pairs = Routed(order.to(device), offsets.to(device), SLOTS, gate, ALPHA, LIMIT, added.to(device))
     for version, out in zip((tiled_expert_linear_triton, tiled_expert_linear), outs, strict=True):
         version(out, x.to(device), moved, bias.to(device), pairs, config)
     chosen = ids.view(-1).tolist()
@@ -353,5 +354,5 @@ def test_an_experts_product_is_that_of_its_values(name, gate, block_m, device):
             if expert < 0:
                 assert out[pair].isnan().all()
                 continue
-            expected = product(x[pair // SLOTS], weight[expert], bias[expert], gate)
+            expected = product(x[pair // SLOTS], weight[expert], bias[expert] + added[pair], gate)
             torch.testing.assert_close(out[pair].double().cpu(), expected, rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from compiled_kernels import compiled_or_gpu
+from family_checkpoints import SMALL
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
@@ -25,16 +26,18 @@ from graphdecode.distributed import Leader
 from graphdecode.engine.loading import load_engine, start_ranks_of
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ArgumentError
-from graphdecode.models import adapter_bytes
+from graphdecode.models import adapter_bytes, load_model
 from graphdecode.models.adapters import AdapterError
 from graphdecode.models.family import known_families
 
-# split and fused names, norms of heads, windows, scaled residuals, a shared expert that every token takes
-MODELS = ("llama-biases", "qwen3", "gemma3", "phi3", "granite", "qwen3.5", "qwen2-moe")
+# split and fused names, norms of heads, windows, scaled residuals, a shared expert that every token takes; experts one
+# by one, and in stacks whose gates alternate with their inputs
+MODELS = ("llama-biases", "qwen3", "gemma3", "phi3", "granite", "qwen3.5", "qwen2-moe", "mixtral", "gpt-oss")
 # run by transformers: fused queries, keys and values with biases, norms of heads, transposed weights
 MODULES = ("gpt-neox", "stablelm", "gpt2")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 NUM_ADAPTERS = 4
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # names of stacks
 
 
 def linear_modules(model: Any) -> dict[str, Tensor]:
@@ -54,6 +57,28 @@ def routers(model: Any) -> dict[str, Tensor]:
     return {name: weight for name, weight in names.items() if re.search(r"mlp\.(gate|shared_expert_gate)$", name)}
 
 
+def stacks(model: Any) -> dict[str, Tensor]:
+    """Return views of the experts' weights by name, [experts, out_features, in_features]."""
+    names = {name: weight.data for name, weight in model.named_parameters()}
+    found = {name: weight for name, weight in names.items() if re.search(r"\.experts\.(gate_up|down)_proj$", name)}
+    return {n: w.transpose(1, 2) if "GptOss" in type(model).__name__ else w for n, w in found.items()}
+
+
+def single_experts(model: Any) -> dict[str, Tensor]:
+    """Return views of every other expert's weights by module, as models had them that have no stacks of their own."""
+    gate, up, down, mlp = "gate_proj", "up_proj", "down_proj", "mlp"
+    if "Mixtral" in type(model).__name__:
+        gate, up, down, mlp = "w1", "w3", "w2", "block_sparse_moe"
+    found: dict[str, Tensor] = {}
+    for name, weight in {} if "GptOss" in type(model).__name__ else stacks(model).items():
+        module = name.rpartition(".")[0].replace("mlp", mlp)
+        for expert in range(0, len(weight), 2):
+            halves = {gate: weight[expert].chunk(2)[0], up: weight[expert].chunk(2)[1]}
+            of_module = halves if name.endswith("gate_up_proj") else {down: weight[expert]}
+            found |= {f"{module}.{expert}.{each}": values for each, values in of_module.items()}
+    return found
+
+
 def edges(model: Any) -> dict[str, Tensor]:
     """Return the embedding and the output layer; nothing of a model that transformers runs."""
     if model.config.architectures and model.config.architectures[0] not in known_families():
@@ -66,7 +91,11 @@ def merged_with(model: Any, added: dict[str, Tensor]) -> Any:
     merged = copy.deepcopy(model)
     if "lm_head" in added or "model.embed_tokens" in added:
         merged.lm_head.weight = torch.nn.Parameter(merged.lm_head.weight.detach().clone())
+    of_experts = stacks(merged) | single_experts(merged)
     for module, values in added.items():
+        if module in of_experts:
+            of_experts[module] += values
+            continue
         part = merged.get_submodule(module)
         part.weight.data += values.T if isinstance(part, Conv1D) else values
     return merged
@@ -85,7 +114,17 @@ def write_adapter(folder: Path, shapes: dict[str, Tensor], seed: int, rank: int,
     drawn, tensors, added = torch.Generator().manual_seed(seed), {}, {}
     alpha, patterns = settings.get("lora_alpha", 2 * rank), settings.get("rank_pattern", {})
     for module, weight in shapes.items():
+        of_names = settings.get("alpha_pattern", {}).items()
+        of_module = next((v for n, v in of_names if re.match(rf"(.*\.)?({n})$", module)), alpha)
         own = next((patterns[name] for name in patterns if re.match(rf"(.*\.)?({name})$", module)), rank)
+        scale = of_module / (math.sqrt(own) if settings.get("use_rslora") else own)
+        if weight.dim() == 3:
+            found, added[module] = stacked_halves(weight, own, drawn, is_old=settings.get("peft_version") == "0.18.1")
+            inner = ".base_layer" if module.endswith("gate_up_proj") else ""
+            name = f"base_model.model.{module.rpartition('.')[0]}{inner}.lora_{{}}.weight"
+            tensors |= {name.format(half): matrix for half, matrix in found.items()}
+            added[module] *= scale
+            continue
         is_table = module.endswith("embed_tokens")
         out_features, in_features = weight.shape[::-1] if is_table else weight.shape
         a = torch.randn(own, in_features, generator=drawn) * 0.2
@@ -93,16 +132,26 @@ def write_adapter(folder: Path, shapes: dict[str, Tensor], seed: int, rank: int,
         name = "base_model.model." + module + (".lora_embedding_{}" if is_table else ".lora_{}.weight")
         tensors |= {name.format("A"): a, name.format("B"): b}
         if module in ("model.embed_tokens", "lm_head"):  # PEFT saves them beside their adapters
-            tensors[f"base_model.model.{module}.base_layer.weight"] = weight.detach().clone()
-        of_names = settings.get("alpha_pattern", {}).items()
-        of_module = next((v for n, v in of_names if re.match(rf"(.*\.)?({n})$", module)), alpha)
-        values = of_module / (math.sqrt(own) if settings.get("use_rslora") else own) * b @ a
+            kept = weight.detach().to(torch.bfloat16 if seed % 2 else weight.dtype, copy=True)
+            tensors[f"base_model.model.{module}.base_layer.weight"] = kept
+        values = scale * b @ a
         added[module] = values.T if is_table else values
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **settings}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return added
+
+
+def stacked_halves(
+    weight: Tensor, rank: int, drawn: torch.Generator, *, is_old: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return A and B of a stack of experts, and their products; old ones are of the transposed weights."""
+    experts, outputs, inputs = weight.mT.shape if is_old else weight.shape
+    a = torch.randn(rank * experts, inputs, generator=drawn) * 0.2
+    b = torch.randn(outputs, rank * experts, generator=drawn) * 0.2
+    products = torch.einsum("ore,eri->eoi", b.view(outputs, rank, experts), a.view(experts, rank, inputs))
+    return {"A": a, "B": b}, products.mT if is_old else products
 
 
 class Adapted:
@@ -112,21 +161,23 @@ class Adapted:
         self.base = base
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         every, outer = linear_modules(model), edges(model)
+        experts, self.has_experts = stacks(model), bool(stacks(model))
+        of_experts = {"target_parameters": [*EXPERTS, "gate.weight"]}
         of_attention = {name: weight for name, weight in every.items() if re.search(r"q_proj|v_proj|qkv", name)}
         kinds: list[tuple[dict[str, Tensor], int, dict[str, Any]]] = [
             (
-                every | routers(model) | outer,
+                every | routers(model) | outer | experts,
                 4,
-                {
+                of_experts
+                | {
                     "rank_pattern": {r"layers\.\d+\.mlp\.down_proj": 2, "down_proj": 3},
                     "alpha_pattern": {"[a-o]_proj": 1},
-                    "target_parameters": ["gate.weight"],
                 },
             ),
-            (of_attention or every, 8, {"use_rslora": True}),
+            ((of_attention or every) | experts, 8, of_experts | {"use_rslora": True, "peft_version": "0.18.1"}),
             ({n: w for n, w in (every | outer).items() if ".1." in n or n == "lm_head"}, 1, {"lora_alpha": 3}),
             (
-                every | {n: w for n, w in outer.items() if n != "lm_head"},
+                every | {n: w for n, w in outer.items() if n != "lm_head"} | single_experts(model),
                 3,
                 {"fan_in_fan_out": True},
             ),  # of GPT-2's layers, and nothing to A and B
@@ -159,6 +210,7 @@ def make(adapted: Adapted, **options: Any) -> LLM:
     buckets = {"max_batch_size": 4, "max_sequence_length": 96, "page_size": 8}
     config = BucketConfig(**buckets | {name: options.pop(name) for name in list(options) if name == "batch_sizes"})
     options = {"dtype": "float32", "max_adapters": 2, "max_adapter_rank": 8, **options}
+    options = {"adapt_experts": adapted.has_experts, **options}
     return LLM(adapted.base, config=config, skip_tokenizer_init=True, **options)
 
 
@@ -229,7 +281,7 @@ def test_any_mixture_has_the_tokens_of_merged_weights(adapted, name):
         assert (stats.slots, stats.requests.total()) == (2, 8)
         assert stats.evictions > 0  # four adapters shared two slots
         held = [*llm.model.adapters.products.values()]
-        counted = adapter_bytes(llm.model.config, 2, 8, llm.model.dtype)
+        counted = adapter_bytes(llm.model.config, 2, 8, llm.model.dtype, adapt_experts=of_model.has_experts)
         assert counted == sum(product.down.nbytes + product.up.nbytes for product in held)
 
 
@@ -243,7 +295,7 @@ def test_every_kind_of_step_takes_adapters(adapted, options):
             assert tokens == of_model.wanted(request, prompt, 8), request
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma3", "mixtral", "gpt-oss"])
 def test_prompt_log_probabilities_are_those_of_merged_weights(adapted, name):
     of_model = adapted(name)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
@@ -316,6 +368,25 @@ def test_a_gguf_adapter_that_cannot_be_used_is_refused(small, tmp_path, edit, me
         small.load_lora_adapter("broken", file)
 
 
+def test_a_stack_of_square_weights_is_read_as_its_version_of_peft_wrote_it(tmp_path):
+    sizes = SMALL | {"intermediate_size": 32, "num_local_experts": 5}
+    base = save_random(transformers.MixtralConfig(**sizes), tmp_path / "base")
+    weights = stacks(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    slots = load_model(base, device="cpu", dtype="float32", max_adapters=1, adapt_experts=True).adapters
+    square = {"model.layers.0.mlp.experts.gate_up_proj": weights["model.layers.0.mlp.experts.gate_up_proj"]}
+    for version in ("0.18.1", "0.21.2"):
+        added = write_adapter(tmp_path / version, square, 1, 2, target_parameters=EXPERTS, peft_version=version)
+        ((down, up),) = slots.read(tmp_path / version).matrices.values()
+        found = torch.cat([half.mT @ down[:, at] for at, half in enumerate(up.chunk(2, dim=2))], dim=1)
+        torch.testing.assert_close(found, *added.values())
+    write_adapter(tmp_path / "other", square, 1, 2, target_parameters=EXPERTS, peft_version="0.19.0")
+    with pytest.raises(AdapterError, match="is of square weights, and PEFT '0.19.0' may transpose them"):
+        slots.read(tmp_path / "other")
+    write_adapter(tmp_path / "parts", {"model.layers.0.mlp.experts.down_proj": torch.empty(5, 64, 32)}, 1, 2)
+    with pytest.raises(AdapterError, match=r"mlp\.experts has rank 10, and adapter_config.json says 2"):
+        slots.read(tmp_path / "parts")  # without the names of parameters
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Leader]:
     """Processes that load one model after the other."""
@@ -330,6 +401,7 @@ def test_ranks_have_the_tokens_of_merged_weights(adapted, ranks, name):
     of_model, requests = adapted(name), drawn_requests(adapted(name), 6)
     sizes = {"max_batch_size": 4, "max_sequence_length": 96, "page_size": 8, "max_prefill_tokens": 9}
     options = {"dtype": "float32", "max_adapters": 2, "max_adapter_rank": 8, "tensor_parallel_size": 2, **sizes}
+    options["adapt_experts"] = of_model.has_experts
     engine = load_engine(of_model.base, EngineConfig.of(None, **options), ranks=ranks)
     for request in of_model.requests[1:]:
         engine.adapters.load(request.lora_name, request.lora_path)
@@ -344,7 +416,8 @@ def test_ranks_have_the_tokens_of_merged_weights(adapted, ranks, name):
     assert engine.graphs.graphs == captured
     assert engine.adapters.stats.evictions > 0
     held = engine.model.adapters.products.values()
-    counted = adapter_bytes(engine.model.config, 2, 8, engine.model.dtype)
+    experts = {"adapt_experts": of_model.has_experts}
+    counted = adapter_bytes(engine.model.config, 2, 8, engine.model.dtype, **experts)
     assert counted >= sum(product.down.nbytes + product.up.nbytes for product in held)
     engine.close()
 
@@ -387,8 +460,9 @@ class Lives:
         model = transformers.AutoModelForCausalLM.from_pretrained(adapted.base, dtype=torch.float32)
         self.requests: list[LoRARequest] = []
         for number in range(1, 41):
-            outer = edges(model) if number % 3 == 0 else {}
-            write_adapter(folder / str(number), linear_modules(model) | outer, number, 1 + number % 8)
+            outer, experts = (given if number % 3 == 0 else {} for given in (edges(model), stacks(model)))
+            shapes, settings = linear_modules(model) | outer | experts, {"target_parameters": EXPERTS}
+            write_adapter(folder / str(number), shapes, number, 1 + number % 8, **settings)
             self.requests.append(LoRARequest(f"life-{number}", number, folder / str(number)))
         self.llm = make(adapted, max_adapters=4, batch_invariant=True, batch_sizes=[1, 3])
         self.alone = [self.tokens_of(None), *map(self.tokens_of, self.requests)]
@@ -413,12 +487,15 @@ class Lives:
 
 
 @pytest.fixture(scope="module")
-def lives(adapted: Callable[[str], Adapted], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    made = Lives(adapted("qwen3"), tmp_path_factory.mktemp("lives"))
+def lives(
+    request: pytest.FixtureRequest, adapted: Callable[[str], Adapted], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lives]:
+    made = Lives(adapted(request.param), tmp_path_factory.mktemp("lives"))
     yield made
     made.llm.close()
 
 
+@pytest.mark.parametrize("lives", ["qwen3"], indirect=True)
 @compiled_or_gpu
 def test_a_request_has_its_bits_whichever_adapters_come_and_go(lives):
     assert len(set(map(tuple, lives.alone))) > 30
@@ -427,6 +504,7 @@ def test_a_request_has_its_bits_whichever_adapters_come_and_go(lives):
     assert lives.llm.engine.adapters.stats.evictions > 40
 
 
+@pytest.mark.parametrize("lives", ["qwen3", "mixtral"], indirect=True)
 @compiled_or_gpu
 @pytest.mark.slow
 def test_a_request_has_its_bits_in_five_hundred_lives(lives):
@@ -487,6 +565,16 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         _tensors(lambda found: found | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(1)}),
         "embed_tokens has only one of A and B",
     ),
+    "an embedding's half and a product's": (
+        _tensors(
+            lambda found: found | {"base_model.model.model.layers.0.self_attn.q_proj.lora_embedding_A": torch.ones(1)}
+        ),
+        "q_proj has matrices of an embedding, and of another product",
+    ),
+    "another base": (
+        _tensors(lambda found: found | {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(259, 64)}),
+        "embed_tokens.base_layer.weight is not the base model's",
+    ),
     "a product as an embedding": (
         _tensors(
             lambda found: {n.replace("lora_", "lora_embedding_").removesuffix(".weight"): t for n, t in found.items()}
@@ -495,7 +583,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an expert": (
         _tensors(lambda found: {n.replace("self_attn.q_proj", "mlp.experts"): t for n, t in found.items()}),
-        "mlp.experts is of experts, which have no room for adapters",
+        "mlp.experts is of experts, which have room for adapters with adapt_experts=True",
     ),
     "other tokens": (
         _tensors(lambda found: found | {"base_model.model.model.embed_tokens.weight": torch.ones(1)}),

@@ -106,7 +106,8 @@ class MlpBesideExperts(FeedForward):
         ids, weights, order, offsets = self.sparse.route(logits, stream.live)
         weights.mul_(self.expert_scales.index_select(0, ids.flatten().clamp(min=0)).view_as(weights))
         rms_norm(hidden, stream.residual, self.before_experts.weight, self.before_experts.eps)
-        parts = self.sparse.experts.run(hidden, order, offsets)
+        experts = self.sparse.experts
+        parts = experts.run(hidden, order, offsets, experts.adapters(stream, ids))
         sums = torch.empty_like(parts[: len(hidden)])
         moe_combine(sums, parts, ids, weights)
         if self.collectives is not None:

@@ -54,14 +54,15 @@ class InputScaledMlp(SparseMlp):
     """Experts whose inputs, not outputs, are multiplied by the sigmoid of their logit."""
 
     def outputs(
-        self, hidden: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+        self, stream: ResidualStream, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
     ) -> Tensor:
         """Return the experts' outputs for the pairs; their weights become 1."""
         # torch's vectorized and scalar code differ in the last bit, which float64 rounds away
         scales = torch.sigmoid(logits.gather(1, ids.clamp(min=0).long()).double())
         weights.fill_(1.0)
+        hidden, adapters = stream.hidden, self.experts.adapters(stream, ids)
         scaled = (hidden[:, None] * scales.to(hidden.dtype)[:, :, None]).flatten(0, 1)
-        return replace(self.experts, top_k=1).run(scaled, order, offsets)
+        return replace(self.experts, top_k=1).run(scaled, order, offsets, adapters)
 
 
 class Llama4(Sparse):
