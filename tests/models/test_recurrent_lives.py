@@ -37,7 +37,7 @@ DRAFTING: dict[str, Any] = {  # beside prefixes, few pages and small chunks
     "page_size": 4,
     "total_num_pages": 40,
     "max_prefill_tokens": 33,
-    "checkpoints": (4, 9),
+    "checkpoints": (6, 9),
     "speculation": {"num_tokens": 3, "ngram_min": 1},
 }
 Request = tuple[list[int], SamplingParams]
