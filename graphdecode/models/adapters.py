@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import regex
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
@@ -24,6 +23,9 @@ from graphdecode.models.config import ModelShape, UnsupportedModelError, read_js
 from graphdecode.models.gguf.adapter import read_gguf_adapter
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.weight_map import Part, Run, WeightMap
+
+if TYPE_CHECKING:
+    import regex
 
 ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EMBEDDING, _EVERY = "embedding", -1  # its place; all experts of a stack
@@ -461,6 +463,8 @@ class _Pattern(NamedTuple):
     @classmethod
     def list_of(cls, folder: Path, settings: Mapping[str, Any], field: str) -> list[_Pattern]:
         """Return those of a field of the configuration."""
+        import regex  # only patterns need it
+
         given = settings.get(field) or {}
         if not isinstance(given, dict):
             raise AdapterError(f"{folder / ADAPTER_FILE}: {field} is {shown(given)}, and no object")
