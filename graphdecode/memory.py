@@ -160,12 +160,21 @@ class ReservedMemory:
         if self._mapped:
             if not self._saved:
                 self._saved.append(int(_call("cuMemHostAlloc", self._used, 0)))
-            _call("cuMemcpyDtoH", self._saved[0], self._base, self._used)
+            try:
+                _call("cuMemcpyDtoH", self._saved[0], self._base, self._used)
+            except EngineStateError:
+                self.forget()
+                raise
 
     def forget(self) -> None:
         """Drop the copy of `save`."""
         while self._saved:
             _call("cuMemFreeHost", self._saved.pop())
+
+    def cancel(self) -> None:
+        """Drop the copy of `save`, unless nothing else is left."""
+        if self._mapped:
+            self.forget()
 
     def unmap(self) -> int:
         """Give the memory back to the driver, and return the bytes; the device must be idle."""
@@ -176,17 +185,18 @@ class ReservedMemory:
         return nbytes
 
     def map(self) -> None:
-        """Map memory again, if it is unmapped: with what `save` has copied, else zeros."""
-        if self._mapped or not self._used:
+        """Map what is unmapped again: with what `save` has copied, else zeros."""
+        mapped, size = sum(nbytes for _, nbytes in self._mapped), _rounded(self._used, self._granule)
+        if mapped >= size:
             return
-        try:
-            self._map(self._base, _rounded(self._used, self._granule))
-            if self._saved:
+        self._map(self._base + mapped, size - mapped)
+        if self._saved:
+            try:
                 _call("cuMemcpyHtoD", self._base, self._saved[0], self._used)
-        except EngineStateError:
-            self.unmap()
-            raise
-        self.forget()
+            except EngineStateError:
+                self.unmap()
+                raise
+            self.forget()
         torch.cuda.synchronize(self._device)
 
     def _map(self, address: int, nbytes: int) -> None:
@@ -201,9 +211,13 @@ class ReservedMemory:
                 _call("cuMemMap", address, nbytes, 0, handle, 0)
             finally:
                 _call("cuMemRelease", handle)  # the mapping alone keeps the memory
+            try:
+                _call("cuMemSetAccess", address, nbytes, [self._access], 1)
+                _call("cuMemsetD8", address, 0, nbytes)
+            except EngineStateError:
+                driver.cuMemUnmap(address, nbytes)
+                raise
             self._mapped.append((address, nbytes))
-            _call("cuMemSetAccess", address, nbytes, [self._access], 1)
-            _call("cuMemsetD8", address, 0, nbytes)
 
 
 class _Span:
@@ -225,7 +239,8 @@ def _call(name: str, *arguments: Any) -> Any:
 
 def _release(device: torch.device, base: int, size: int, mapped: list[tuple[int, int]], saved: list[int]) -> None:
     """Free reserved memory that no tensor uses."""
-    torch.cuda.synchronize(device)
+    with suppress(RuntimeError):  # of a device that is lost, or while another engine captures
+        torch.cuda.synchronize(device)
     for span in mapped:
         driver.cuMemUnmap(*span)
     driver.cuMemAddressFree(base, size)

@@ -81,12 +81,19 @@ class PrefixIndex:
         self._checkpoint_of.move_to_end(digest)
         return self._checkpoint_of[digest]
 
-    def new_checkpoint(self, digest: bytes) -> int | None:
-        """Return a checkpoint for the state behind an indexed page, free or used least recently; None if it has one."""
+    def new_checkpoint(self, digest: bytes, superseded: bytes = _ROOT) -> int | None:
+        """Return a checkpoint for the state behind an indexed page; None if it has one.
+
+        If none is free, that of the page `superseded` is taken, else the one used least recently.
+        """
         if digest in self._checkpoint_of or digest not in self._page_of:
             return None
-        free = self._free_checkpoints
-        checkpoint = free.pop() if free else self._checkpoint_of.popitem(last=False)[1]
+        if self._free_checkpoints:
+            checkpoint = self._free_checkpoints.pop()
+        elif superseded in self._checkpoint_of:
+            checkpoint = self._checkpoint_of.pop(superseded)
+        else:
+            checkpoint = self._checkpoint_of.popitem(last=False)[1]
         self._checkpoint_of[digest] = checkpoint
         return checkpoint
 

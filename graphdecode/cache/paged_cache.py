@@ -164,16 +164,19 @@ class PagedKVCache:
         if self.checkpoint_tokens is not None and digests and prefixes is not None:
             self._copy_state(prefixes.checkpoint_of(digests[-1]), sequence_id, is_restored=True)
 
-    def save_state(self, sequence_id: Hashable, length: int, token_ids: Sequence[int]) -> None:
+    def save_state(self, sequence_id: Hashable, length: int, token_ids: Sequence[int], *, superseded: int = 0) -> None:
         """Publish a sequence's first `length` tokens, and keep a copy of its state if they end at a checkpoint.
 
-        No further token may have changed the state. See `publish`.
+        No further token may have changed the state. If no checkpoint is free, that of the sequence's first `superseded`
+        tokens goes first. See `publish`.
         """
         self.publish(sequence_id, length, token_ids)
         prefixes = self.ledger.prefixes
         if self.checkpoint_tokens is None or prefixes is None or length % self.checkpoint_tokens or not length:
             return
-        checkpoint = prefixes.new_checkpoint(self.ledger.digests_of(sequence_id)[length // self.page_size - 1])
+        digests = self.ledger.digests_of(sequence_id)
+        goes = [digests[superseded // self.page_size - 1]] if superseded else []
+        checkpoint = prefixes.new_checkpoint(digests[length // self.page_size - 1], *goes)
         if checkpoint is not None:
             self._copy_state(checkpoint, sequence_id, is_restored=False)
 

@@ -237,6 +237,7 @@ def _memory_table(
         draft_state_bytes_of,
         draft_states_of,
         plan_capacity,
+        rounding_bytes_of,
         state_bytes_of,
     )
     from graphdecode.memory import free_bytes
@@ -253,7 +254,9 @@ def _memory_table(
     cache = capacity.page_bytes * (pages + 1)
     states, kept = state_bytes_of(config, settings), checkpoint_bytes_of(engine, settings)
     drafted = draft_state_bytes_of(engine, settings)
-    left = free - weights - adapters - capacity.cache_bytes - states - kept - drafted
+    left = (
+        free - weights - adapters - capacity.cache_bytes - states - kept - drafted - rounding_bytes_of(engine, device)
+    )
     name = str(dtype).removeprefix("torch.")
     of_states = f"of {config.max_batch_size} rows, and one for padding" + "; prefixes are not shared" * (not kept)
     of_kept = f"of {engine.state_checkpoints} prefixes, at most one for {engine.state_checkpoint_tokens} tokens"

@@ -269,7 +269,7 @@ class EngineConfig:
         "cache",
         256,
         integer(1),
-        "Tokens of a prompt from one such state to the next, in whole pages. Prompts are computed in chunks that end "
+        "Tokens of a sequence from one such state to the next, in whole pages. Prompts are computed in chunks that end "
         "there, and a prefix is reused up to there.",
     )
     max_adapters: int = key(

@@ -38,9 +38,10 @@ class PlainGguf(Gguf):
         if not Gguf.opens(model):
             raise ArgumentError(f"model {str(model)!r} is not a GGUF file")
         super().__init__(model)
-        architecture = self.config().architecture
-        if family_of(architecture).experts_transposed:
-            raise ArgumentError(f"{self.name}: the experts of {architecture} have another order in folders")
+        config, architecture = self.config(), self.config().architecture
+        family = family_of(architecture)
+        if family.experts_transposed or not (family.experts_apart or config.experts is None):
+            raise ArgumentError(f"{self.name}: the experts of {architecture} have another layout in folders")
         if self._architecture.has_states:
             raise ArgumentError(f"{self.name}: {architecture} has recurrent states, and is not written as a folder")
         if dtype not in ("auto", *_KINDS):

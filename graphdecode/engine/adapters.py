@@ -6,12 +6,13 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ArgumentError
-from graphdecode.models.adapters import Adapter, AdapterSlots
+from graphdecode.models.adapters import Adapter, AdapterSlots, HoldingWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +48,16 @@ class EngineAdapters:
     Args:
         slots: of the model; None: it has no room for adapters.
         write: puts an adapter into a slot, on all ranks; None: none is ever needed.
+        holding_weights: see `AdapterSlots.read`.
     """
 
-    def __init__(self, slots: AdapterSlots | None, write: Callable[[int, Adapter], None] | None = None) -> None:
-        self._slots, self._write = slots, write
+    def __init__(
+        self,
+        slots: AdapterSlots | None,
+        write: Callable[[int, Adapter], None] | None = None,
+        holding_weights: HoldingWeights = nullcontext,
+    ) -> None:
+        self._slots, self._write, self._holding_weights = slots, write, holding_weights
         self._by_name: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -69,6 +76,7 @@ class EngineAdapters:
         Raises:
             AdapterError: it cannot be used.
             ArgumentError: the name is taken or empty, or there is no room for adapters.
+            EngineStateError: it has a copy of weights that sleep now, or are dropped.
         """
         if self._slots is None:
             raise ArgumentError(f"adapter {name!r}: there is no room for adapters; LLM(..., max_adapters=N) makes some")
@@ -77,7 +85,8 @@ class EngineAdapters:
         with self._lock:
             if name in self._by_name:
                 raise ArgumentError(f"there is an adapter {name!r} already; unload it first")
-            self._by_name[name] = LoadedAdapter(name, str(folder), next(self._numbers), self._slots.read(folder))
+            weights = self._slots.read(folder, self._holding_weights)
+            self._by_name[name] = LoadedAdapter(name, str(folder), next(self._numbers), weights)
 
     def load_once(self, name: str, folder: str | Path) -> None:
         """Load an adapter unless it is there; see `load`. An ArgumentError says that it came from another folder."""

@@ -60,7 +60,7 @@ class Engine:
         self.rules = RequestRules(
             self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
         )
-        self.adapters = EngineAdapters(self.model.adapters, runner.write_adapter)
+        self.adapters = EngineAdapters(self.model.adapters, runner.write_adapter, self._holding_weights)
         self.scheduler = Scheduler(self.cache, self.adapters, max_batch_size=runner.buffers.max_batch_size)
         self.loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
         self.stats = self.loop.stats
@@ -107,8 +107,7 @@ class Engine:
             ClosedError: the engine was closed.
             EngineStateError: it sleeps, or has no weights.
         """
-        if self._closed:
-            raise ClosedError("this engine was closed")
+        self._check_open()
         if (why_not := self._why_not()) is not None:
             raise EngineStateError(why_not)
         rules, params, adapter = self.rules, request.sampling_params, self.adapters.named(request.adapter)
@@ -239,8 +238,7 @@ class Engine:
         A step that raises fails all requests: the next step returns their events. Later requests are served.
         """
         with self._stepping:
-            if self._closed:
-                raise ClosedError("this engine was closed")
+            self._check_open()
             self._take_inbox()
             if (self._asleep or not self._has_weights) and self.loop.has_work:
                 self._fail_all(self._why_not() or _INTERRUPTED)  # added while `sleep` ran
@@ -315,13 +313,12 @@ class Engine:
             raise ArgumentError(f"level must be 1 or 2, got {shown(level)}")
         with self._while_idle("sleep"):
             self.runner.prepare_sleep(weights=level == 2)
-            nbytes = self.runner.give_memory_back(weights=level == 2)
             self.loop.reset()
-            self._asleep.update(SLEEPERS)
+            self._asleep.update(SLEEPERS)  # also if giving back fails halfway
             if level == 2:
                 self._has_weights = False
                 self.adapters.forget_slots()
-        return nbytes
+            return self.runner.give_memory_back(weights=level == 2)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """End the sleep, of all or of what the tags name; what does not sleep stays as it is.
@@ -331,6 +328,7 @@ class Engine:
 
         Raises:
             ArgumentError: there is no such tag.
+            ClosedError: the engine was closed.
             EngineStateError: a GPU has too little memory now; what is still asleep can be woken up later. A
                 RefusedError if it is that of another rank.
         """
@@ -338,9 +336,23 @@ class Engine:
         if unknown := woken.difference(SLEEPERS):
             raise ArgumentError(f"tags must be of {', '.join(SLEEPERS)}, got {shown(min(unknown, key=str))}")
         with self._stepping:
+            self._check_open()
             for tag in sorted(woken & self._asleep, reverse=True):  # weights, which take most, first
                 self.runner.take_memory_back(tag)
                 self._asleep.discard(tag)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this engine was closed")
+
+    @contextlib.contextmanager
+    def _holding_weights(self) -> Iterator[None]:
+        """Block steps, updates and sleep meanwhile; raise EngineStateError if the weights are not there."""
+        with self._stepping:
+            self._check_open()
+            if "weights" in self._asleep or not self._has_weights:
+                raise EngineStateError(self._why_not())
+            yield
 
     def _why_not(self) -> str | None:
         """Return why no request can be served; None if they can."""

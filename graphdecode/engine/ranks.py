@@ -132,7 +132,11 @@ class LeadingRunner(Runner):
         """Prepare all ranks, which then await `give_memory_back`, or none; see `Runner.prepare_sleep`."""
         self.ranks.check()
         self.ranks.send(Command.SLEEP, (weights, 0, 0))
-        self.ranks.attempt(lambda: super(LeadingRunner, self).prepare_sleep(weights=weights))
+        try:
+            self.ranks.attempt(lambda: super(LeadingRunner, self).prepare_sleep(weights=weights))
+        except GraphdecodeError:
+            self.cancel_sleep()
+            raise
 
     def give_memory_back(self, *, weights: bool) -> int:
         """Release memory on all ranks; return the bytes of all. See `Runner.give_memory_back`."""
@@ -201,8 +205,11 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
             runner.take_weights(*ranks.attempt(lambda: runner.load_weights(load_file(name) if is_named else name)))
     elif kind == Command.SLEEP:
         weights = bool(numbers[0])
-        with suppress(RefusedError):
+        try:
             ranks.attempt(lambda: runner.prepare_sleep(weights=weights))
+        except RefusedError:
+            runner.cancel_sleep()
+        else:
             ranks.total(runner.give_memory_back(weights=weights))
     elif kind == Command.WAKE_UP:
         with suppress(RefusedError):

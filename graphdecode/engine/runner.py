@@ -261,6 +261,11 @@ class Runner:
                 self._synchronize()
                 self.reserved["weights"].save()
 
+    def cancel_sleep(self) -> None:
+        """Undo `prepare_sleep`, if another rank refused."""
+        if self.reserved:
+            self.reserved["weights"].cancel()
+
     def give_memory_back(self, *, weights: bool) -> int:
         """Give memory back after `prepare_sleep`, and return the bytes: all reserved memory, or see `give_back`.
 

@@ -235,8 +235,13 @@ class Scheduler:
             self.cache.save_state(sequence.request_id, chunk.end, sequence.token_ids)
 
     def save_state(self, sequence: Sequence) -> None:
-        """Keep the recurrent state behind a sequence's cached tokens, if they end at a checkpoint."""
-        self.cache.save_state(sequence.request_id, sequence.cached_length, sequence.token_ids)
+        """Keep the recurrent state behind a sequence's cached tokens, if they end at a checkpoint.
+
+        A conversation goes on behind the last one of an output: those before it in the output go first.
+        """
+        before = sequence.cached_length - (self.cache.checkpoint_tokens or 0)
+        superseded = before if before > sequence.prompt_length else 0
+        self.cache.save_state(sequence.request_id, sequence.cached_length, sequence.token_ids, superseded=superseded)
 
     def saves_last(self, sequence: Sequence, chunk: PromptChunk) -> bool:
         """Whether a prompt's last chunk ends at a checkpoint; a decode step in the same pass would change the state."""

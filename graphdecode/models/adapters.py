@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import regex
 
 ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HoldingWeights: TypeAlias = Callable[[], AbstractContextManager[None]]
+_MOST_ALPHA = 1e30
 _EMBEDDING, _EVERY = "embedding", -1  # its place; all experts of a stack
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>embedding_[AB]|[AB]\.weight)")
 # PEFT saves what is below an adapted embedding or output layer, too: the base model has it
@@ -192,15 +195,21 @@ class AdapterSlots:
             self.expert_names.pop(place, None)
 
     def write(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot, in place. Products that it does not change get the rank 0."""
+        """Put an adapter into a slot, in place. Products, and experts, that it does not change get the rank 0."""
         for place, product in self.products.items():
             found = adapter.matrices.get(place)
-            product.ranks[slot] = rank = 0 if found is None else found[1].shape[-2]
+            rank = 0 if found is None else found[1].shape[-2]
+            is_changed = found is not None and (found[1].dim() == 2 or found[1].flatten(1).any(1))
+            product.ranks[slot] = rank * is_changed
             for held, given in zip(product.slot(slot, rank), found or (), strict=False):
                 held.copy_(given, non_blocking=True)
 
-    def read(self, path: str | Path) -> Adapter:
+    def read(self, path: str | Path, holding_weights: HoldingWeights = nullcontext) -> Adapter:
         """Read an adapter: a folder as PEFT saves it, or a GGUF file.
+
+        Args:
+            path: of the folder or file.
+            holding_weights: returns a context in which the model's weights are there and do not change.
 
         Raises:
             AdapterError: there is none, it is for other modules or sizes, has a larger rank, numbers that are not
@@ -209,7 +218,7 @@ class AdapterSlots:
         path = Path(path)
         by_place: dict[str, dict[tuple[int, int], LowRank]] = {}
         where = self._by_name()
-        for name, found in self._read(path, where):
+        for name, found in self._read(path, where, holding_weights):
             module = name.removesuffix(".weight")
             if name not in where:
                 without_room = "experts" in module.split(".") and not self.adapts_experts
@@ -253,12 +262,15 @@ class AdapterSlots:
                 }
         return where
 
-    def _read(self, path: Path, where: Mapping[str, tuple[str, int, int]]) -> Iterator[tuple[str, LowRank]]:
+    def _read(
+        self, path: Path, where: Mapping[str, tuple[str, int, int]], holding_weights: HoldingWeights
+    ) -> Iterator[tuple[str, LowRank]]:
         """Yield what an adapter adds, by the names of weights."""
         if path.suffix != SUFFIX:
             places = {name: place for name, (place, expert, _) in where.items() if expert == _EVERY}
             stacks = {name: _Stack.of(self.parts[at], self.expert_names[at]) for name, at in places.items()}
-            yield from _read_peft(path, self.bases, stacks)
+            matrices = _matrices(path, self.bases, holding_weights)
+            yield from _read_peft(path, matrices, stacks)
             return
         try:
             for module, down, up, scale in read_gguf_adapter(path, self.config):
@@ -316,6 +328,8 @@ class _Stack(NamedTuple):
         A of PEFT 0.17, which names no version, and of 0.18 is of the stack's second dimension, of 0.21 of the inputs.
         """
         found = found._replace(experts=self.experts)
+        if found.down.dim() != 2 or found.up.dim() != 2:
+            return found  # `_check` refuses it
         if (*found.down.shape[1:], *found.up.shape[:1]) != (self.outputs, self.inputs):
             return found
         if self.outputs == self.inputs:
@@ -329,19 +343,21 @@ class _Stack(NamedTuple):
 
 
 def _read_peft(
-    folder: Path, bases: Mapping[str, Tensor], stacks: Mapping[str, _Stack]
+    folder: Path, matrices: Mapping[str, LowRank], stacks: Mapping[str, _Stack]
 ) -> Iterator[tuple[str, LowRank]]:
     """Yield what an adapter adds, by the names of weights.
 
     Args:
         folder: of the adapter.
-        bases: those of `AdapterSlots`.
+        matrices: by module, not scaled yet.
         stacks: of experts, by name, in the order of their module.
     """
     settings = _settings(folder)
     ranks, alphas = (_Pattern.list_of(folder, settings, name) for name in ("rank_pattern", "alpha_pattern"))
     targets, until = settings.get("target_parameters") or [], time.monotonic() + _MATCHING_S
-    for wrapper, pair in _matrices(folder, bases).items():
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise AdapterError(f"{folder / ADAPTER_FILE}: target_parameters is {shown(targets)}, and no list of names")
+    for wrapper, pair in matrices.items():
         weight = _weight_of(wrapper, targets, stacks)
         module, version = weight.removesuffix(".weight"), settings.get("peft_version")
         found = stacks[weight].oriented(pair, version) if weight in stacks else pair
@@ -352,7 +368,7 @@ def _read_peft(
         if stated != rank:
             raise AdapterError(f"{folder}: {module} has rank {rank}, and {ADAPTER_FILE} says {shown(stated)}")
         alpha = _of_module(alphas, name, settings.get("lora_alpha"), until)
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _MOST_ALPHA:
             raise AdapterError(f"{folder}: lora_alpha of {module} is {shown(alpha)}, and not a number")
         # with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)
         divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
@@ -393,7 +409,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _matrices(folder: Path, bases: Mapping[str, Tensor]) -> dict[str, LowRank]:
+def _matrices(folder: Path, bases: Mapping[str, Tensor], holding_weights: HoldingWeights) -> dict[str, LowRank]:
     """Return the matrices by module, not scaled yet."""
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
@@ -407,8 +423,11 @@ def _matrices(folder: Path, bases: Mapping[str, Tensor]) -> dict[str, LowRank]:
                     halves.setdefault(match["module"], {})[match["half"]] = reader.get_tensor(name)
                 elif base is None:
                     raise AdapterError(f"{file}: {name} is not the A or B of a product")
-                elif base["module"] in bases and not _is_same(bases[base["module"]], reader.get_tensor(name)):
-                    raise AdapterError(f"{file}: {name} is not the base model's: it is of another, or was trained")
+                elif base["module"] in bases:
+                    with holding_weights():
+                        is_same = _is_same(bases[base["module"]], reader.get_tensor(name))
+                    if not is_same:
+                        raise AdapterError(f"{file}: {name} is not the base model's: it is of another, or was trained")
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{file}: {error}") from error
     if not halves:

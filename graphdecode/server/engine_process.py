@@ -113,7 +113,7 @@ class EngineProcess:
                 adapters.unload(message.name)
             else:
                 adapters.load(message.name, message.folder)
-        except (GraphdecodeError, MemoryError, OSError) as refused:
+        except Exception as refused:  # whatever a file's contents lead to, the client is told
             error = str(refused) or type(refused).__name__
         self._connection.send(messages.AdapterChanged(message.number, error))
 

@@ -276,7 +276,7 @@ def append_attention_triton(
 
 
 def _is_served(out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor) -> bool:
-    return can_compile(out, k_cache, v_cache, qkv, page_table)
+    return k_cache.shape == v_cache.shape and can_compile(out, k_cache, v_cache, qkv, page_table)
 
 
 @operator(triton_version=append_attention_triton, is_compiled=_is_served)

@@ -202,7 +202,7 @@ def _latent_products(q, q_rotated, latent, k_at, inside, cache, FORM: tl.constex
     at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
     held = (dims < FORM.ROPE_DIM)[:, None]
     k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_R == FORM.ROPE_DIM, IS_RAGGED)
-    return _dot(q, tl.trans(latent), _dot(q_rotated, k.to(FORM.COMPUTE)))
+    return _dot(q, tl.trans(latent), _dot(q_rotated, dequantize(k, FORM.KV_BITS, FORM.COMPUTE)))
 
 
 @triton.jit

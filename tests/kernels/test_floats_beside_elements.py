@@ -65,7 +65,7 @@ def experts(gate: str) -> Case:
         return torch.cat([expert_panels(own, gate == "silu") for own in weight])
 
     given = [unwritten(2 * ROWS, 40), random(ROWS, 64), weight, random(3, weight.shape[1], seed=1)]
-    return Case([*given, order, offsets, SLOTS, gate, 1.0, 0.0, False], (1, 2, 3), packed=(2, packed))
+    return Case([*given, order, offsets, SLOTS, gate, 1.0, 0.0, None, False], (1, 2, 3), packed=(2, packed))
 
 
 def combined(*elements: int, has_gate: bool) -> Case:

@@ -40,7 +40,18 @@ def answer(model: Path, **options: Any) -> tuple[int, ...]:
         return tuple(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - {"gpt-oss"}))
+OTHERWISE = {"gpt-oss", "gemma4-experts", "llama4", "llama4-rope"}  # stored in folders
+
+
+@pytest.mark.parametrize("name", sorted(OTHERWISE))
+def test_experts_with_another_layout_in_folders_are_refused(tmp_path: Path, name: str) -> None:
+    file = write(random_model(name), name, tmp_path / "model.gguf", with_vocabulary)
+    with pytest.raises(ArgumentError, match="the experts of .* have another layout in folders"):
+        converted_copy(file, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - OTHERWISE))
 def test_transformers_reads_the_folder_as_the_same_model(tmp_path: Path, name: str) -> None:
     model = random_model(name)
     file = write(model, name, tmp_path / "model.gguf", with_vocabulary)

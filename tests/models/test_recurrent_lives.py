@@ -260,11 +260,11 @@ def test_a_fault_of_checkpoints_is_seen_in_tokens(checkpoint, monkeypatch, fault
 
 
 def check_turns(folder: Path, steps_per_launch: int, lookahead: int) -> None:
-    """A conversation beside a row that goes on: a turn finds all before it up to the last border of its output."""
+    """A conversation beside a long output: a turn finds all before it up to the last border of its output."""
     config = BucketConfig(max_batch_size=3, max_sequence_length=160, page_size=8, steps_per_launch=steps_per_launch)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt, found = [9] * 5, []
-    with LLM(folder, config=config, dtype="float32", state_checkpoints=9, state_checkpoint_tokens=16) as llm:
+    with LLM(folder, config=config, dtype="float32", state_checkpoints=4, state_checkpoint_tokens=16) as llm:
         llm.engine.loop.lookahead = lookahead
         stream = llm.stream([7] * 11, SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
         for turn in range(3):

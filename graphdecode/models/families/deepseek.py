@@ -9,6 +9,7 @@ Names of tensors and formulas are those of transformers' `modeling_deepseek_v2.p
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -116,8 +117,9 @@ class GroupedMlp(SparseMlp):
         if self.groups > 1:
             grouped = chosen_by.unflatten(1, (self.groups, -1))
             best = grouped.amax(2) if self.bias is None else grouped.topk(2, dim=2).values.sum(2)
-            least = best.topk(self.kept_groups, dim=1).values[:, -1:]
-            chosen_by = grouped.masked_fill((best < least)[:, :, None], -math.inf).flatten(1)
+            kept = torch.zeros_like(best, dtype=torch.bool)
+            kept.scatter_(1, best.topk(self.kept_groups, dim=1, sorted=False).indices, True)
+            chosen_by = grouped.masked_fill(~kept[:, :, None], -math.inf).flatten(1)
         ids, weights, order, offsets = super().route(chosen_by.float(), live)
         taken = scores.gather(1, ids.clamp(min=0).long())
         if self.renormalize:
@@ -151,7 +153,9 @@ class DeepseekV3(Sparse):
         config = super().config(settings | {"head_dim": rope_dim, "num_key_value_heads": 1})
         groups, kept = count(settings, "n_group", 1), count(settings, "topk_group", 1)
         experts = experts_of(config)
-        if experts.count % groups or kept > groups or experts.top_k > kept * (experts.count // groups):
+        size = experts.count // groups
+        is_scored_by_two = self.has_router_bias and groups > 1
+        if experts.count % groups or kept > groups or experts.top_k > kept * size or size < 1 + is_scored_by_two:
             raise UnsupportedModelError(
                 f"{experts.top_k} of {experts.count} experts cannot be chosen in topk_group {kept} of n_group {groups}"
             )
@@ -193,8 +197,10 @@ class DeepseekV3(Sparse):
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source, which may have layers that predict further tokens."""
-        places, further = super().weights_in(config, tensors), f"model.layers.{config.num_hidden_layers}."
-        unread = tuple(Part(name, tensors[name].shape) for name in tensors if name.startswith(further))
+        places = super().weights_in(config, tensors)
+        layer_of = {name: match[1] for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+        further = (name for name, layer in layer_of.items() if int(layer) >= config.num_hidden_layers)
+        unread = tuple(Part(name, tensors[name].shape) for name in further)
         return places | ({"unread": unread} if unread else {})
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:

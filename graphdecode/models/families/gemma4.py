@@ -183,6 +183,7 @@ class Gemma4(Sparse, Gemma2):
     """Gemma 4's decoder."""
 
     architecture = "Gemma4ForCausalLM"
+    experts_apart = False
     norm_offset = 0.0
     mlp = ""
     router = "router.proj"
