@@ -285,6 +285,29 @@ def test_any_mixture_has_the_tokens_of_merged_weights(adapted, name):
         assert counted == sum(product.down.nbytes + product.up.nbytes for product in held)
 
 
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gemma3", "phi3", "granite"])
+def test_five_adapters_of_ranks_1_to_64_and_none_share_a_batch(checkpoint, tmp_path, name):
+    base, prompt = checkpoint(name), [5, 9, 70, 33, 120]
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    models, requests = [model], [None]
+    for number, rank in enumerate((1, 4, 16, 33, 64), 1):
+        added = write_adapter(tmp_path / str(rank), linear_modules(model), number, rank, lora_alpha=1)
+        models.append(merged_with(model, added))
+        requests.append(LoRARequest(f"rank-{rank}", number, tmp_path / str(rank)))
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
+    config = BucketConfig(max_batch_size=6, max_sequence_length=32, page_size=8)
+    options = {"config": config, "dtype": "float32", "max_adapters": 5, "max_adapter_rank": 64}
+    with LLM(base, skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate([prompt] * 6, params, use_tqdm=False, lora_request=requests)
+    for merged, output in zip(models, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert tokens == greedy(merged, prompt, 6)
+        with torch.no_grad():
+            wanted = merged(torch.tensor([prompt + tokens])).logits[0, 4:-1].log_softmax(-1)[range(6), tokens]
+        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+        torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"speculation": "ngram"}, {"backend": "eager"}, {"batch_invariant": True}])
 @compiled_or_gpu
 def test_every_kind_of_step_takes_adapters(adapted, options):
