@@ -269,8 +269,8 @@ class AdapterSlots:
         if path.suffix != SUFFIX:
             places = {name: place for name, (place, expert, _) in where.items() if expert == _EVERY}
             stacks = {name: _Stack.of(self.parts[at], self.expert_names[at]) for name, at in places.items()}
-            matrices = _matrices(path, self.bases, holding_weights)
-            yield from _read_peft(path, matrices, stacks)
+            settings = _settings(path)
+            yield from _read_peft(path, settings, _matrices(path, self.bases, holding_weights), stacks)
             return
         try:
             for module, down, up, scale in read_gguf_adapter(path, self.config):
@@ -343,16 +343,16 @@ class _Stack(NamedTuple):
 
 
 def _read_peft(
-    folder: Path, matrices: Mapping[str, LowRank], stacks: Mapping[str, _Stack]
+    folder: Path, settings: dict[str, Any], matrices: Mapping[str, LowRank], stacks: Mapping[str, _Stack]
 ) -> Iterator[tuple[str, LowRank]]:
     """Yield what an adapter adds, by the names of weights.
 
     Args:
         folder: of the adapter.
+        settings: of its configuration.
         matrices: by module, not scaled yet.
         stacks: of experts, by name, in the order of their module.
     """
-    settings = _settings(folder)
     ranks, alphas = (_Pattern.list_of(folder, settings, name) for name in ("rank_pattern", "alpha_pattern"))
     targets, until = settings.get("target_parameters") or [], time.monotonic() + _MATCHING_S
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):

@@ -523,7 +523,7 @@ def test_a_row_starts_from_the_state_of_its_own_tokens(seed: int) -> None:
         Fault(PagedKVCache, "save_state", "length % self.checkpoint_tokens", "False"),
         Fault(PagedKVCache, "restore_state", "digests[-1]", "digests[0]"),
         Fault(PrefixIndex, "find", "found[border - 1]", "found[border - 2]"),
-        Fault(PrefixIndex, "new_checkpoint", "free.pop() if free else", "0 if free else"),
+        Fault(PrefixIndex, "new_checkpoint", "self._free_checkpoints.pop()", "0"),
     ],
     ids=str,
 )
