@@ -107,9 +107,10 @@ def main(
             "step": name,
             "ms": 1e3 * statistics.median(seconds),
             "times_plain": statistics.median(each / one for each, one in zip(seconds, first, strict=True)),
+            "turns_ms": [1e3 * each for each in seconds],
         }
         for name, seconds in turns.items()
     ]
     show({"step": "{step}", "ms": "{ms:.2f}", "times a plain step": "{times_plain:.3f}"}, rows)
     print(f"bytes read with adapters {(weights + nbytes) / weights:.3f} times those without")
-    write(out, record(schema=1, model=path.name, dtype=dtype, rows=rows, bytes_ratio=(weights + nbytes) / weights))
+    write(out, record(schema=1, model=path.name, dtype=dtype, rows=rows, times_bytes=(weights + nbytes) / weights))
