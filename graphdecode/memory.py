@@ -129,9 +129,14 @@ class ReservedMemory:
         self._saved: list[int] = []  # the address in pinned host memory of a copy of all; at most one
         weakref.finalize(self, _release, device, self._base, size, self._mapped, self._saved).atexit = False
 
+    @property
+    def _mapped_bytes(self) -> int:
+        """Bytes from the base that are mapped."""
+        return sum(nbytes for _, nbytes in self._mapped)
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, _device: object = None) -> Tensor:
         """Return a new tensor of zeros, as `untouched_zeros` does; no size of the shape is 0."""
-        nbytes, mapped = prod(shape) * dtype.itemsize, sum(size for _, size in self._mapped)
+        nbytes, mapped = prod(shape) * dtype.itemsize, self._mapped_bytes
         if (missing := self._used + nbytes - mapped) > 0:
             self._map(self._base + mapped, _rounded(missing, self._granule))
         tensor = torch.as_tensor(_Span(self, self._base + self._used, nbytes), device=self._device)
@@ -186,7 +191,7 @@ class ReservedMemory:
 
     def map(self) -> None:
         """Map what is unmapped again: with what `save` has copied, else zeros."""
-        mapped, size = sum(nbytes for _, nbytes in self._mapped), _rounded(self._used, self._granule)
+        mapped, size = self._mapped_bytes, _rounded(self._used, self._granule)
         if mapped >= size:
             return
         self._map(self._base + mapped, size - mapped)

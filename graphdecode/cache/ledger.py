@@ -81,7 +81,7 @@ class PrefixIndex:
         self._checkpoint_of.move_to_end(digest)
         return self._checkpoint_of[digest]
 
-    def new_checkpoint(self, digest: bytes, superseded: bytes = _ROOT) -> int | None:
+    def new_checkpoint(self, digest: bytes, superseded: bytes | None = None) -> int | None:
         """Return a checkpoint for the state behind an indexed page; None if it has one.
 
         If none is free, that of the page `superseded` is taken, else the one used least recently.
@@ -90,7 +90,7 @@ class PrefixIndex:
             return None
         if self._free_checkpoints:
             checkpoint = self._free_checkpoints.pop()
-        elif superseded in self._checkpoint_of:
+        elif superseded is not None and superseded in self._checkpoint_of:
             checkpoint = self._checkpoint_of.pop(superseded)
         else:
             checkpoint = self._checkpoint_of.popitem(last=False)[1]

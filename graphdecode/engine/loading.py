@@ -105,9 +105,10 @@ def load_runner(
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
     known, key = ChoiceCache(), _finite_key(model, settings)
-    is_finite = bool(known.get(key)) or runner.prompts.has_finite_logits()
+    is_known = known.get(key) is not None
+    is_finite = is_known or runner.prompts.has_finite_logits()
     if is_finite if ranks is None else ranks.least(is_finite):
-        if known.get(key) is None:
+        if not is_known:
             known.put(key, True)
         return runner
     Runner.close(runner)  # only this rank: the others do the same

@@ -167,11 +167,11 @@ def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
     return [kind == _LAYER_TYPES[True] for kind in layer_kinds(kinds, len(otherwise), _LAYER_TYPES)]
 
 
-def layer_kinds(kinds: Any, layers: int, known: Sequence[str]) -> list[str]:
-    """Return `layer_types`; raise UnsupportedModelError unless it names a known kind for each layer."""
+def layer_kinds(kinds: Any, layers: int, known: Sequence[str], field: str = "layer_types") -> list[str]:
+    """Return the value of a field; raise UnsupportedModelError unless it names a known kind for each layer."""
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise UnsupportedModelError(
-            f"layer_types must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
+            f"{field} must name {layers} layers, each one of {', '.join(known)}, got {shown(kinds)}"
         )
     return kinds
 

@@ -24,7 +24,16 @@ from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import Stored, WeightForm
 from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, SparseMlp, append_tokens
-from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, choice, count, flag, number
+from graphdecode.models.config import (
+    ExpertsConfig,
+    ModelConfig,
+    UnsupportedModelError,
+    choice,
+    count,
+    flag,
+    layer_kinds,
+    number,
+)
 from graphdecode.models.families.llama import ATTENTION_BIASES
 from graphdecode.models.families.sparse import Sparse, experts_of
 from graphdecode.models.rope import RopeConfig
@@ -133,6 +142,8 @@ class DeepseekV3(Sparse):
 
     architecture = "DeepseekV3ForCausalLM"
     biases = ATTENTION_BIASES
+    shared_expert = "shared_experts"
+    gates_shared_expert = False
     has_router_bias: ClassVar[bool] = True  # then scores are sigmoids
     defaults: ClassVar[dict[str, Any]] = {
         "max_position_embeddings": 4096,
@@ -227,15 +238,10 @@ class DeepseekV3(Sparse):
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         """Return the places of one layer's router and experts."""
-        experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
-        shared, width = f"{mlp}shared_experts.", experts.shared_intermediate_size
-        alone = replace(config, experts=replace(experts, shared_intermediate_size=0))
-        places = super().expert_weights(alone, at, name, is_stacked=is_stacked)
-        if width:
-            places |= product(f"{at}gate_up", {f"{shared}{part}": width for part in self.gate_up}, hidden, split=0)
-            places |= product(f"{at}down", {f"{shared}{self.down}": hidden}, width, split=1)
+        places = super().expert_weights(config, at, name, is_stacked=is_stacked)
         if self.has_router_bias:
-            places[f"{at}router_bias"] = (Part(f"{mlp}gate.e_score_correction_bias", (experts.count,)),)
+            shape = (experts_of(config).count,)
+            places[f"{at}router_bias"] = (Part(f"{name}mlp.gate.e_score_correction_bias", shape),)
         return places
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
@@ -318,14 +324,7 @@ class Glm4MoeLite(DeepseekV3):
 
     def sparse_layers(self, settings: dict[str, Any], layers: int) -> tuple[bool, ...]:
         kinds = settings.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != layers
-            or any(kind not in ("dense", "sparse") for kind in kinds)
-        ):
-            raise UnsupportedModelError(
-                f"mlp_layer_types must name {layers} layers, each one of dense, sparse, got {shown(kinds)}"
-            )
+        kinds = layer_kinds(kinds, layers, ("dense", "sparse"), "mlp_layer_types")
         return tuple(kind == "sparse" for kind in kinds)
 
 

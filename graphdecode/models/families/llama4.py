@@ -17,7 +17,7 @@ from graphdecode.models.families.llama import ATTENTION_BIASES
 from graphdecode.models.families.smollm3 import has_rope, ropes_or_none
 from graphdecode.models.families.sparse import Sparse, experts_of
 from graphdecode.models.recurrent_blocks import reordered
-from graphdecode.models.weight_map import Part, Run, WeightMap, product
+from graphdecode.models.weight_map import Part, Run, WeightMap
 from graphdecode.models.weights import Weights
 
 _KINDS = {"chunked_attention": "sliding_attention", "full_attention": "full_attention"}
@@ -73,6 +73,7 @@ class Llama4(Sparse):
     mlp = "feed_forward."
     router = "router"
     experts_transposed = True
+    gates_shared_expert = False
     block = InputScaledMlp
     defaults: ClassVar[dict[str, Any]] = {
         "attention_chunk_size": 8192,
@@ -127,15 +128,10 @@ class Llama4(Sparse):
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         """Return the weight map of one layer's router and experts; stacks are [experts, in_features, out_features]."""
-        experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}{self.mlp}"
-        width, shared = experts.intermediate_size, f"{mlp}shared_expert."
-        alone = replace(config, experts=replace(experts, shared_intermediate_size=0))
-        places = {
-            **super().expert_weights(alone, at, name, is_stacked=False),
-            **product(f"{at}gate_up", {f"{shared}{part}": width for part in self.gate_up}, hidden, split=0),
-            **product(f"{at}down", {f"{shared}{self.down}": hidden}, width, split=1),
-        }
+        places = super().expert_weights(config, at, name, is_stacked=False)
         if is_stacked:
+            experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}{self.mlp}"
+            width = experts.intermediate_size
             gate_up, down = (experts.count, hidden, 2 * width), (experts.count, width, hidden)
             places[f"{at}experts.gate_up"] = (Part(f"{mlp}experts.gate_up_proj", gate_up, 2, (Run(width), Run(width))),)
             places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", down, 1),)

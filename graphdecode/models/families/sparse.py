@@ -24,6 +24,8 @@ class Sparse(Llama):
     gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
     down: ClassVar[str] = "down_proj"  # module of its second product
     router: ClassVar[str] = "gate"  # module of the router
+    shared_expert: ClassVar[str] = "shared_expert"  # module of the expert that all tokens take
+    gates_shared_expert: ClassVar[bool] = True  # whether a row of the router scales its output
     has_biases: ClassVar[bool] = False  # whether router and experts have biases
     block: ClassVar[type[SparseMlp]] = SparseMlp
 
@@ -100,10 +102,11 @@ class Sparse(Llama):
         router = {f"{mlp}{self.router}": experts.count}
         places: WeightMap = {}
         if shared:
-            router[f"{mlp}shared_expert_gate"] = 1
-            gate_up = {f"{mlp}shared_expert.{part}": shared for part in ("gate_proj", "up_proj")}
+            if self.gates_shared_expert:
+                router[f"{mlp}shared_expert_gate"] = 1
+            gate_up = {f"{mlp}{self.shared_expert}.{part}": shared for part in self.gate_up}
             places |= product(f"{at}gate_up", gate_up, hidden, split=0)
-            places |= product(f"{at}down", {f"{mlp}shared_expert.down_proj": hidden}, shared, split=1)
+            places |= product(f"{at}down", {f"{mlp}{self.shared_expert}.{self.down}": hidden}, shared, split=1)
         places |= product(f"{at}router", router, hidden, split=None, bias=self.has_biases)
         if is_stacked:
             gate_up_shape, halves = (experts.count, 2 * width, hidden), (Run(width), Run(width))
