@@ -169,6 +169,30 @@ def test_long_kernels_fall_into_parts() -> None:
     assert not {name: count for name, count in lines.items() if count > MAX_KERNEL_LINES}
 
 
+def record_fields() -> dict[str, str]:
+    """The fields of all records among the kernels, with their annotations."""
+    classes = (
+        node for path in python_files("kernels") for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)
+    )
+    lines = (line for record in classes if "NamedTuple" in map(ast.unparse, record.bases) for line in record.body)
+    return {ast.unparse(line.target): ast.unparse(line.annotation) for line in lines if isinstance(line, ast.AnnAssign)}
+
+
+def test_kernels_read_records_as_triton_3_6_can() -> None:
+    """There a text from a record is no constant until it has a name, and a record has a list named `values`."""
+    texts = {name for name, annotation in record_fields().items() if annotation == "str"}
+    assert texts
+    functions = [node for path in python_files("kernels") for node in ast.walk(tree_of(path))]
+    for kernel in functions:
+        if not isinstance(kernel, ast.FunctionDef) or "triton.jit" not in map(ast.unparse, kernel.decorator_list):
+            continue
+        calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+        given = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+        assert not [ast.unparse(value) for value in given if isinstance(value, ast.Attribute) and value.attr in texts]
+        reads = {node.attr for node in ast.walk(kernel) if isinstance(node, ast.Attribute)}
+        assert "values" not in reads, kernel.name
+
+
 def private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
 

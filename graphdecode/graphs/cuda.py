@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,6 +77,7 @@ class CudaCapture:
         except RuntimeError:
             self.is_spoilt = True
             self._give_up(graph)
+            self._release_generator()
             if not is_failing:
                 raise
         finally:
@@ -95,6 +97,14 @@ class CudaCapture:
         except RuntimeError:
             return  # a newer torch did it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # never free the graph that the allocator asks
+
+    def _release_generator(self) -> None:
+        """Capture nothing: the end of a capture tells torch's generator, which is left in that of the failed one."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the graph is empty
+            graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            graph.capture_end()
 
     def close(self) -> None:
         """Release the graphs whose capture failed."""

@@ -108,7 +108,7 @@ class CudaLoops:
                     raise LoopRefusedError("cuda-python is not installed")
                 with torch.cuda.device(self._device):
                     if is_alone:
-                        self._must_be_faster(make, graphs)
+                        self.must_be_faster(make, graphs)
                     loop = make(graphs, self._control)
                 break
             except LoopRefusedError as refusal:
@@ -122,7 +122,7 @@ class CudaLoops:
             self._condition.close()
         self._condition = None
 
-    def _must_be_faster(self, make: Callable[..., GraphLoop], graphs: Sequence[CudaStepGraph]) -> None:
+    def must_be_faster(self, make: Callable[..., GraphLoop], graphs: Sequence[CudaStepGraph]) -> None:
         """Raise a LoopRefusedError if a loop of this kind is not worth it; no row is live."""
         control = copy.copy(self._control)
         control.running = torch.ones_like(control.running)  # run all steps, though no row is live

@@ -198,21 +198,23 @@ def load_queries(q_from, dim_stride, held, FORM: tl.constexpr):
 @triton.jit
 def _latent_products(q, q_rotated, latent, k_at, inside, cache, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
     """Return the products [BLOCK_M, BLOCK_N] of queries and latent keys, of which all but `k_at` are loaded."""
+    KV_BITS: tl.constexpr = FORM.KV_BITS
     dims = tl.arange(0, FORM.BLOCK_R)
     at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
     held = (dims < FORM.ROPE_DIM)[:, None]
     k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_R == FORM.ROPE_DIM, IS_RAGGED)
-    return _dot(q, tl.trans(latent), _dot(q_rotated, dequantize(k, FORM.KV_BITS, FORM.COMPUTE)))
+    return _dot(q, tl.trans(latent), _dot(q_rotated, dequantize(k, KV_BITS, FORM.COMPUTE)))
 
 
 @triton.jit
 def _load_values(v_at, inside, cache, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
     """Return a tile of values [BLOCK_N, BLOCK_V]."""
+    KV_BITS: tl.constexpr = FORM.KV_BITS
     values = tl.arange(0, FORM.BLOCK_V)
     at_channels = v_at[:, None] + values[None, :] * cache.v_dim_stride
     held = (values < FORM.VALUE_DIM)[None, :]
     v = _load_entries(at_channels, inside[:, None], held, FORM.BLOCK_V == FORM.VALUE_DIM, IS_RAGGED)
-    return dequantize(v, FORM.KV_BITS, FORM.COMPUTE)
+    return dequantize(v, KV_BITS, FORM.COMPUTE)
 
 
 @triton.jit

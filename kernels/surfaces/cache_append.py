@@ -15,10 +15,13 @@ _MAX_TILE = 4096
 
 
 class Entries(NamedTuple):
-    """Keys and values [rows, tokens, heads, channels], the last dimension dense; strides are in elements."""
+    """Keys and values [rows, tokens, heads, channels], the last dimension dense; strides are in elements.
 
-    keys: Tensor
-    values: Tensor
+    In a kernel a record has an attribute `values` of Triton's own, so no field has this name.
+    """
+
+    k: Tensor
+    v: Tensor
     k_row: int
     k_token: int
     k_head: int
@@ -61,12 +64,12 @@ def _copy_token(cache, slot, place, new, row, token, heads, FORM: tl.constexpr):
     head = tl.program_id(1) * FORM.HEADS + tl.arange(0, FORM.HEADS)[:, None]
     d = tl.arange(0, FORM.BLOCK_K)[None, :]
     mask = (head < heads) & (d < FORM.DIM_K)
-    target = cache.keys + slot * cache.k_row + place * cache.k_token + head * cache.k_head + d
-    tl.store(target, tl.load(new.keys + row * new.k_row + token * new.k_token + head * new.k_head + d, mask), mask)
+    target = cache.k + slot * cache.k_row + place * cache.k_token + head * cache.k_head + d
+    tl.store(target, tl.load(new.k + row * new.k_row + token * new.k_token + head * new.k_head + d, mask), mask)
     d = tl.arange(0, FORM.BLOCK_V)[None, :]
     mask = (head < heads) & (d < FORM.DIM_V)
-    target = cache.values + slot * cache.v_row + place * cache.v_token + head * cache.v_head + d
-    tl.store(target, tl.load(new.values + row * new.v_row + token * new.v_token + head * new.v_head + d, mask), mask)
+    target = cache.v + slot * cache.v_row + place * cache.v_token + head * cache.v_head + d
+    tl.store(target, tl.load(new.v + row * new.v_row + token * new.v_token + head * new.v_head + d, mask), mask)
 
 
 # One program copies one token's keys and values of a group of heads: it reads and writes

@@ -13,7 +13,9 @@ from pathlib import Path
 from gpu_checks.part import Part
 
 _REFRESH_S = 20.0
-KERNELS = "kernels.tar"  # Triton's compiled kernels, for a later call
+KERNELS = "kernels.tar.xz"  # Triton's compiled kernels, for a later call
+_GROUP = "__grp__"  # files that name those of one kernel, with their folder
+_PARTS = (".cubin", ".json", ".so")  # what a launch reads; texts of the compiler's stages are left out
 
 
 class KernelCache:
@@ -30,6 +32,10 @@ class KernelCache:
         if self._file.exists():
             with tarfile.open(self._file) as kept:
                 kept.extractall(cache, filter="data")
+            for group in cache.glob(f"*/{_GROUP}*"):
+                names = json.loads(group.read_text())["child_paths"]
+                found = {name: str(group.parent / name) for name in names if (group.parent / name).exists()}
+                group.write_text(json.dumps({"child_paths": found}))
             self._count = self._entries()
 
     def _entries(self) -> int:
@@ -41,8 +47,10 @@ class KernelCache:
             return
         self._count = self._entries()
         temporary = self._file.with_name(f".{KERNELS}")
-        with tarfile.open(temporary, "w") as kept:
-            kept.add(self._cache, arcname=".")
+        with tarfile.open(temporary, "w:xz", preset=1) as kept:
+            for path in sorted(self._cache.glob("*/*")):
+                if path.suffix in _PARTS and path.is_file():
+                    kept.add(path, arcname=str(path.relative_to(self._cache)))
         os.replace(temporary, self._file)
 
 

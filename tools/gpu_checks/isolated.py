@@ -1,6 +1,6 @@
 """Run tests in parallel processes; a crash or hang does not affect the others.
 
-    python -m gpu_checks.isolated [--processes 8] [--test-limit 60] [--limit 240] [--out FILE] ARGUMENTS OF PYTEST
+    python -m gpu_checks.isolated [--processes N] [--test-limit 60] [--limit 240] [--out FILE] ARGUMENTS OF PYTEST
 
 A test that hangs, crashes or leaves the device unusable is reported, and the next ones get a new process.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from gpu_checks.part import stop
 from gpu_checks.telling import TOLD
 
-GROUP_TESTS = 25
+GROUP_TESTS = 40
 COLLECTION_FAILED = 3  # the exit code: tests that are not collected would go unnoticed
 START_S = 60.0  # until a process starts its first test
 _POLL_S = 0.1
@@ -150,16 +150,17 @@ def collected(pytest: list[str], arguments: list[str]) -> tuple[list[str], bool]
 
 
 def groups_of(tests: list[str]) -> deque[list[str]]:
-    """Group tests by file, the largest files first."""
+    """Group tests by file: the first tests of each file, then the next of each, so that a limit cuts all alike."""
     files = [list(group) for _, group in groupby(tests, lambda test: test.split("::")[0])]
     files.sort(key=len, reverse=True)
-    return deque(group[i : i + GROUP_TESTS] for group in files for i in range(0, len(group), GROUP_TESTS))
+    starts = range(0, max(map(len, files), default=0), GROUP_TESTS)
+    return deque(file[start : start + GROUP_TESTS] for start in starts for file in files if start < len(file))
 
 
 def main() -> int:
     """Run the tests; print failures and counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--test-limit", type=float, default=60.0, help="seconds for one test")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="a file for what became of each test")
