@@ -16,6 +16,7 @@ from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import Positions, widen
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.attention.work_item import SplitPlan
+from graphdecode.kernels.native.instructions import instructions
 from graphdecode.kernels.native.registration import versions
 
 paged_attention_plan_torch = versions("paged_attention_plan").torch
@@ -191,6 +192,10 @@ def test_what_is_no_number_stays_so_and_spoils_nothing_else(version, where, dtyp
         out_lost[1, 2:, 9 if where == "value" else slice(None)] = True
         lse_lost[1, 2:] = where != "value"
     out, lse = run(version, rows, q, Options(0.125), dense=True, lse=has_lse)
+    if version is decode_attention_native and dtype == "bf16" and instructions().name == "amx":
+        # tiles multiply features in pairs, and all heads of a key together: more may be lost, of the same row
+        assert out.isnan()[out_lost].all()
+        out_lost[1] |= out[1].isnan()
     assert torch.equal(out.isnan().cpu(), out_lost)
     assert torch.equal(out.cpu()[~out_lost], clean.cpu()[~out_lost])
     if has_lse:

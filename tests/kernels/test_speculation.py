@@ -36,11 +36,11 @@ def run(request, device):
 
     def run(name, *arguments):
         found = versions(name)
-        if request.param == "native":
-            found.native(*arguments)()
+        if request.param != "triton":
+            found.native(*arguments)() if request.param == "native" else found.torch(*arguments)
             return
         there = [each.to(device) if isinstance(each, torch.Tensor) else each for each in arguments]
-        getattr(found, request.param)(*there)
+        found.triton(*there)
         for mine, theirs in zip(arguments, there, strict=True):
             if isinstance(mine, torch.Tensor) and mine is not theirs:
                 mine.copy_(theirs)

@@ -183,7 +183,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "gpt-oss": (
         "GptOss",
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 1.5}
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20}
+        | ({"swiglu_limit": 1.5} if hasattr(transformers.GptOssConfig, "swiglu_limit") else {})  # before it was 7
         | {"rope_parameters": YARN | {"truncate": False}},
     ),
     "gemma2": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20}),

@@ -1,6 +1,8 @@
 """Run tests in parallel processes; a crash or hang does not affect the others.
 
-    python -m gpu_checks.isolated [--processes N] [--test-limit 60] [--limit 240] [--out FILE] ARGUMENTS OF PYTEST
+    python -m gpu_checks.isolated [--processes N] [--test-limit 60] [--limit 240] [--known FILE] [--out FILE] ARGUMENTS
+
+The arguments are pytest's.
 
 A test that hangs, crashes or leaves the device unusable is reported, and the next ones get a new process.
 """
@@ -164,10 +166,13 @@ def main() -> int:
     parser.add_argument("--test-limit", type=float, default=60.0, help="seconds for one test")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="a file for what became of each test")
+    parser.add_argument("--known", type=Path, help="such a file of an earlier run; what passed there is not run again")
     options, arguments = parser.parse_known_args()
     deadline = time.monotonic() + options.limit
     pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "gpu_checks.absent"]
     tests, is_broken = collected(pytest, arguments)
+    known = json.loads(options.known.read_text()) if options.known is not None else {}
+    tests = [test for test in tests if known.get(test, {}).get("outcome") not in ("passed", "skipped")]
     run = Run(options.test_limit, deadline, [*pytest, "-p", "gpu_checks.telling"], groups_of(tests))
     workers = [threading.Thread(target=run.work) for _ in range(options.processes)]
     for worker in workers:
