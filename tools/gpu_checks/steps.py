@@ -47,22 +47,26 @@ def step_ms(runner: Runner, rows: Sequence[Any]) -> tuple[float, float]:
     return statistics.median(times), statistics.median(launch_us)
 
 
-def kernel_times(runner: Runner, rows: Sequence[Any]) -> dict[str, float]:
-    """Return the microseconds of one replay by kernel, and between kernels, the longest first."""
+def kernel_times(runner: Runner, rows: Sequence[Any]) -> dict[str, tuple[int, float]]:
+    """Return how often one replay launches each kernel, and by how many microseconds these lengthen it, longest first.
+
+    A kernel that starts early lengthens the step by what lies between the ends of the one before and its own.
+    """
     runner.stage(rows)
     runner.launch(LaunchPlan(StepShape(len(rows))))
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         runner.launch(LaunchPlan(StepShape(len(rows))))
         torch.cuda.synchronize()
-    busy: Counter[str] = Counter()
-    end, idle = float("inf"), 0.0
-    spans = [(each.time_range.start, each.time_range.end, each.name) for each in profile.events()]
-    for begin, stop, name in sorted(spans):
-        busy[name[:60]] += stop - begin  # type: ignore[assignment]
-        idle += max(begin - end, 0.0)
-        end = stop if end == float("inf") else max(end, stop)
-    return {"between kernels": idle} | {name: float(taken) for name, taken in busy.most_common(12)}
+    on_device = (each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
+    spans = sorted((each.time_range.end, each.time_range.start, each.name) for each in on_device)
+    added: Counter[str] = Counter()
+    launches = Counter(name[:60] for *_, name in spans)
+    before = spans[0][1] if spans else 0.0
+    for end, _, name in spans:
+        added[name[:60]] += end - before  # type: ignore[assignment]
+        before = end
+    return {name: (launches[name], float(taken)) for name, taken in added.most_common(14)}
 
 
 def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequence[int], figures: Figures) -> None:

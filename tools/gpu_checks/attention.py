@@ -1,0 +1,106 @@
+"""Steps with other tiles and plans of attention, compared with the engine's.
+
+python -m gpu_checks.attention DEVICE SHAPE BATCH:CONTEXT,...   known figures are not measured again
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import gpu_checks.absent  # noqa: F401 (first)
+from gpu_checks.figures import Figures
+from gpu_checks.models import runner_of, shape_of
+from graphdecode.buckets import StepShape
+from graphdecode.engine.runner import LaunchPlan, Runner
+from graphdecode.kernels.attention import append_attention, attention_plan
+from graphdecode.kernels.attention.attention_plan import PlanForm
+from graphdecode.profiling.latency import STEPS_PER_STAGING, back_to_back_ms, rows_at
+
+ROUNDS = 4
+# lower case and BLOCK_N: of the tile; the others: constants of the plan
+VARIANTS: dict[str, dict[str, int]] = {
+    "as it is": {},
+    "2 stages": {"num_stages": 2},
+    "4 stages": {"num_stages": 4},
+    "8 warps": {"num_warps": 8},
+    "tiles of 32": {"BLOCK_N": 32},
+    "tiles of 128": {"BLOCK_N": 128},
+    "tiles of 32, 4 stages": {"BLOCK_N": 32, "num_stages": 4},
+    "splits of one tile": {"MIN_SPLIT_TILES": 1},
+    "4 splits at most": {"MOST_SPLITS": 4},
+    "2 more waves": {"WAVES_WHEN_FULL": 2},
+    "3 more waves": {"WAVES_WHEN_FULL": 3},
+    "7 more waves": {"WAVES_WHEN_FULL": 7},
+    "without early start": {"pdl": 0},
+}
+
+
+@contextmanager
+def varied(changed: dict[str, int]) -> Iterator[None]:
+    """Let steps that are captured inside have another tile or plan."""
+    tile = append_attention.decode_tile
+    of_tile = {name: value for name, value in changed.items() if name.islower() or name == "BLOCK_N"}
+    is_early = of_tile.pop("pdl", 1)
+    constants = {name: value for name, value in changed.items() if hasattr(attention_plan, name)}
+    fields = {"MIN_TILES": "MIN_SPLIT_TILES", "WAVES": "WAVES_WHEN_FULL", "MOST_SPLITS": "MOST_SPLITS"}
+    defaults = PlanForm._field_defaults | {field: constants[of] for field, of in fields.items() if of in constants}
+    with ExitStack() as stack:
+
+        def patch(where: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(where, name, value))
+
+        patch(append_attention, "decode_tile", lambda *given: tile(*given) | of_tile)
+        if not is_early:
+            patch(append_attention, "early_start_options", lambda device: {"PDL": False})
+        for name, value in constants.items():
+            patch(attention_plan, name, value)
+        patch(PlanForm.__new__, "__defaults__", tuple(defaults.values()))
+        yield
+
+
+def steps_ms(runner: Runner, rows: Sequence[Any]) -> list[float]:
+    """Return the times of steps, one right after the other; on a CPU 0."""
+    runner.stage(rows)
+    if runner.is_cpu:
+        return [0.0]
+    return back_to_back_ms(lambda: runner.launch(LaunchPlan(StepShape(len(rows)))), STEPS_PER_STAGING)
+
+
+def measure(device: str, name: str, points: list[tuple[int, int]], figures: Figures) -> None:
+    """Measure the step of a shape at some points (batch size, context), with all variants in turn."""
+    buckets = sorted({bucket for bucket, _ in points})
+    runner = runner_of(shape_of(name, is_small=device != "cuda"), buckets, max(at for _, at in points), device)
+    keys = {variant: f"attention {name}, {variant}" for variant in VARIANTS}
+    runners: dict[str, Runner] = {}
+    for variant, changed in VARIANTS.items():
+        if keys[variant] not in figures:
+            with varied(changed):
+                runners[variant] = Runner(runner.setting, runner.cache, runner.capacity)
+                runners[variant].graphs.capture(progress=False)
+    times: dict[str, dict[str, list[float]]] = {variant: {} for variant in runners}
+    for _ in range(ROUNDS):
+        for bucket, context in points:
+            with rows_at(runner, bucket, context) as rows:
+                for variant, each in runners.items():
+                    found = times[variant].setdefault(f"{bucket}:{context}", [])
+                    found += steps_ms(each, rows)
+    for variant, found in times.items():
+        figures.add(keys[variant], **{point: statistics.median(taken) for point, taken in found.items()})
+    for each in (*runners.values(), runner):
+        each.close()
+
+
+def main() -> None:
+    """Measure the points of the arguments."""
+    device, name, given = sys.argv[1:]
+    points = [(int(bucket), int(context)) for bucket, _, context in (each.partition(":") for each in given.split(","))]
+    measure(device, name, points, Figures())
+
+
+if __name__ == "__main__":
+    main()
