@@ -1,9 +1,11 @@
 """Rows that depend on one another: right in a full bucket, wrong in a padded one, and found before either."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
@@ -51,6 +53,19 @@ def test_a_slot_without_rows_that_takes_from_padding_is_found(step, kinds) -> No
     findings = check(step, StepBuffers([x, mean], max_batch_size=4, device="cpu"))
     assert [finding.kind for finding in findings] == kinds
     assert all("(slot 'mean')" in finding.why for finding in findings)
+
+
+TIMES = itertools.count(1)
+
+
+@torch.library.custom_op("graphdecode_tests::raced", mutates_args={"y"})
+def raced(y: Tensor, x: Tensor) -> None:
+    """Write other values each time, as rows of a GPU do that race for one place."""
+    y.copy_(x * next(TIMES))
+
+
+def test_rows_that_race_are_not_said_to_be_mixed() -> None:
+    assert check(lambda batch: raced(batch.y, batch.x), make(x=0.0, y=0.0)) == []
 
 
 @pytest.mark.parametrize("step", [centred, largest, summed, ranked, counted])
