@@ -215,7 +215,7 @@ def test_the_headline_is_rehearsed_with_torch_triton_and_numpy_alone_and_goes_on
     assert added == ["loop qwen3-0.6b, batch 1", "loop qwen3-0.6b, batch 2", "loops qwen3-0.6b"]
 
 
-def test_the_three_calls_have_parts_of_different_names_and_leave_no_more_than_eight_files(tmp_path: Path) -> None:
+def test_the_calls_have_parts_of_different_names_and_leave_no_more_than_eight_files(tmp_path: Path) -> None:
     names = [part.name for parts_in in CALLS.values() for part in parts_in(tmp_path)]
     assert len(set(names)) == len(names)
     assert 2 * len(CALLS) <= 8

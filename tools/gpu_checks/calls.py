@@ -1,4 +1,4 @@
-"""The three calls: their parts on a GPU, and in a rehearsal on a CPU."""
+"""The four calls: their parts on a GPU, and in a rehearsal on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _tests(name: str, scratch: Path, limit_s: float, tests: list[str], rehearsed
     def command(seconds: float, *arguments: str) -> list[str]:
         return [*_PYTHON, "-m", "gpu_checks.isolated", "--limit", str(seconds - 15), "--out", out, *arguments]
 
-    return Part(name, command(limit_s, "-m", "gpu", *tests), limit_s, command(150, *rehearsed))
+    return Part(name, command(limit_s, *tests), limit_s, command(150, *rehearsed) if rehearsed else [])
 
 
 def call_a(scratch: Path) -> list[Part]:
@@ -40,10 +40,13 @@ def call_a(scratch: Path) -> list[Part]:
 
 
 def call_b(scratch: Path) -> list[Part]:
-    """Call B: the tests for a GPU, and the engine's."""
+    """Call B: the tests for a GPU, those that measure its memory by themselves, and the engine's."""
     engine = ["tests/engine", "tests/graphs", "tests/models/test_tiled_weights.py"]
+    few = ["tests/kernels/test_rms_norm.py", "-k", "strided or hostile"]
+    alone = ["--processes", "1", "-m", "gpu and alone", "tests/graphs/test_cuda_graph.py"]
     return [
-        _tests("gpu tests", scratch, 270, GPU_TESTS, ["tests/kernels/test_rms_norm.py", "-k", "strided or hostile"]),
+        _tests("gpu tests", scratch, 200, ["-m", "gpu and not alone", *GPU_TESTS], few),
+        _tests("gpu tests alone", scratch, 80, alone, []),
         _tests("engine tests", scratch, 200, engine, ["tests/graphs/test_graph_manager.py", "-k", "not left_open"]),
     ]
 
@@ -51,6 +54,7 @@ def call_b(scratch: Path) -> list[Part]:
 def call_c(scratch: Path) -> list[Part]:
     """Call C: quantized products, attention and torch's, the tuner's profile; counters and sanitizers if allowed."""
     attention = [*_PYTHON, "tools/bench", "attention", "--peers", "sdpa", "--out", str(scratch / "attention")]
+    points = "1:512,64:512,64:4096"
     profile = [*_CLI, "profile", "--model", "shape:qwen3-0.6b", "--contexts", "512", "--steps", "40"]
     metrics = ["gpu__time_duration.sum", "dram__bytes_read.sum", "sm__warps_active.avg.pct_of_peak_sustained_active"]
     counters = ["ncu", "--target-processes", "all", "--launch-skip", "200", "--launch-count", "60", "--csv"]
@@ -58,11 +62,19 @@ def call_c(scratch: Path) -> list[Part]:
     sanitizer = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "9", *layer]
     return [
         _part("steps", "step in int8", 120, ["llama-3.1-8b:int8", "1,64", "512"], ["llama-3.1-8b:int8", "1", "16"]),
-        Part("attention", attention, 120, [], is_optional=True),
-        Part("profile", [*profile, "--device", "cuda", "--out", str(scratch)], 120, [], is_optional=True),
+        _part("attention", "attention in steps", 60, ["llama-3.1-8b", points], ["llama-3.2-1b", "1:16,2:32"]),
+        Part("attention", attention, 90, [], is_optional=True),
+        Part("profile", [*profile, "--device", "cuda", "--out", str(scratch)], 90, [], is_optional=True),
         Part("counters", [*counters, "--metrics", ",".join(metrics), *layer], 70, [], is_optional=True),
         Part("memcheck", sanitizer, 70, [], is_optional=True),
     ]
 
 
-CALLS: dict[str, Callable[[Path], list[Part]]] = {"A": call_a, "B": call_b, "C": call_c}
+def call_d(scratch: Path) -> list[Part]:
+    """Call D: every test of an operator, a cache or a model that runs on whatever device there is."""
+    folders = [f"tests/{name}" for name in ("models", "kernels", "attention", "cache", "surfaces", "graphs")]
+    plugin = ["-p", "gpu_checks.on_device"]
+    return [_tests("tests on the device", scratch, 490, [*plugin, *folders], [*plugin, "tests/cache/test_cache_operators.py", "-k", "strided"])]
+
+
+CALLS: dict[str, Callable[[Path], list[Part]]] = {"A": call_a, "B": call_b, "C": call_c, "D": call_d}
