@@ -96,6 +96,12 @@ def give_back(tensors: Iterable[Tensor]) -> int:
     return max(before - resident_bytes(), 0)
 
 
+def check_can_reserve() -> None:
+    """Raise NotSupportedError if there can be no `ReservedMemory`."""
+    if driver is None:
+        raise NotSupportedError("enable_sleep_mode needs cuda-python: pip install cuda-bindings")
+
+
 class ReservedMemory:
     """Memory of a GPU that can be unmapped and mapped again at the same addresses, so that captured graphs stay valid.
 
@@ -109,8 +115,7 @@ class ReservedMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if driver is None:
-            raise NotSupportedError("enable_sleep_mode needs cuda-python: pip install cuda-bindings")
+        check_can_reserve()
         self._device = device
         torch.cuda.synchronize(device)  # makes the device's context current in this thread, if none is
         place = driver.CUmemLocation()
@@ -147,9 +152,13 @@ class ReservedMemory:
         """Move tensors here, and whatever shares memory with them; their old memory goes back to the driver."""
         wanted = {begin for begin, end in storage_spans(tensors) if end > begin}
         sharing: dict[int, list[Tensor]] = defaultdict(list)
+        is_frozen = gc.get_freeze_count() > 0
+        gc.unfreeze()  # the collector does not list what it is spared
         for each in (*tensors, *gc.get_objects()):
             if type(each) in (Tensor, torch.nn.Parameter) and each.layout == torch.strided:
                 sharing[each.untyped_storage().data_ptr()].append(each)
+        if is_frozen:
+            gc.freeze()
         with torch.no_grad():
             for begin in wanted:
                 old = sharing[begin][0].untyped_storage()

@@ -32,7 +32,7 @@ from graphdecode.graphs import CaptureError
 from graphdecode.kernels.cache.kv_format import format_named
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.linear.linear_choice import ChoiceCache
-from graphdecode.memory import ReservedMemory, collector_paused
+from graphdecode.memory import ReservedMemory, check_can_reserve, collector_paused
 from graphdecode.models import (
     Model,
     ModelShape,
@@ -77,6 +77,8 @@ def load_runner(
     if ranks is None and settings.tensor_parallel_size > 1:
         raise ArgumentError(f"tensor_parallel_size is {settings.tensor_parallel_size}, and one process runs one rank")
     device = resolve_device(settings.device) if ranks is None else ranks.device
+    if settings.enable_sleep_mode and device.type == "cuda":
+        check_can_reserve()
     shape = describe_shard(model, settings)
     plan_checked_capacity(
         settings,

@@ -16,7 +16,10 @@ from ..native.optional_triton import early_start_options, tl, triton, wait_and_t
 from ..native.registration import Float32, Int32, Int64, Wide, Written, operator
 
 NO_ADAPTER = -1  # the slot of a row without one
-_DOWN_TILE, _UP_BLOCK = 8192, 256  # values of `down` that a program holds at once; outputs of a program
+_TOKENS = 16  # tokens of a block; the same for any number of tokens, as a row's bits depend on it
+_FEW_TOKENS = 64  # up to which each adapter of a block has a program of its own
+_DOWN_BYTES = 8192  # of `down` that a program loads at once
+_UP_BLOCK = 128  # outputs of a program
 
 
 class AdapterTokens(NamedTuple):
@@ -37,66 +40,116 @@ class AdapterTokens(NamedTuple):
 
 
 @triton.jit
-def _slot_of(token, tokens):
-    """Return the slot of a token's adapter, and its rank; rank 0 where there is none."""
-    slot = tl.load(tokens.adapters + tl.load(tokens.rows + token))
-    rank = tl.load(tokens.ranks + tl.maximum(slot, 0), mask=slot >= 0, other=0)
+def _block_of(tokens, count, TOKENS: tl.constexpr):
+    """Return a program's block of tokens, and the slots of their adapters; below 0: none."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_live = token < tl.minimum(tl.load(tokens.live), count)
+    slots = tl.load(tokens.adapters + tl.load(tokens.rows + token, mask=is_live, other=0), mask=is_live, other=-1)
+    ranks = tl.load(tokens.ranks + tl.maximum(slots, 0), mask=slots >= 0, other=0)
+    return token.to(tl.int64), tl.where(ranks > 0, slots, -1)
+
+
+@triton.jit
+def _adapter_of(first, slots, tokens, TOKENS: tl.constexpr):
+    """Return the slot and rank of a token's adapter; rank 0 if it has none, or an earlier token of the block has it."""
+    index = tl.arange(0, TOKENS)
+    slot = tl.sum(tl.where(index == first, slots, 0))
+    is_earlier = tl.sum(((slots == slot) & (index < first)).to(tl.int32)) > 0
+    rank = tl.load(tokens.ranks + tl.maximum(slot, 0), mask=(slot >= 0) & (not is_earlier), other=0)
     return slot.to(tl.int64), rank
 
 
-# One program takes one token and one part: it reads rank rows of `down`, and writes rank sums.
+# One program takes a block of tokens and one part: for each adapter in the block it reads rank rows of `down`, and
+# writes rank sums of its tokens. Several programs share a block's adapters where tokens are few.
 @triton.jit
 def _down_kernel(
-    inner, x, down, tokens, in_features, x_stride,
-    PARTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    inner, x, down, tokens, count, in_features, x_stride,
+    PARTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_and_trigger()
-    token, part = tl.program_id(0), tl.program_id(1)
-    if token >= tl.load(tokens.live):
-        return
-    slot, rank = _slot_of(token, tokens)
-    if rank == 0:
-        return
+    part = tl.program_id(1)
+    token, slots = _block_of(tokens, count, TOKENS)
     places = tl.arange(0, RANK_BLOCK)
-    total = tl.zeros((RANK_BLOCK,), tl.float32)
-    rows = down + ((slot * PARTS + part) * RANK + places[:, None]) * in_features
-    for begin in range(0, in_features, BLOCK):
-        columns = begin + tl.arange(0, BLOCK)
-        inside = columns < in_features
-        values = tl.load(x + token.to(tl.int64) * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        weights = tl.load(rows + columns[None, :], mask=(places < rank)[:, None] & inside[None, :], other=0.0)
-        total += tl.sum(weights.to(tl.float32) * values[None, :], axis=1)
-    tl.store(inner + (token * PARTS + part) * RANK + places, total, mask=places < rank)
+    for first in range(tl.program_id(2), TOKENS, tl.num_programs(2)):
+        slot, rank = _adapter_of(first, slots, tokens, TOKENS)
+        if rank > 0:
+            own, used = (slots == slot)[:, None], (places < rank)[None, :]
+            rows = down + ((slot * PARTS + part) * RANK + places[None, :]) * in_features
+            total = tl.zeros((TOKENS, RANK_BLOCK), tl.float32)
+            for begin in range(0, in_features, BLOCK):
+                columns = begin + tl.arange(0, BLOCK)
+                inside = columns < in_features
+                values = tl.load(
+                    x + token[:, None] * x_stride + columns[None, :], mask=own & inside[None, :], other=0.0
+                )
+                weights = tl.load(rows + columns[:, None], mask=used & inside[:, None], other=0.0)
+                total = tl.dot(values, weights, total, input_precision="ieee")
+            tl.store(inner + (token[:, None] * PARTS + part) * RANK + places[None, :], total, mask=own & used)
 
 
-# One program takes one token and a block of outputs: it reads rank rows of `up` there, and adds to each output.
+# One program takes a block of tokens and a block of outputs: for each adapter in the block it reads rank rows of `up`
+# there, and adds to the outputs of its tokens. With ids, `inner` is the embedding's table.
 @triton.jit
 def _up_kernel(
-    out, inner, up, ends, tokens, out_features, out_stride,
-    PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    out, inner, up, ends, ids, tokens, count, scale, vocab, out_features, out_stride,
+    PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         wait_and_trigger()
-    token = tl.program_id(0)
-    if token >= tl.load(tokens.live):
-        return
-    slot, rank = _slot_of(token, tokens)
-    if rank == 0:
-        return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < out_features
-    at = out + token.to(tl.int64) * out_stride + columns
-    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    begin = 0
-    for part in tl.static_range(PARTS):
-        end = tl.load(ends + part)
-        here = inside & (columns >= begin) & (columns < end)
-        for place in range(rank):
-            weights = tl.load(up + (slot * RANK + place) * out_features + columns, mask=here, other=0.0)
-            total += tl.load(inner + (token * PARTS + part) * RANK + place) * weights.to(tl.float32)
-        begin = end
-    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+    RANKS: tl.constexpr = 16  # rows of `up` that are loaded at once
+    token, slots = _block_of(tokens, count, TOKENS)
+    block = tl.program_id(1) * BLOCK
+    columns = block + tl.arange(0, BLOCK)
+    for first in range(tl.program_id(2), TOKENS, tl.num_programs(2)):
+        slot, rank = _adapter_of(first, slots, tokens, TOKENS)
+        if rank > 0:
+            own = slots == slot
+            there = own[:, None] & (columns < out_features)[None, :]
+            at = out + token[:, None] * out_stride + columns[None, :]
+            total = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            begin = 0
+            for part in tl.static_range(PARTS):
+                if ids is None:
+                    end = tl.load(ends + part)
+                    rows = token * PARTS + part
+                else:
+                    end = out_features
+                    rows = tl.load(ids + token, mask=own, other=0)
+                    rows = slot * vocab + tl.where((rows >= 0) & (rows < vocab), rows, 0)
+                here = (columns >= begin) & (columns < end)
+                for start in range(0, tl.where((block < end) & (block + BLOCK > begin), rank, 0), RANKS):
+                    places = start + tl.arange(0, RANKS)
+                    used = places < rank
+                    values = tl.load(
+                        inner + rows[:, None] * RANK + places[None, :], mask=own[:, None] & used[None, :], other=0.0
+                    ).to(tl.float32)
+                    weights = tl.load(
+                        up + (slot * RANK + places[:, None]) * out_features + columns[None, :],
+                        mask=used[:, None] & here[None, :],
+                        other=0.0,
+                    )
+                    total = tl.dot(values * scale, weights.to(tl.float32), total, input_precision="ieee")
+                begin = end
+            tl.store(at, total.to(out.dtype.element_ty), mask=there)
+
+
+def _add_up(
+    out: Tensor, inner: Tensor, up: Tensor, tokens: AdapterTokens, *, parts: int = 1, ends: Tensor | None = None,
+    ids: Tensor | None = None, scale: float = 1.0, vocab: int = 0,
+) -> None:  # fmt: skip
+    """Launch the kernel of `up`."""
+    count, out_features = out.shape
+    _up_kernel[(triton.cdiv(count, _TOKENS), triton.cdiv(out_features, _UP_BLOCK), _sharing(count))](
+        out, inner, up, ends, ids, tokens, count, scale, vocab, out_features, out.stride(0),
+        PARTS=parts, RANK=up.shape[1], TOKENS=_TOKENS, BLOCK=_UP_BLOCK, num_warps=4, **early_start_options(out.device),
+    )  # fmt: skip
+
+
+def _sharing(count: int) -> int:
+    """Return the programs that share the adapters of a block."""
+    return _TOKENS if count <= _FEW_TOKENS else 1
 
 
 def add_adapters_triton(
@@ -104,16 +157,13 @@ def add_adapters_triton(
 ) -> None:
     """Launch the two kernels; see `add_adapters`. They have run in Triton's interpreter and been compiled."""
     _, parts, rank, in_features = down.shape
-    count, out_features = out.shape
-    rank_block, options = triton.next_power_of_2(rank), early_start_options(out.device)
-    _down_kernel[(count, parts)](
-        inner, x, down, tokens, in_features, x.stride(0),
-        PARTS=parts, RANK=rank, RANK_BLOCK=rank_block, BLOCK=max(_DOWN_TILE // rank_block, 16), num_warps=4, **options,
+    count, rank_block = len(x), max(triton.next_power_of_2(rank), 16)
+    _down_kernel[(triton.cdiv(count, _TOKENS), parts, _sharing(count))](
+        inner, x, down, tokens, count, in_features, x.stride(0), PARTS=parts, RANK=rank, RANK_BLOCK=rank_block,
+        TOKENS=_TOKENS, BLOCK=max(_DOWN_BYTES // rank_block // x.element_size(), 16), num_warps=4, num_stages=4,
+        **early_start_options(out.device),
     )  # fmt: skip
-    _up_kernel[(count, triton.cdiv(out_features, _UP_BLOCK))](
-        out, inner, up, ends, tokens, out_features, out.stride(0),
-        PARTS=parts, RANK=rank, BLOCK=_UP_BLOCK, num_warps=4, **options,
-    )  # fmt: skip
+    _add_up(out, inner, up, tokens, parts=parts, ends=ends)
 
 
 def _is_served(out: Tensor, x: Tensor, down: Tensor, up: Tensor, inner: Tensor) -> bool:
@@ -149,42 +199,11 @@ def add_adapters(
             out[at, begin:end] = (out[at, begin:end] + mid[:, part] @ up[slot, :rank, begin:end].float()).to(out.dtype)
 
 
-# One program takes one token and a block of outputs: it reads a row of the table, and rank rows of `up` there.
-@triton.jit
-def _embedding_kernel(
-    out, ids, table, up, tokens, scale, vocab, out_features, out_stride,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        wait_and_trigger()
-    token = tl.program_id(0)
-    if token >= tl.load(tokens.live):
-        return
-    slot, rank = _slot_of(token, tokens)
-    if rank == 0:
-        return
-    row = tl.load(ids + token)
-    row = tl.where((row >= 0) & (row < vocab), row, 0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < out_features
-    at = out + token.to(tl.int64) * out_stride + columns
-    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    for place in range(rank):
-        weights = tl.load(up + (slot * RANK + place) * out_features + columns, mask=inside, other=0.0)
-        total += scale * tl.load(table + (slot * vocab + row) * RANK + place).to(tl.float32) * weights.to(tl.float32)
-    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
-
-
 def add_embedding_adapters_triton(
     out: Tensor, ids: Tensor, table: Tensor, up: Tensor, tokens: AdapterTokens, scale: float
 ) -> None:
     """Launch the kernel; see `add_embedding_adapters`. It has run in Triton's interpreter and been compiled."""
-    _, vocab, rank = table.shape
-    count, out_features = out.shape
-    _embedding_kernel[(count, triton.cdiv(out_features, _UP_BLOCK))](
-        out, ids, table, up, tokens, scale, vocab, out_features, out.stride(0),
-        RANK=rank, BLOCK=_UP_BLOCK, num_warps=4, **early_start_options(out.device),
-    )  # fmt: skip
+    _add_up(out, table, up, tokens, ids=ids, scale=scale, vocab=table.shape[1])
 
 
 @operator(

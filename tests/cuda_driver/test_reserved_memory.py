@@ -1,7 +1,8 @@
 """Memory that is unmapped while its addresses stay reserved: engines sleep, and their graphs go on afterwards."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from cuda_driver.sleeping import DEVICE, installed, is_there
 from cuda_driver.stand_in import Driver
 
 from graphdecode import LLM, SamplingParams
+from graphdecode import memory as memory_room
 from graphdecode.config import EngineConfig
+from graphdecode.engine import loading
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.loading import describe_shard
 from graphdecode.errors import EngineStateError, NotSupportedError
-from graphdecode.memory import GRANULE, ReservedMemory, check_gives_back
+from graphdecode.memory import GRANULE, ReservedMemory, check_gives_back, collector_spared
 
 PROMPTS = [[97, 98, 99], [100] * 20, list(range(97, 120))]
 OUT_OF_MEMORY = 2
@@ -69,10 +72,14 @@ def test_tensors_are_packed_and_keep_their_addresses_and_the_last_one_frees_the_
     assert free() == before
 
 
-def test_all_tensors_over_a_storage_move_with_it() -> None:
+@pytest.mark.parametrize("around", [nullcontext, collector_spared])
+def test_all_tensors_over_a_storage_move_with_it(around: Callable[[], AbstractContextManager[None]]) -> None:
     memory, weight = ReservedMemory(DEVICE), torch.nn.Parameter(torch.randn(64, 32))
     view, tied, other, wanted = weight[3:5].t(), weight.data, torch.randn(5), weight.detach().clone()
-    memory.take([weight, other])
+    with around():
+        is_spared = gc.get_freeze_count() > 0
+        memory.take([weight, other])
+        assert (gc.get_freeze_count() > 0) == is_spared
     base = weight.data_ptr()
     assert view.data_ptr() - base == 3 * 32 * 4
     assert tied.data_ptr() == base
@@ -178,6 +185,14 @@ def test_ranks_sleep_and_wake_up_together(driver: Driver, tmp_path: Path, monkey
             if level == 2:
                 llm.update_weights("demo")
             assert tokens_of(llm, 3) == wanted
+
+
+def test_without_cuda_python_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_room, "driver", None)
+    monkeypatch.setattr(loading, "resolve_device", lambda _: DEVICE)
+    monkeypatch.setattr(loading, "describe_shard", None)  # the first that looks at the model
+    with pytest.raises(NotSupportedError, match="enable_sleep_mode needs cuda-python: pip install cuda-bindings"):
+        loading.load_runner("demo", enable_sleep_mode=True)
 
 
 def test_the_plan_counts_granules_and_cuda_without_the_mode_is_refused_by_its_name() -> None:

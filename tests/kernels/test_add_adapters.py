@@ -22,6 +22,7 @@ PASSES = {  # adapters of the rows, rows of the tokens, live tokens
     "a mixture": ([2, -1, 0, 3, 0], [0, 1, 2, 3, 4], 5),
     "an empty slot": ([1, 0], [0, 1], 2),
     "chunks of two rows, and padding": ([0, 3, -1], [1, 1, 1, 0, 0, 2, 2], 5),
+    "prompts of several blocks": ([3, 0, -1, 0], [0] * 20 + [1] * 30 + [2] * 9 + [3] * 12, 69),
     "nobody has one": ([-1, -1], [0, 1], 2),
     "nothing but padding": ([0, 0], [0, 1], 0),
 }
@@ -98,15 +99,20 @@ def test_each_token_has_its_rows_adapter(version, of_pass, dtypes):
     assert torch.equal(out[untouched], before)
 
 
-def test_a_row_has_its_bits_in_any_company(version):
+@pytest.mark.parametrize("others", [2, 70])  # of which a decode step has a few and a prompt many
+def test_a_row_has_its_bits_in_any_company(version, others, request: pytest.FixtureRequest):
     run, where = version
+    if request.node.callspec.params["version"] == "torch" and others > 2:
+        pytest.skip("torch's products of several rows have their own bits")
+    count, adapters = others + 1, [0] * (others // 2) + [2] * (others - others // 2 - 1) + [3, 2]
     down, up = weights(1, 96, 64, torch.float32, where)
-    x, out, ends = drawn(3, 96).to(where), drawn(3, 64).to(where), torch.tensor([64], dtype=torch.int32, device=where)
-    alone = out[:1].clone()
-    run(alone, x[:1], down, up, torch.zeros(1, 1, RANK, device=where), ends, tokens_of([2], [0], 1, where))
-    x[1] = torch.nan
-    run(out, x, down, up, torch.zeros(3, 1, RANK, device=where), ends, tokens_of([2, 0, 3], [0, 1, 2], 3, where))
-    assert torch.equal(out[:1], alone)
+    x, out = drawn(count, 96).to(where), drawn(count, 64).to(where)
+    ends, alone = torch.tensor([64], dtype=torch.int32, device=where), out[-1:].clone()
+    run(alone, x[-1:], down, up, torch.zeros(1, 1, RANK, device=where), ends, tokens_of([2], [0], 1, where))
+    x[0] = torch.nan
+    tokens = tokens_of(adapters, list(range(count)), count, where)
+    run(out, x, down, up, torch.zeros(count, 1, RANK, device=where), ends, tokens)
+    assert torch.equal(out[-1:], alone)
 
 
 def test_the_operator_passes_opcheck(device):
