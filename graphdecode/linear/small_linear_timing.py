@@ -80,6 +80,7 @@ class FusedForm(NamedTuple):
 
 FUSED_FORMS = {  # by the last part of a weight's name in the model
     "qkv": FusedForm(is_normed=True),
+    "in_proj": FusedForm(is_normed=True),
     "gate_up": FusedForm(is_normed=True, epilogue="silu"),  # all activations take the same time
     "o": FusedForm(epilogue="add"),
     "down": FusedForm(epilogue="add"),

@@ -1,9 +1,11 @@
-"""Products that transform the output of another form, and products that ranks share."""
+"""Products made of other forms: transformed or adjacent outputs, and products that ranks share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from graphdecode.distributed import Collectives
@@ -32,6 +34,39 @@ class Wrapped(WeightForm):
 
     def choice(self, rows: int) -> LinearChoice:
         return self.form.choice(rows)
+
+
+@dataclass(frozen=True)
+class Joined(WeightForm):
+    """Products for one input, whose outputs are adjacent; they are not fused."""
+
+    path = "joined"
+    forms: tuple[WeightForm, ...]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Raise TypeError: it is made of other forms, not a weight."""
+        raise TypeError(f"{cls.__name__} is made of other forms")
+
+    @classmethod
+    def around(cls, forms: Sequence[WeightForm]) -> WeightForm:
+        """Return the product of all forms; one alone as it is."""
+        shape = sum(form.out_features for form in forms), forms[0].in_features
+        return forms[0] if len(forms) == 1 else cls(shape, None, tuple(forms))
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        return [tensor for form in self.forms for tensor in form.workspace]
+
+    @property
+    def gives_floats(self) -> bool:
+        return all(form.gives_floats for form in self.forms)
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        for form, columns in zip(self.forms, out.split([form.out_features for form in self.forms], 1), strict=True):
+            part = torch.empty_like(columns)  # contiguous, as products need it
+            form.apply(part, x)
+            columns.copy_(part)
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,8 @@ class ShortConv(RecurrentMixer):
 class DeltaNet(RecurrentMixer):
     """Gated delta net (Yang et al., 2024): convolution, delta rule over heads, norm with a gate."""
 
-    qkvz: WeightForm  # [2 * key channels + 2 * value channels, hidden]
-    ab: WeightForm  # [2 * value heads, hidden]
-    qkvz_order: Tensor | None  # int64, columns in the order q, k, v, z; None: already in order
-    ab_order: Tensor | None  # int64, columns in the order a, b; None: already in order
+    in_proj: WeightForm  # [2 * key channels + 2 * value channels + 2 * value heads, hidden]
+    order: Tensor | None  # int64, columns in the order q, k, v, z, a, b; None: already in order
     conv: Tensor  # float32 [width, 2 * key channels + value channels]
     a_log: Tensor  # float32 [value heads]
     dt_bias: Tensor  # float32 [value heads]
@@ -94,20 +92,19 @@ class DeltaNet(RecurrentMixer):
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
         """Advance the layer's states by the tokens, and set the output."""
         conv_state, state = cache
-        qkvz, ab = stream.buffer_for(self.qkvz, "qkvz"), stream.buffer_for(self.ab, "ab")
-        stream.project(self.qkvz, qkvz)
-        stream.project(self.ab, ab)
-        qkvz = reordered(stream, qkvz, self.qkvz_order, "ordered qkvz")
-        ab = reordered(stream, ab, self.ab_order, "ordered ab")
-        channels = self.conv.shape[1]
-        convolved = stream.buffer(channels, qkvz.dtype, "convolved")
-        read = stream.buffer(self.out_proj.in_features, qkvz.dtype, "read")
+        projected = stream.buffer_for(self.in_proj)
+        stream.project(self.in_proj, projected)
+        projected = reordered(stream, projected, self.order, "ordered")
+        channels, values = self.conv.shape[1], self.out_proj.in_features
+        qkv, z, ab = projected.split((channels, values, 2 * len(self.a_log)), dim=1)
+        convolved = stream.buffer(channels, projected.dtype, "convolved")
+        read = stream.buffer(values, projected.dtype, "read")
         for part, tokens in stream.state_parts():
-            causal_conv(convolved[part], qkvz[part, :channels], conv_state, self.conv, None, True, tokens)
+            causal_conv(convolved[part], qkv[part], conv_state, self.conv, None, True, tokens)
             gates = DeltaGates(ab[part], self.a_log, self.dt_bias)
             gated_delta(read[part], convolved[part], state, gates, tokens, self.strength)
-        normed = stream.buffer(self.out_proj.in_features, use="normed")
-        gated_rms_norm(normed, read, qkvz[:, channels:], self.norm.weight, self.norm.eps, len(self.norm.weight), True)
+        normed = stream.buffer(values, use="normed")
+        gated_rms_norm(normed, read, z, self.norm.weight, self.norm.eps, len(self.norm.weight), True)
         stream.set_output(self.out_proj, normed)
 
 

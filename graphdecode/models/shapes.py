@@ -11,6 +11,7 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
+from graphdecode.models.families.deepseek import Glm4MoeLite
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mamba2 import Mamba2Family
 from graphdecode.models.families.qwen import Qwen3, Qwen3Moe
@@ -42,7 +43,10 @@ _TIED = {"tie_word_embeddings": True}
 _DELTA_NET = {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, **_TIED}
 _MAMBA2 = {"num_heads": 80, "head_dim": 64, "n_groups": 1, "state_size": 128, **_TIED}
 _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_LATENT = {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+_LATENT |= {"moe_intermediate_size": 1536}
 SHAPES = {  # sizes in the order of `_SIZES`
+    "glm-4.7-flash": _shape(Glm4MoeLite, 154880, 2048, 10240, 47, 20, 20, 202752, **_LATENT),
     "llama-100m": _shape(Llama, 32000, 768, 2048, 12, 12, 4, 4096),
     "llama-3.2-1b": _shape(Llama, 128256, 2048, 8192, 16, 32, 8, 131072, head_dim=64, **_TIED, **_llama3(32.0)),
     "llama-3.1-8b": _shape(Llama, 128256, 4096, 14336, 32, 32, 8, 131072, **_llama3(8.0)),

@@ -1,6 +1,7 @@
 """A model's weights, read from a source by their name in the model."""
 
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -12,12 +13,12 @@ from graphdecode.linear.forms import load_experts, load_linear, quantized_form, 
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
-from graphdecode.linear.wrapped import Summed
+from graphdecode.linear.wrapped import Joined, Summed
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Norm
 from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
-from graphdecode.models.weight_map import Part, WeightMap
+from graphdecode.models.weight_map import FLOATS, Part, WeightMap
 
 _NEVER_ADAPTED = ("embedding", "lm_head", "per_layer_in")  # the first two are adapted whole
 
@@ -128,7 +129,13 @@ class Weights:
         return self.norm(place, eps) if place in self._map else None
 
     def linear(
-        self, place: str, tied: Tensor | None = None, *, is_partial: bool = False, in_floats: bool = False
+        self,
+        place: str,
+        tied: Tensor | None = None,
+        *,
+        is_partial: bool = False,
+        in_floats: bool = False,
+        is_mixed: bool = False,
     ) -> WeightForm:
         """Return a product in the fastest form for decode steps.
 
@@ -137,6 +144,7 @@ class Weights:
             tied: the plain embedding, used if the map has no `place` and the embedding is not quantized.
             is_partial: the caller sums the ranks' products.
             in_floats: the product is written in float32.
+            is_mixed: there is no bias, and quantized tensors stay so beside plain ones.
         """
         fused = FUSED_FORMS.get(place.rpartition(".")[2], FusedForm())
         options = replace(self._options, in_floats=in_floats, fused=fused)
@@ -154,7 +162,9 @@ class Weights:
             if not is_partial:
                 form = Summed(form.shape, None, form, self.shared, place)
         else:
-            form = load_linear(self._source, names, options)
+            kinds = groupby(names.weights, lambda name: is_mixed and self._source.tensors[name].dtype in FLOATS)
+            parts = [names._replace(weights=tuple(run)) for _, run in kinds]
+            form = Joined.around([load_linear(self._source, part, options) for part in parts])
         if self.adapters is not None and can_adapt(place):
             return self.adapters.around(form, place, self._map[place])
         return form

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.models.blocks import Head
+from graphdecode.models.shapes import SHAPES
 from step_code.launches import recorded_step
 from step_code.model import Costs, step_cost
 from step_code.sass import instructions_in
@@ -183,8 +184,7 @@ def test_a_launch_more_is_seen_and_costs_a_gap_and_a_latency(monkeypatch):
     ("model", "kernels"),
     [
         ("mamba2-2.7b", ["linear", "conv", "scan", "norm", "linear"]),
-        # behind the first product a norm and a small one of decays and strengths; last an MLP's two
-        ("qwen3.5-0.8b", ["linear", "norm", "mm", "conv", "delta", "norm", "linear", "linear", "linear"]),
+        ("qwen3.5-0.8b", ["linear", "conv", "delta", "norm", "linear", "linear", "linear"]),  # last an MLP's two
     ],
 )
 def test_a_recurrent_layer_has_no_launch_more_than_these(model, kernels):
@@ -192,6 +192,16 @@ def test_a_recurrent_layer_has_no_launch_more_than_these(model, kernels):
     names = [launch.name for launch in step.launches]
     first = next(place for place, name in enumerate(names) if "conv" in name) - kernels.index("conv")
     assert all(word in name for word, name in zip(kernels * 3, names[first:], strict=False)), names[first : first + 30]
+
+
+def test_a_layer_of_latent_attention_has_no_launch_more_than_these(monkeypatch):
+    monkeypatch.setitem(SHAPES, "glm-4.7-flash", SHAPES["glm-4.7-flash"] | {"num_hidden_layers": 2})
+    names = [launch.name for launch in recorded_step("shape:glm-4.7-flash", 1).launches]
+    kernels = ["linear", "norm", "linear", "index_select", "norm", "copy_", "expert_linear", "rope_append"]
+    kernels += ["rope_append", "decode_attention", "expert_linear", "linear"]
+    second = [place for place, name in enumerate(names) if "decode_attention" in name][1]
+    layer = names[second - kernels.index("decode_attention") :][: len(kernels)]
+    assert all(word in name for word, name in zip(kernels, layer, strict=True)), layer
 
 
 def test_a_step_without_attention_takes_as_long_after_32k_tokens_as_after_32():

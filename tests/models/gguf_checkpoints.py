@@ -192,9 +192,9 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
 
 def quantized_file(path: Path, name: str, types: dict[str, str]) -> Path:
     """Write a random model whose matrices have block types, by the ends of their names."""
-    plain = write(random_model(name), name, path.with_name("plain.gguf"))
-    reader = gguf.GGUFReader(plain)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[name][0])
+    write_plain = write_recurrent if name in RECURRENT else write
+    reader = gguf.GGUFReader(write_plain(random_model(name), name, path.with_name("plain.gguf")))
+    writer = gguf.GGUFWriter(path, (ARCHITECTURES | RECURRENT)[name][0])
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             kind = field.types[0]

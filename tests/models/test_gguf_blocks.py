@@ -11,6 +11,7 @@ from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.weight_form import FormOptions, LinearNames, WeightForm
+from graphdecode.linear.wrapped import Joined
 from graphdecode.models import load, load_model
 from graphdecode.models.blocks import Tokens
 from graphdecode.models.family import BlocksStem
@@ -55,6 +56,19 @@ def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: P
     weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
     out = torch.empty(64, form.out_features)
     form.apply(out, torch.eye(64))
+    torch.testing.assert_close(out, weight.T, rtol=1e-5, atol=1e-6)
+
+
+def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Path) -> None:
+    plain = dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight"), "F32")
+    path = quantized_file(tmp_path / "small.gguf", "qwen35", plain | {"weight": "Q8_0"})
+    form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["in_proj"]
+    assert isinstance(form, Joined)
+    assert [type(part) for part in form.forms] == [KeptPanels, Panels]
+    names = (f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "a", "b"))
+    weight = torch.cat([values(Gguf(path), name) for name in names])
+    out = torch.empty(form.in_features, form.out_features)
+    form.apply(out, torch.eye(form.in_features))
     torch.testing.assert_close(out, weight.T, rtol=1e-5, atol=1e-6)
 
 

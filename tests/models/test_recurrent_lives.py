@@ -26,7 +26,8 @@ from graphdecode.models.family import config_of
 
 # one of each kind of layer: Mamba2 beside attention and in its place, gated delta net, short convolution, nothing
 STATEFUL = ("falcon-h1-multipliers", "qwen3.5", "olmo-hybrid", "granite-4-experts", "nemotron-h", "lfm2", "mamba2")
-MODELS = (*STATEFUL, "gemma4-experts", "gemma4-inputs", "llama4")  # and keys of two sizes, shared keys, chunks
+# and keys of two sizes, shared keys, chunks, latents
+MODELS = (*STATEFUL, "gemma4-experts", "gemma4-inputs", "llama4", "deepseek-v3")
 ENGINES: tuple[dict[str, Any], ...] = (  # chunks of 7, few pages, several steps a launch; prefixes in the first two
     {"max_batch_size": 5, "batch_sizes": [3], "max_prefill_tokens": 7, "checkpoints": (9, 8)},
     {"max_batch_size": 8, "page_size": 4, "total_num_pages": 24, "max_prefill_tokens": 33, "checkpoints": (2, 9)},
@@ -154,7 +155,15 @@ def test_a_request_has_the_bits_of_a_run_alone_in_random_lives(engines_of: Calla
 @compiled_or_gpu
 @pytest.mark.parametrize(
     ("name", "steps_per_launch"),
-    [("falcon-h1-multipliers", 1), ("qwen3.5", 3), ("lfm2", 1), ("mamba2", 3), ("gemma4-experts", 1), ("llama4", 3)],
+    [
+        ("falcon-h1-multipliers", 1),
+        ("qwen3.5", 3),
+        ("lfm2", 1),
+        ("mamba2", 3),
+        ("gemma4-experts", 1),
+        ("llama4", 3),
+        ("deepseek-v3", 1),
+    ],
 )
 def test_drafts_change_no_bit(engines_of: Callable[[str], Engines], name: str, steps_per_launch: int) -> None:
     engines = engines_of(name)

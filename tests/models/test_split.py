@@ -64,7 +64,7 @@ def elements(source: SplitSource) -> int:
     return sum(math.prod(stored.shape) for stored in source.tensors.values())
 
 
-NEWEST = ("gemma4-inputs", "gemma4-experts", "llama4", "deepseek-v2", "deepseek-v3")
+NEWEST = ("gemma4-inputs", "gemma4-experts", "llama4", "deepseek-v2", "deepseek-v3", "glm-4.7-flash")
 
 
 @pytest.mark.parametrize(

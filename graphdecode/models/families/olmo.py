@@ -134,8 +134,8 @@ class OlmoHybrid(Olmo2, Hybrid):
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
         channels = {"q": sizes.key_size, "k": sizes.key_size, "v": sizes.value_size}
-        qkvz = {f"{own}{part}_proj": size for part, size in (channels | {"g": sizes.value_size}).items()}
-        ab = {f"{own}{part}_proj": sizes.heads for part in ("a", "b")}
+        projected = channels | {"g": sizes.value_size, "a": sizes.heads, "b": sizes.heads}
+        names = {f"{own}{part}_proj": size for part, size in projected.items()}
         norms = {"before_attention": "attention_layer_norm", "before_mlp": "feedforward_layer_norm"}
         return {
             **norms_at(norms, config, at, name),
@@ -145,8 +145,7 @@ class OlmoHybrid(Olmo2, Hybrid):
             f"{at}a_log": (Part(f"{own}A_log", (sizes.heads,)),),
             f"{at}dt_bias": (Part(f"{own}dt_bias", (sizes.heads,)),),
             f"{at}mixer_norm": (Part(f"{own}o_norm.weight", (sizes.value_dim,)),),
-            **product(f"{at}qkvz", qkvz, hidden, split=None),
-            **product(f"{at}ab", ab, hidden, split=None),
+            **product(f"{at}in_proj", names, hidden, split=None),
             **product(f"{at}out_proj", {f"{own}o_proj": hidden}, sizes.value_size, split=None),
         }
 

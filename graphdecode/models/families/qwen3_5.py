@@ -112,38 +112,30 @@ class Qwen35(Hybrid):
             f"{at}a_log": (Part(f"{own}A_log", (sizes.heads,), 0),),
             f"{at}dt_bias": (Part(f"{own}dt_bias", (sizes.heads,), 0),),
             f"{at}mixer_norm": (Part(f"{own}norm.weight", (sizes.value_dim,)),),
-            **self.projections(sizes, hidden, at, own),
+            **product(f"{at}in_proj", self.projections(sizes, own), hidden, split=0),
             **product(f"{at}out_proj", {f"{own}out_proj": hidden}, sizes.value_size, split=1),
         }
 
-    def projections(self, sizes: DeltaSizes, hidden: int, at: str, own: str) -> WeightMap:
-        """Return the weight map of the products for queries, keys, values and gates, and for decays and strengths."""
-        qkvz = {f"{own}in_proj_qkv": sizes.qkv, f"{own}in_proj_z": (Run(sizes.value_size),)}
-        ab = {f"{own}in_proj_a": sizes.heads, f"{own}in_proj_b": sizes.heads}
-        return product(f"{at}qkvz", qkvz, hidden, split=0) | product(f"{at}ab", ab, hidden, split=0)
+    def projections(self, sizes: DeltaSizes, own: str) -> dict[str, int | tuple[Run, ...]]:
+        """Return the tensors of the first product, and the rows of each; see `product`."""
+        heads = sizes.heads
+        rows: dict[str, int | tuple[Run, ...]] = {"qkv": sizes.qkv, "z": sizes.value_size, "a": heads, "b": heads}
+        return {f"{own}in_proj_{part}": size for part, size in rows.items()}
 
-    def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the column orders of the two products; see `DeltaNet`."""
-        return None, None
+    def order(self, sizes: DeltaSizes, device: torch.device) -> Tensor | None:
+        """Return the order of the first product's columns; see `DeltaNet`."""
+        return None
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
-        orders = self.orders(config.mixer, weights.device)
-        return delta_net(config.mixer, weights, at, config.rms_norm_eps, orders)
+        order = self.order(config.mixer, weights.device)
+        return delta_net(config.mixer, weights, at, config.rms_norm_eps, order)
 
 
-def delta_net(
-    sizes: DeltaSizes,
-    weights: Weights,
-    at: str,
-    eps: float,
-    orders: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> DeltaNet:
-    """Return the delta net at prefix `at`; `orders`: column orders of its two products, see `DeltaNet`."""
+def delta_net(sizes: DeltaSizes, weights: Weights, at: str, eps: float, order: Tensor | None = None) -> DeltaNet:
+    """Return the delta net at prefix `at`; `order`: see `DeltaNet`."""
     return DeltaNet(
-        qkvz=weights.linear(f"{at}qkvz"),
-        ab=weights.linear(f"{at}ab"),
-        qkvz_order=orders[0],
-        ab_order=orders[1],
+        in_proj=weights.linear(f"{at}in_proj", is_mixed=True),
+        order=order,
         conv=conv_weight(weights, f"{at}conv"),
         a_log=weights.tensor(f"{at}a_log", torch.float32),
         dt_bias=weights.tensor(f"{at}dt_bias", torch.float32),
@@ -166,20 +158,15 @@ class Qwen3Next(Sparse, Qwen35):
         "shared_expert_intermediate_size": 512,
     }
 
-    def projections(self, sizes: DeltaSizes, hidden: int, at: str, own: str) -> WeightMap:
-        """Return the weight map of the products for queries, keys, values and gates, and for decays and strengths."""
-        qkvz = {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size}
-        ba = {f"{own}in_proj_ba": 2 * sizes.heads}
-        return product(f"{at}qkvz", qkvz, hidden, split=0) | product(f"{at}ab", ba, hidden, split=0)
+    def projections(self, sizes: DeltaSizes, own: str) -> dict[str, int | tuple[Run, ...]]:
+        """Return the tensors of the first product, and the rows of each; see `product`."""
+        return {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size, f"{own}in_proj_ba": 2 * sizes.heads}
 
-    def orders(self, sizes: DeltaSizes, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the column orders of the two products, which are interleaved by key heads."""
-        each = sizes.heads // sizes.key_heads
-        qkvz, ba = (
-            torch.arange(sizes.key_heads * sum(widths), device=device).view(sizes.key_heads, -1).split(widths, 1)
-            for widths in (
-                (sizes.key_dim, sizes.key_dim, each * sizes.value_dim, each * sizes.value_dim),
-                (each, each),
-            )
-        )
-        return torch.cat([columns.flatten() for columns in qkvz]), torch.cat([c.flatten() for c in reversed(ba)])
+    def order(self, sizes: DeltaSizes, device: torch.device) -> Tensor:
+        """Return the order of the first product's columns; both tensors are interleaved by key heads."""
+        each, whole = sizes.heads // sizes.key_heads, sizes.conv_channels + sizes.value_size
+        columns = torch.arange(whole + 2 * sizes.heads, device=device)
+        widths = (sizes.key_dim, sizes.key_dim, each * sizes.value_dim, each * sizes.value_dim)
+        qkvz = columns[:whole].view(sizes.key_heads, -1).split(widths, 1)
+        b, a = columns[whole:].view(sizes.key_heads, -1).split(each, 1)
+        return torch.cat([part.flatten() for part in (*qkvz, a, b)])
