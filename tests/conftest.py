@@ -44,6 +44,24 @@ settings.load_profile("untimed")
 torch.set_num_threads(1)
 
 
+_KERNELS = Path(CHOICES.name, "native")
+_UNFINISHED = shutil.ignore_patterns("lock", "making-*")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin with the kernels that earlier runs compiled: their names are digests of all that they are made of."""
+    if cache := getattr(config, "cache", None):
+        kept = cache.mkdir("native")
+        kept.chmod(0o700)
+        shutil.copytree(kept, _KERNELS, dirs_exist_ok=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Keep what this run compiled."""
+    if (cache := getattr(config, "cache", None)) and _KERNELS.is_dir():
+        shutil.copytree(_KERNELS, cache.mkdir("native"), ignore=_UNFINISHED, dirs_exist_ok=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests, so that no worker is left alone with one; skip what needs a GPU."""
     slow = {item.path for item in items if "slow" in item.keywords}
