@@ -18,6 +18,7 @@ if not HAS_CUDA:
 # a shell that starts the tests in the background lets them, and what they start, ignore Ctrl-C
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: threads that wait for one another spin
 os.environ.pop("COLUMNS", None)  # readline, which pytest imports, leaves 80 to the processes that it starts
 
 # what one run or worker measures must not decide about another one; the folder of one that was killed is removed
