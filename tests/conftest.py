@@ -18,6 +18,7 @@ if not HAS_CUDA:
 # a shell that starts the tests in the background lets them, and what they start, ignore Ctrl-C
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: threads that wait for one another spin
 os.environ.pop("COLUMNS", None)  # readline, which pytest imports, leaves 80 to the processes that it starts
 
 # what one run or worker measures must not decide about another one; the folder of one that was killed is removed
@@ -42,6 +43,24 @@ settings.load_profile("untimed")
 
 # threads that wait for one another on busy cores take milliseconds for microseconds of work
 torch.set_num_threads(1)
+
+
+_KERNELS = Path(CHOICES.name, "native")
+_UNFINISHED = shutil.ignore_patterns("lock", "making-*")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin with the kernels that earlier runs compiled: their names are digests of all that they are made of."""
+    if cache := getattr(config, "cache", None):
+        kept = cache.mkdir("native")
+        kept.chmod(0o700)
+        shutil.copytree(kept, _KERNELS, dirs_exist_ok=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Keep what this run compiled."""
+    if (cache := getattr(config, "cache", None)) and _KERNELS.is_dir():
+        shutil.copytree(_KERNELS, cache.mkdir("native"), ignore=_UNFINISHED, dirs_exist_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -261,9 +261,9 @@ def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> Non
         gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    resident = [resident_bytes_after(captures) for captures in (20, 100, 100, 100)]
+    resident = (resident_bytes_after(captures) for captures in (20, 100, 100, 100))
     # what captures lose, each hundred loses; what the rest of the process happens to allocate comes once
-    assert min(after - before for before, after in itertools.pairwise(resident)) < 2 * 2**20
+    assert any(after - before < 2 * 2**20 for before, after in itertools.pairwise(resident))
 
 
 @pytest.mark.parametrize("batch_size", [3, 8])

@@ -5,7 +5,6 @@ Bounds only ever go down, save that of bfloat16 where the processor multiplies i
 The reference and the comparison are those of `tools/bench accuracy`; which figures they gave is in `tools/results/`.
 """
 
-import os
 from functools import cache
 from pathlib import Path
 
@@ -44,11 +43,6 @@ OF_A_LONG_TEXT = OF_SMOLLM2 | {
 def reference(path: Path, tokens: int) -> tuple[list[int], Tensor]:
     ids = text_ids(path, tokens)
     return ids, Float64Model(path).log_probabilities(ids)
-
-
-@pytest.fixture(autouse=True)
-def few_threads(own_threads: None) -> None:
-    torch.set_num_threads(min(os.cpu_count() or 1, 2))
 
 
 def check(found: dict[str, Distance], mean: float, other_first: float) -> None:

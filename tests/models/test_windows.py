@@ -99,22 +99,25 @@ def alone(checkpoint: Callable[[str], Path]) -> Callable[[str, str], tuple[Any, 
     return make
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"total_num_pages": 66},
+    {"total_num_pages": 66, "prefix_cache": False, "steps_per_launch": 3},
+    {"max_prefill_tokens": 33, "steps_per_launch": 5, "batch_sizes": [4]},
+    {"speculation": "ngram", "num_tokens": 5, "ngram_min": 1},
+    {"speculation": "ngram", "ngram_min": 1, "steps_per_launch": 2, "total_num_pages": 66},
+    {"kv_cache_dtype": "int8", "total_num_pages": 66},
+    {"kv_cache_dtype": "fp8", "backend": "eager"},
+]
+PAIRS = [  # of names and settings, each with some of the other; all are slow
+    pytest.param(name, settings, id=f"{name}-{settings}", marks=[pytest.mark.slow] if (row + column) % 3 else [])
+    for row, name in enumerate(WINDOWED)
+    for column, settings in enumerate(SETTINGS)
+]
+
+
 @compiled_or_gpu
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"total_num_pages": 66},
-        {"total_num_pages": 66, "prefix_cache": False, "steps_per_launch": 3},
-        {"max_prefill_tokens": 33, "steps_per_launch": 5, "batch_sizes": [4]},
-        {"speculation": "ngram", "num_tokens": 5, "ngram_min": 1},
-        {"speculation": "ngram", "ngram_min": 1, "steps_per_launch": 2, "total_num_pages": 66},
-        {"kv_cache_dtype": "int8", "total_num_pages": 66},
-        {"kv_cache_dtype": "fp8", "backend": "eager"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize(("name", "settings"), PAIRS)
 def test_rolling_pages_change_no_bit_of_an_answer(alone: Any, name: str, settings: dict[str, Any]) -> None:
     decoder, given, expected = alone(name, settings.get("kv_cache_dtype", "auto"))
     engine = engine_of(decoder, **settings)

@@ -3,14 +3,16 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner, Result
 
 import harness
 from benchmarks import generate, prompts, start
+from benchmarks import results as shown_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,9 +25,10 @@ def result(model: str, ms: dict[str, float]) -> str:
     return json.dumps({"model": model, "dtype": "float32", "threads": 2, "environment": environment, "rows": [row]})
 
 
-def show(results: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "bench"), "results", "--results", str(results), *options]
-    return subprocess.run(command, cwd=results, capture_output=True, text=True, check=False)
+def show(results: Path, *options: str) -> Result:
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(shown_results.main)
+    return CliRunner().invoke(app, ["--results", str(results), *options])
 
 
 @pytest.fixture
@@ -61,7 +64,7 @@ def test_the_history_has_the_commits_that_have_the_value(results: Path) -> None:
     shown = show(results, "--history", "machine/generate-a.json", *metric)
     assert [line.split()[2] for line in shown.stdout.splitlines()] == ["0.2500"]
     nothing = show(results, "--history", "machine/generate-a.json", "--metric", "rows.7.no")
-    assert nothing.returncode == 2
+    assert nothing.exit_code == 2
     assert "no committed version of machine/generate-a.json has rows.7.no" in " ".join(nothing.stderr.split())
 
 
@@ -73,7 +76,7 @@ def test_every_committed_result_has_a_history() -> None:
         pytest.skip("no repository")
     for file in listed.stdout.splitlines():
         shown = show(results, "--history", file)
-        assert shown.returncode == 0, shown.stderr
+        assert shown.exit_code == 0, shown.stderr
         assert all(float(line.split()[2]) > 0 for line in shown.stdout.splitlines())
 
 
