@@ -39,7 +39,7 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import BlocksStem, family_of
 from graphdecode.models.shapes import RandomWeights, shape_config
 from graphdecode.models.split import SplitSource, split_adapter, split_config
-from graphdecode.models.split_blocks import JointlyNormedMamba2
+from graphdecode.models.recurrent_blocks import JointlyNormedMamba2
 from graphdecode.models.weight_map import Part, parts
 
 T = TypeVar("T")
