@@ -1,7 +1,8 @@
 """Model families: the base class, and the registry."""
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from graphdecode.linear.weight_form import RowTable, Stored
 from graphdecode.linear.wrapped import Gathered
 from graphdecode.models.blocks import Head, Layer, Stem, Tokens
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.families import ARCHITECTURES
 from graphdecode.models.split_blocks import SplitStem
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -86,7 +88,8 @@ class Family(ABC):
         return Head(final_norm, weights.adapted_head(lm_head), config.logits_soft_cap)
 
 
-FAMILIES: dict[str, Family] = {}  # by architecture; filled on import
+# by architecture; one that was not used yet is the name of its class
+FAMILIES: dict[str, Family | str] = {architecture: name for name, architecture in ARCHITECTURES.items()}
 
 
 def register_family(family: Family, *, replace: bool = False) -> None:
@@ -104,19 +107,23 @@ def register_family(family: Family, *, replace: bool = False) -> None:
 _OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family(family()), FAMILIES)
 
 
-def known_families() -> Mapping[str, Family]:
-    """Return the families by architecture, including those of other packages."""
+def known_families() -> Collection[str]:
+    """Return the architectures of all families, including those of other packages."""
     _OUTSIDE.find()
-    return FAMILIES
+    return FAMILIES.keys()
 
 
 def family_of(architecture: object) -> Family:
     """Return the family of an architecture; raise UnsupportedModelError if it is unknown."""
-    family = known_families().get(architecture) if isinstance(architecture, str) else None
-    if family is None:
-        known = ", ".join(FAMILIES)
+    known = known_families()
+    if not isinstance(architecture, str) or architecture not in known:
         asked = f"architecture {shown(architecture, plain=True)} is not supported"
-        raise UnsupportedModelError(f"{asked}; supported are {known}; a family {BRING_YOUR_OWN}")
+        raise UnsupportedModelError(f"{asked}; supported are {', '.join(known)}; a family {BRING_YOUR_OWN}")
+    family = FAMILIES[architecture]
+    if isinstance(family, str):
+        module, _, name = family.partition(".")
+        family = getattr(importlib.import_module(f"graphdecode.models.families.{module}"), name)()
+        FAMILIES[architecture] = family
     return family
 
 

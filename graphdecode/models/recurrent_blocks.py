@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from graphdecode.cache import LayerState
+from graphdecode.distributed import Collectives
 from graphdecode.kernels.norm.gated_rms_norm import gated_rms_norm
 from graphdecode.kernels.recurrent.causal_conv import causal_conv
 from graphdecode.kernels.recurrent.gated_delta import DeltaGates, gated_delta
@@ -146,3 +147,25 @@ class Mamba2(RecurrentMixer):
         """Write `read`, the output of the scan, normed and gated into `normed`, [t, channels]."""
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
         gated_rms_norm(normed, read, gate, weight, eps, self.group, self.norm_first)
+
+
+@dataclass(frozen=True)
+class JointlyNormedMamba2(Mamba2):
+    """Mamba2 whose groups are split over ranks, and normed together."""
+
+    collectives: Collectives = field(kw_only=True)
+    place: str = field(kw_only=True)  # name in the model
+    ranks_of_group: int = field(kw_only=True)  # adjacent ranks that share a group
+
+    def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
+        """Write `read`, the output of the scan, normed and gated into `normed`, [t, channels]."""
+        assert self.norm is not None
+        active = torch.nn.functional.silu(gate.float())
+        x = read.float() if self.norm_first else read.float() * active
+        squares = x.new_zeros(x.shape[0], self.collectives.count // self.ranks_of_group)
+        own = squares[:, self.collectives.rank // self.ranks_of_group]
+        own.copy_(x.square().sum(1))
+        self.collectives.all_reduce(squares, self.place)
+        scale = torch.rsqrt(own / (x.shape[1] * self.ranks_of_group) + self.norm.eps)
+        x = x * scale[:, None] * self.norm.weight
+        normed.copy_(x * active if self.norm_first else x)

@@ -11,12 +11,8 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
-from graphdecode.models.families.deepseek import Glm4MoeLite
-from graphdecode.models.families.llama import Llama
-from graphdecode.models.families.mamba2 import Mamba2Family
-from graphdecode.models.families.qwen import Qwen3, Qwen3Moe
-from graphdecode.models.families.qwen3_5 import Qwen35
-from graphdecode.models.family import Family, config_of, family_of
+from graphdecode.models.families import ARCHITECTURES
+from graphdecode.models.family import config_of, family_of
 from graphdecode.models.weight_map import parts
 
 _SIZES = (
@@ -30,8 +26,8 @@ _SIZES = (
 )
 
 
-def _shape(family: type[Family], *sizes: int, **settings: Any) -> dict[str, Any]:
-    return {"architectures": [family.architecture], **dict(zip(_SIZES, sizes, strict=True)), **settings}
+def _shape(family: str, *sizes: int, **settings: Any) -> dict[str, Any]:
+    return {"architectures": [ARCHITECTURES[family]], **dict(zip(_SIZES, sizes, strict=True)), **settings}
 
 
 def _llama3(factor: float) -> dict[str, Any]:
@@ -46,15 +42,15 @@ _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediat
 _LATENT = {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 _LATENT |= {"moe_intermediate_size": 1536}
 SHAPES = {  # sizes in the order of `_SIZES`
-    "glm-4.7-flash": _shape(Glm4MoeLite, 154880, 2048, 10240, 47, 20, 20, 202752, **_LATENT),
-    "llama-100m": _shape(Llama, 32000, 768, 2048, 12, 12, 4, 4096),
-    "llama-3.2-1b": _shape(Llama, 128256, 2048, 8192, 16, 32, 8, 131072, head_dim=64, **_TIED, **_llama3(32.0)),
-    "llama-3.1-8b": _shape(Llama, 128256, 4096, 14336, 32, 32, 8, 131072, **_llama3(8.0)),
-    "qwen3-0.6b": _shape(Qwen3, 151936, 1024, 3072, 28, 16, 8, 40960, head_dim=128, rope_theta=1e6, **_TIED),
-    "qwen3.5-0.8b": _shape(Qwen35, 248320, 1024, 3584, 24, 8, 2, 262144, **_DELTA_NET),
-    "mamba2-2.7b": _shape(Mamba2Family, 50288, 2560, 1, 64, 1, 1, 2**20, **_MAMBA2),
+    "glm-4.7-flash": _shape("deepseek.Glm4MoeLite", 154880, 2048, 10240, 47, 20, 20, 202752, **_LATENT),
+    "llama-100m": _shape("llama.Llama", 32000, 768, 2048, 12, 12, 4, 4096),
+    "llama-3.2-1b": _shape("llama.Llama", 128256, 2048, 8192, 16, 32, 8, 131072, head_dim=64, **_TIED, **_llama3(32.0)),
+    "llama-3.1-8b": _shape("llama.Llama", 128256, 4096, 14336, 32, 32, 8, 131072, **_llama3(8.0)),
+    "qwen3-0.6b": _shape("qwen.Qwen3", 151936, 1024, 3072, 28, 16, 8, 40960, head_dim=128, rope_theta=1e6, **_TIED),
+    "qwen3.5-0.8b": _shape("qwen3_5.Qwen35", 248320, 1024, 3584, 24, 8, 2, 262144, **_DELTA_NET),
+    "mamba2-2.7b": _shape("mamba2.Mamba2Family", 50288, 2560, 1, 64, 1, 1, 2**20, **_MAMBA2),
     "qwen3-30b-a3b": _shape(
-        Qwen3Moe, 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, rope_theta=1e6, **_QWEN3_EXPERTS
+        "qwen.Qwen3Moe", 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, rope_theta=1e6, **_QWEN3_EXPERTS
     ),
 }
 PREFIX = "shape:"

@@ -10,7 +10,6 @@ from graphdecode.attention import QKNormRope
 from graphdecode.distributed import Collectives
 from graphdecode.linear.weight_form import tensors_in
 from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStream, Stem, Tokens
-from graphdecode.models.recurrent_blocks import Mamba2
 
 
 @dataclass(frozen=True)
@@ -74,25 +73,3 @@ class JointlyNormedAttention(Attention):
                 end = begin + norm.weight.shape[0]
                 yield qkv[:, begin:end], norm
                 begin = end
-
-
-@dataclass(frozen=True)
-class JointlyNormedMamba2(Mamba2):
-    """Mamba2 whose groups are split over ranks, and normed together."""
-
-    collectives: Collectives = field(kw_only=True)
-    place: str = field(kw_only=True)  # name in the model
-    ranks_of_group: int = field(kw_only=True)  # adjacent ranks that share a group
-
-    def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
-        """Write `read`, the output of the scan, normed and gated into `normed`, [t, channels]."""
-        assert self.norm is not None
-        active = torch.nn.functional.silu(gate.float())
-        x = read.float() if self.norm_first else read.float() * active
-        squares = x.new_zeros(x.shape[0], self.collectives.count // self.ranks_of_group)
-        own = squares[:, self.collectives.rank // self.ranks_of_group]
-        own.copy_(x.square().sum(1))
-        self.collectives.all_reduce(squares, self.place)
-        scale = torch.rsqrt(own / (x.shape[1] * self.ranks_of_group) + self.norm.eps)
-        x = x * scale[:, None] * self.norm.weight
-        normed.copy_(x * active if self.norm_first else x)

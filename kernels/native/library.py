@@ -218,21 +218,21 @@ def _made_or_not(kinds: list[str]) -> dict[str, LoadedLibrary]:
 
 
 def carried_name(made_for: Instructions, kind: str) -> str:
-    """Return the file name of included kernels: instruction set, and a digest of system, options and sources.
-
-    The sources include the argument structs, which are the binary interface.
-    """
+    """Return the file name of included kernels: instruction set, and a digest of system, options and sources."""
     options = [option for option in made_for.flags if option != "-mtune=native"]  # adds no instructions
-    text = source_text(kind)
-    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS], text)}-{kind}.so"
+    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS])}-{kind}.so"
 
 
-def _digest(parts: Sequence[str], text: str) -> str:
-    """Return a digest of the build's inputs and all sources."""
+def _digest(parts: Sequence[str]) -> str:
+    """Return a digest of the build's inputs and all sources.
+
+    The operators' modules are among the sources, for the argument structs, which are the binary interface, follow from
+    them. So kernels are found before operators that the model does not need are imported.
+    """
     key = hashlib.sha256("\n".join(parts).encode())
-    for file in sorted(FOLDER.parent.glob("*/*.[ch]")):
+    for file in sorted(file for kind in ("c", "h", "py") for file in FOLDER.parent.glob(f"*/*.{kind}")):
         key.update(file.read_bytes())
-    return hashlib.sha256(key.digest() + text.encode()).hexdigest()[:24]
+    return key.hexdigest()[:24]
 
 
 def _carried_file(kind: str) -> Path:
@@ -266,9 +266,9 @@ def _share(loaded: Mapping[str, ctypes.CDLL]) -> None:
 def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
     """Load compiled libraries; missing ones are compiled in parallel."""
     compiler = Compiler.found()
-    texts, options = {kind: source_text(kind) for kind in kinds}, include_flags()
-    parts = [*compiler.command, *options, compiler.processor, compiler.version]
-    named = {kind: f"{_digest(parts, text)}-{kind}.so" for kind, text in texts.items()}
+    options = include_flags()
+    digest = _digest([*compiler.command, *options, compiler.processor, compiler.version])
+    named = {kind: f"{digest}-{kind}.so" for kind in kinds}
     problems: list[str] = []
     temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
     for place in (lambda: cache_folder() / "native", lambda: temporary):
@@ -276,7 +276,7 @@ def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
         try:
             path = place()
             with closing(PrivateFolder(path)) as folder:
-                _make_missing(folder, {named[kind]: text for kind, text in texts.items()}, compiler, options)
+                _make_missing(folder, named, compiler, options)
                 loaded = {kind: _opened(folder, name) for kind, name in named.items()}
         except OSError as error:  # not writable, or mounted noexec
             problems.append(f"{path}: {error}")
@@ -298,15 +298,15 @@ def _opened(folder: PrivateFolder, name: str) -> ctypes.CDLL:
     return opened_library(descriptor)
 
 
-def _make_missing(folder: PrivateFolder, texts: dict[str, str], compiler: Compiler, options: list[str]) -> None:
+def _make_missing(folder: PrivateFolder, named: dict[str, str], compiler: Compiler, options: list[str]) -> None:
     """Compile a folder's missing libraries, or wait for another process that does."""
-    if all(folder.holds(name) for name in texts):
+    if all(map(folder.holds, named.values())):
         return
     with folder.locked(_WAIT_SECONDS):
-        missing = {name: text for name, text in texts.items() if not folder.holds(name)}
+        missing = {kind: name for kind, name in named.items() if not folder.holds(name)}
         with folder.scratch() as scratch, _announced():
-            compiler.compile({scratch / name: text for name, text in missing.items()}, options)
-            for name in missing:
+            compiler.compile({scratch / name: source_text(kind) for kind, name in missing.items()}, options)
+            for name in missing.values():
                 folder.put(scratch / name, name)
 
 

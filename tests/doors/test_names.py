@@ -6,7 +6,7 @@ from pathlib import Path
 
 from command_line import run_python
 
-from graphdecode.models.family import FAMILIES
+from graphdecode.models.family import FAMILIES, family_of
 
 PACKAGE = Path(__file__).parents[2] / "graphdecode"
 ARCHITECTURE = re.compile(r"\w+For(CausalLM|ConditionalGeneration)")
@@ -26,8 +26,11 @@ def test_no_file_but_the_families_names_an_architecture() -> None:
 
 
 def test_each_family_names_its_own() -> None:
-    found = {name for file in (PACKAGE / "models" / "families").glob("*.py") for name in named(file)}
+    found = {name for file in (PACKAGE / "models" / "families").glob("[!_]*.py") for name in named(file)}
     assert len(found) == len(FAMILIES) >= 4
+    assert {architecture: family_of(architecture).architecture for architecture in FAMILIES} == {
+        architecture: architecture for architecture in FAMILIES
+    }
 
 
 def test_models_are_imported_without_tokenizers_and_the_hub() -> None:

@@ -37,9 +37,9 @@ from graphdecode.models.adapters import Adapter
 from graphdecode.models.blocks import Norm
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import BlocksStem, family_of
+from graphdecode.models.recurrent_blocks import JointlyNormedMamba2
 from graphdecode.models.shapes import RandomWeights, shape_config
 from graphdecode.models.split import SplitSource, split_adapter, split_config
-from graphdecode.models.split_blocks import JointlyNormedMamba2
 from graphdecode.models.weight_map import Part, parts
 
 T = TypeVar("T")

@@ -74,7 +74,8 @@ def call_d(scratch: Path) -> list[Part]:
     """Call D: every test of an operator, a cache or a model that runs on whatever device there is."""
     folders = [f"tests/{name}" for name in ("models", "kernels", "attention", "cache", "surfaces", "graphs")]
     plugin = ["-p", "gpu_checks.on_device"]
-    return [_tests("tests on the device", scratch, 490, [*plugin, *folders], [*plugin, "tests/cache/test_cache_operators.py", "-k", "strided"])]
+    few = [*plugin, "tests/cache/test_cache_operators.py", "-k", "strided"]
+    return [_tests("tests on the device", scratch, 490, [*plugin, *folders], few)]
 
 
 CALLS: dict[str, Callable[[Path], list[Part]]] = {"A": call_a, "B": call_b, "C": call_c, "D": call_d}

@@ -13,8 +13,7 @@ from graphdecode.kernels.recurrent.selective_scan import ScanWeights
 from graphdecode.models.blocks import Mixer, Norm
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag, layer_kinds
 from graphdecode.models.families.llama import Llama
-from graphdecode.models.recurrent_blocks import Mamba2
-from graphdecode.models.split_blocks import JointlyNormedMamba2
+from graphdecode.models.recurrent_blocks import JointlyNormedMamba2, Mamba2
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
