@@ -89,8 +89,8 @@ def measure(device: str, name: str, points: list[tuple[int, int]], figures: Figu
                 for variant, each in runners.items():
                     found = times[variant].setdefault(f"{bucket}:{context}", [])
                     found += steps_ms(each, rows)
-    for variant, found in times.items():
-        figures.add(keys[variant], **{point: statistics.median(taken) for point, taken in found.items()})
+    for variant, of_points in times.items():
+        figures.add(keys[variant], **{point: statistics.median(taken) for point, taken in of_points.items()})
     for each in (*runners.values(), runner):
         each.close()
 
