@@ -1,10 +1,13 @@
 """Steps with other tiles and plans of attention, compared with the engine's.
 
-python -m gpu_checks.attention DEVICE SHAPE BATCH:CONTEXT,...   known figures are not measured again
+python -m gpu_checks.attention DEVICE SHAPE BATCH:CONTEXT,... [VARIANTS]   known figures are not measured again
+
+VARIANTS are others than those below, as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +18,7 @@ from unittest import mock
 import gpu_checks.absent  # noqa: F401 (first)
 from gpu_checks.figures import Figures
 from gpu_checks.models import runner_of, shape_of
+from gpu_checks.steps import kernel_times
 from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.kernels.attention import append_attention, attention_plan
@@ -71,13 +75,15 @@ def steps_ms(runner: Runner, rows: Sequence[Any]) -> list[float]:
     return back_to_back_ms(lambda: runner.launch(LaunchPlan(StepShape(len(rows)))), STEPS_PER_STAGING)
 
 
-def measure(device: str, name: str, points: list[tuple[int, int]], figures: Figures) -> None:
+def measure(
+    device: str, name: str, points: list[tuple[int, int]], variants: dict[str, dict[str, int]], figures: Figures
+) -> None:
     """Measure the step of a shape at some points (batch size, context), with all variants in turn."""
     buckets = sorted({bucket for bucket, _ in points})
     runner = runner_of(shape_of(name, is_small=device != "cuda"), buckets, max(at for _, at in points), device)
-    keys = {variant: f"attention {name}, {variant}" for variant in VARIANTS}
+    keys = {variant: f"attention {name}, {variant}" for variant in variants}
     runners: dict[str, Runner] = {}
-    for variant, changed in VARIANTS.items():
+    for variant, changed in variants.items():
         if keys[variant] not in figures:
             with varied(changed):
                 runners[variant] = Runner(runner.setting, runner.cache, runner.capacity)
@@ -91,15 +97,20 @@ def measure(device: str, name: str, points: list[tuple[int, int]], figures: Figu
                     found += steps_ms(each, rows)
     for variant, of_points in times.items():
         figures.add(keys[variant], **{point: statistics.median(taken) for point, taken in of_points.items()})
+    for bucket, context in points:
+        key = f"kernels {name}, batch {bucket}, context {context}"
+        if device == "cuda" and key not in figures:
+            with rows_at(runner, bucket, context) as rows:
+                figures.add(key, kernels_us=kernel_times(next(iter(runners.values())), rows))
     for each in (*runners.values(), runner):
         each.close()
 
 
 def main() -> None:
     """Measure the points of the arguments."""
-    device, name, given = sys.argv[1:]
+    device, name, given, *others = sys.argv[1:]
     points = [(int(bucket), int(context)) for bucket, _, context in (each.partition(":") for each in given.split(","))]
-    measure(device, name, points, Figures())
+    measure(device, name, points, json.loads(others[0]) if others else VARIANTS, Figures())
 
 
 if __name__ == "__main__":
