@@ -1,6 +1,7 @@
 """A real server in a process of its own, for tests."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import re
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from graphdecode.models import resolve_model_path
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 120
@@ -178,3 +184,18 @@ def serving(*options: str, model: str = "demo", environment: dict[str, str] | No
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def write_adapter(folder: Path, scale: float) -> None:
+    """Save a random adapter of the demo model's attention outputs, as PEFT does."""
+    tensors = {}
+    with safe_open(next(resolve_model_path("demo").glob("*.safetensors")), framework="pt") as reader:
+        for name in reader.keys():  # noqa: SIM118 (not a mapping)
+            if name.endswith("o_proj.weight"):
+                rows, columns = reader.get_slice(name).get_shape()
+                drawn, module = torch.Generator().manual_seed(len(tensors)), name.removesuffix(".weight")
+                tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(2, columns, generator=drawn)
+                tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, 2, generator=drawn) * scale
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))

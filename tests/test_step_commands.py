@@ -238,6 +238,17 @@ def test_slots_of_adapters_are_part_of_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_gib_free")
+def test_what_adapters_of_experts_take_in_a_pass_is_part_of_the_plan(tmp_path: Path) -> None:
+    text = "[capacity]\ntotal_num_pages = 100\nmax_batch_size = 4\n[adapters]\nmax_adapters = 1\nadapt_experts = true\n"
+    text += "[scheduling]\nmax_prefill_tokens = 1020\n"
+    found = plan(show(tmp_path, text, "--model", "shape:qwen3-30b-a3b", "--dtype", "bfloat16"))
+    pair = 4 * 2 * 768 + 4 * 2 * 16 + 2 * 2048  # added to gate and up, their inner sums, a copy of the input
+    assert found["experts' adapters"] == pytest.approx(1024 * 8 * max(pair, 4 * (2048 + 16)) / MIB, abs=0.1)
+    beside = found["key-value cache"] + found["experts' adapters"]
+    assert found["missing"] == pytest.approx(beside - found["left for pages"], abs=0.2)
+
+
+@pytest.mark.usefixtures("two_gib_free")
 def test_auto_pages_come_from_what_the_weights_leave(tmp_path: Path) -> None:
     text = "[capacity]\nmax_batch_size = 4096\nmax_sequence_length = 4096\nmemory_fraction = 0.5\n"
     found = plan(show(tmp_path, text, "--model", "shape:llama-100m", "--dtype", "float32"))

@@ -236,6 +236,7 @@ def _memory_table(
         checkpoint_bytes_of,
         draft_state_bytes_of,
         draft_states_of,
+        expert_adapter_bytes_of,
         plan_capacity,
         rounding_bytes_of,
         state_bytes_of,
@@ -254,9 +255,9 @@ def _memory_table(
     cache = capacity.page_bytes * (pages + 1)
     states, kept = state_bytes_of(config, settings), checkpoint_bytes_of(engine, settings)
     drafted = draft_state_bytes_of(engine, settings)
-    left = (
-        free - weights - adapters - capacity.cache_bytes - states - kept - drafted - rounding_bytes_of(engine, device)
-    )
+    pairs = expert_adapter_bytes_of(engine, settings, dtype, device)
+    left = free - weights - adapters - capacity.cache_bytes - states - kept - drafted - pairs
+    left -= rounding_bytes_of(engine, device)
     name = str(dtype).removeprefix("torch.")
     of_states = f"of {config.max_batch_size} rows, and one for padding" + "; prefixes are not shared" * (not kept)
     of_kept = f"of {engine.state_checkpoints} prefixes, at most one for {engine.state_checkpoint_tokens} tokens"
@@ -284,6 +285,7 @@ def _memory_table(
         *([("recurrent states", states, of_states)] if states else []),
         *([("checkpoints", kept, of_kept)] if kept else []),
         *([("states of drafts", drafted, f"{draft_states_of(engine)} queries of all rows")] if drafted else []),
+        *([("experts' adapters", pairs, "what they add in a pass")] if pairs else []),
         ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
     )
     columns: dict[str, Callable[[tuple[str, int, str]], str]] = {

@@ -18,7 +18,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.cache.kv_format import KVFormat, format_named
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
 from graphdecode.memory import GRANULE, free_bytes, total_bytes
-from graphdecode.models import ModelShape, adapter_bytes
+from graphdecode.models import ModelConfig, ModelShape, adapter_bytes
 
 # estimates for graphs
 _NODE_BYTES = 16 * 2**10  # memory of the driver, per kernel
@@ -108,7 +108,8 @@ def plan_capacity(
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
             free = max(free - graph_bytes(config, model, widths), 0)
-        free = max(free - states_bytes - rounding_bytes_of(settings, device), 0)
+        beside = rounding_bytes_of(settings, device) + expert_adapter_bytes_of(settings, model, dtype, device)
+        free = max(free - states_bytes - beside, 0)
         budget = int(free * config.memory_fraction)
         total = min(budget // max(page_bytes, 1) - 1, most)
         if rolling is not None:
@@ -182,6 +183,19 @@ def rounding_bytes_of(settings: EngineConfig, device: torch.device) -> int:
     return 2 * GRANULE if settings.enable_sleep_mode and device.type == "cuda" else 0
 
 
+def expert_adapter_bytes_of(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that a pass takes for adapters of experts: what a product adds for each token and expert.
+
+    Adapters add to `gate` and `up` from copies of a token's input, and to the other product from its own.
+    """
+    if not (isinstance(model, ModelConfig) and model.experts and settings.max_adapters and settings.adapt_experts):
+        return 0
+    experts = model.experts
+    tokens, rank = settings.prefill_tokens(device.type) + settings.buckets.max_batch_size, settings.max_adapter_rank
+    first = 4 * 2 * (experts.intermediate_size + rank) + dtype.itemsize * model.hidden_size
+    return tokens * experts.top_k * max(first, 4 * (model.hidden_size + rank))
+
+
 def _state_bytes(model: ModelShape) -> int:
     """Return the bytes of one sequence's recurrent states."""
     return sum(state.nbytes for state in model.recurrent if state is not None)
@@ -216,6 +230,8 @@ def plan_checked_capacity(
     slots = settings.max_adapters
     of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype, adapt_experts=settings.adapt_experts)
     needs.append(("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", of_slots))
+    pairs = expert_adapter_bytes_of(settings, model, dtype, device)
+    needs.append(("adapt_experts", int(settings.adapt_experts), "tokens' experts with adapters", pairs))
     rounding = rounding_bytes_of(settings, device)
     needs.append(("enable_sleep_mode", int(settings.enable_sleep_mode), "granules of weights and cache", rounding))
     total = sum(nbytes for _, _, _, nbytes in needs)

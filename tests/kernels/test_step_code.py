@@ -121,7 +121,12 @@ def test_a_step_has_no_launch_and_no_byte_more_than_its_limit(seen, name):
 @pytest.mark.timeout(600)
 def test_the_document_shows_the_kernels_that_there_are(seen):
     text = (ROOT / "docs" / "kernels.md").read_text()
-    for case in ("llama-3.1-8b, 1 row", "llama-3.1-8b, 64 rows", "qwen3-0.6b, 1 row"):
+    for case in (
+        "llama-3.1-8b, 1 row",
+        "llama-3.1-8b, 64 rows",
+        "qwen3-0.6b, 1 row",
+        "llama-3.1-8b, 8 rows with adapters",
+    ):
         _, _, shown = text.partition(f"### {case}\n")
         labels = [line.split("`")[1] for line in shown.partition("\n### ")[0].splitlines() if line.startswith("| `")]
         assert labels == [row["label"] for row in seen["kernels"][case]], "tools/bench kernels --write"

@@ -308,10 +308,13 @@ def test_five_adapters_of_ranks_1_to_64_and_none_share_a_batch(checkpoint, tmp_p
         torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"speculation": "ngram"}, {"backend": "eager"}, {"batch_invariant": True}])
+@pytest.mark.parametrize(
+    "options", [{"speculation": "ngram"}, {"speculation": "model"}, {"backend": "eager"}, {"batch_invariant": True}]
+)
 @compiled_or_gpu
 def test_every_kind_of_step_takes_adapters(adapted, options):
     of_model = adapted("qwen3")
+    options |= {"draft_model": str(of_model.base)} if options.get("speculation") == "model" else {}
     requests = drawn_requests(of_model, 6, seed=3)
     with make(of_model, **options) as llm:
         for (request, prompt), tokens in zip(requests, generated(llm, requests), strict=True):
@@ -418,8 +421,8 @@ def ranks() -> Iterator[Leader]:
     leader.close()
 
 
-# runs of fused products, biases that one rank adds, a shared expert whose sum is that of all experts
-@pytest.mark.parametrize("name", ["phi3", "granite", "qwen2-moe"])
+# runs of fused products, biases that one rank adds, a shared expert whose sum is that of all experts, stacks
+@pytest.mark.parametrize("name", ["phi3", "granite", "qwen2-moe", "gpt-oss"])
 def test_ranks_have_the_tokens_of_merged_weights(adapted, ranks, name):
     of_model, requests = adapted(name), drawn_requests(adapted(name), 6)
     sizes = {"max_batch_size": 4, "max_sequence_length": 96, "page_size": 8, "max_prefill_tokens": 9}

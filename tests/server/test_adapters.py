@@ -1,33 +1,13 @@
 """Adapters over HTTP: named as models, listed, loaded and unloaded while requests are served."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from served import Served, serving
-
-from graphdecode.models import resolve_model_path
+from served import Served, serving, write_adapter
 
 PROMPT = {"prompt": "417+385=", "max_tokens": 8, "temperature": 0}
-
-
-def write_adapter(folder: Path, scale: float) -> None:
-    tensors = {}
-    with safe_open(next(resolve_model_path("demo").glob("*.safetensors")), framework="pt") as reader:
-        for name in reader.keys():  # noqa: SIM118 (not a mapping)
-            if name.endswith("o_proj.weight"):
-                rows, columns = reader.get_slice(name).get_shape()
-                drawn, module = torch.Generator().manual_seed(len(tensors)), name.removesuffix(".weight")
-                tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(2, columns, generator=drawn)
-                tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, 2, generator=drawn) * scale
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from command_line import run_command
-from served import AT_LENGTH, until
+from served import AT_LENGTH, until, write_adapter
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM, LoRARequest, SamplingParams
 from graphdecode.cli import main
 from graphdecode.errors import ArgumentError
 from graphdecode.server.batch import BatchInput, BatchOutput
@@ -104,6 +104,7 @@ def test_requests_of_all_kinds_have_the_answers_of_the_library_and_bad_ones_thei
         request("seeded", **sort, temperature=1.3, seed=5, n=2, logprobs=1),
         request("turn", "/v1/chat/completions", **chat, max_tokens=8),
         request("form", **sort, structured_outputs={"regex": "[0-9]{3}"}),
+        request("adapter", model="loud", prompt=prompts[1], max_tokens=8, temperature=0),
         request("other model", model="gpt", prompt="1+1="),
         request("wrong type", prompt="1+1=", max_tokens="many"),
         request("out of range", prompt="1+1=", temperature=-1),
@@ -113,7 +114,10 @@ def test_requests_of_all_kinds_have_the_answers_of_the_library_and_bad_ones_thei
     ]
     runs.input.write_text("".join(lines))
     config = runs.input.with_name("batch.toml")
-    config.write_text("[server]\ntrust_request_chat_template = true\nmax_waiting = 0\n")
+    loud = runs.input.with_name("loud")
+    write_adapter(loud, 1.0)
+    modules = f'lora_modules = ["loud={loud}"]'
+    config.write_text(f"[server]\ntrust_request_chat_template = true\nmax_waiting = 0\n{modules}\n")
     options = ("--config", str(config), "--max-batch-size", "4", "--max-sequence-length", "256")
     assert runs.finish(*options) == 2  # some could not be served
 
@@ -123,17 +127,21 @@ def test_requests_of_all_kinds_have_the_answers_of_the_library_and_bad_ones_thei
         for name, answer in answers.items()
         if answer["status_code"] == 200
     }
-    with LLM("demo", device="cpu", max_batch_size=4, max_sequence_length=256) as llm:
-        greedy = llm.generate([*prompts, "12+30="], SamplingParams(temperature=0, max_tokens=8))
+    with LLM("demo", device="cpu", max_batch_size=4, max_sequence_length=256, max_adapters=1) as llm:
+        adapters = [None, None, None, LoRARequest("loud", 1, loud)]
+        params = SamplingParams(temperature=0, max_tokens=8)
+        greedy = llm.generate([*prompts, "12+30=", prompts[1]], params, lora_request=adapters)
         seeded = llm.generate("sort zebra=", SamplingParams(temperature=1.3, seed=5, n=2, max_tokens=8))
-    rev, total, turn = [output.outputs[0].text for output in greedy]
+    rev, total, turn, adapted = [output.outputs[0].text for output in greedy]
     assert texts.pop("form")[0].isdigit()
     assert texts == {
         "greedy": [total],
         "two prompts": [rev, total],
         "seeded": [each.text for each in seeded[0].outputs],
         "turn": [turn],
+        "adapter": [adapted],
     }
+    assert adapted != total
     errors = {name: answer["body"]["error"] for name, answer in answers.items() if name not in {*texts, "form"}}
     assert {name: (answers[name]["status_code"], error["param"]) for name, error in errors.items()} == {
         "other model": (404, "model"),

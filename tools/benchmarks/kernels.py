@@ -31,8 +31,10 @@ TESTS = ROOT / "tests" / "kernels"
 BUDGETS, LIMITS = TESTS / "step_budgets.json", TESTS / "step_limits.json"
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
 ROWS = (1, 2, 8, 64)
-CONTEXTS = {1: (512,), 64: (512, 4096)}  # by rows, of the steps whose time is modelled
+ADAPTED = ("llama-3.1-8b", 8)  # model and rows of a step whose rows have an adapter of their own
+CONTEXTS = {1: (512,), 8: (512,), 64: (512, 4096)}  # by rows, of the steps whose time is modelled
 SHOWN = ("llama-3.1-8b, 1 row", "qwen3-0.6b, 1 row", "llama-3.1-8b, 64 rows")  # in the document
+SHOWN += ("llama-3.1-8b, 8 rows with adapters",)
 BUDGETED = ("registers", "shared", "levels", "barriers", "fences", "latency_cycles")
 
 
@@ -47,22 +49,16 @@ def looked_at(arch: int, cache: Path) -> dict[str, Any]:
     kernels: dict[str, list[dict[str, Any]]] = {}
     steps: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
-    for model in MODELS:
-        for rows in ROWS:
-            step = recorded_step(f"shape:{model}", rows, gpu=gpu, product_us=product)
-            kernels[case_name(model, rows)] = rows_of(step, measured)
-            of_grids = [fault for launch in step.launches for fault in grid_faults(launch)]
-            of_step = [*early_start_faults(step, measured), *of_grids]
-            faults += [f"{case_name(model, rows)}: {fault}" for fault in of_step]
-            for context in CONTEXTS.get(rows, ()):
-                cost = step_cost(step, rows, context, measured, gpu)
-                steps[case_name(model, rows, context)] = asdict(cost) | {"times_floor": cost.times_floor}
+    for model, rows, adapters in [*((model, rows, 0) for model in MODELS for rows in ROWS), (*ADAPTED, ADAPTED[1])]:
+        name = f"{model}, {rows} row{'s' * (rows > 1)}{' with adapters' * (adapters > 0)}"
+        step = recorded_step(f"shape:{model}", rows, gpu=gpu, product_us=product, adapters=adapters)
+        kernels[name] = rows_of(step, measured)
+        of_grids = [fault for launch in step.launches for fault in grid_faults(launch)]
+        faults += [f"{name}: {fault}" for fault in (*early_start_faults(step, measured), *of_grids)]
+        for context in CONTEXTS.get(rows, ()):
+            cost = step_cost(step, rows, context, measured, gpu)
+            steps[f"{name}, context {context}"] = asdict(cost) | {"times_floor": cost.times_floor}
     return {"kernels": kernels, "steps": steps, "faults": faults}
-
-
-def case_name(model: str, rows: int, context: int | None = None) -> str:
-    name = f"{model}, {rows} row{'s' * (rows > 1)}"
-    return name if context is None else f"{name}, context {context}"
 
 
 def label_of(launch: Launch) -> str:

@@ -108,6 +108,7 @@ class RecordedStep:
         constants: storages that the step only reads.
         token_bytes: of a token's keys and values in all layers.
         state_bytes: of a row's recurrent states in all layers.
+        adapter_bytes: that all adapters of the step have in its products; of the embedding's A a row is read.
         made_bytes: of all tensors that the step allocates.
     """
 
@@ -116,6 +117,7 @@ class RecordedStep:
     constants: frozenset[int]
     token_bytes: int
     state_bytes: int
+    adapter_bytes: int
     made_bytes: int
 
 
@@ -323,6 +325,7 @@ def recorded_step(
     batch_invariant: bool = False,
     dtype: str = "bfloat16",
     quantize: str | None = None,
+    adapters: int = 0,
 ) -> RecordedStep:
     """Return the launches of one step.
 
@@ -335,6 +338,7 @@ def recorded_step(
         batch_invariant: as the engine's option.
         dtype: of weights, activations and cache.
         quantize: as the engine's option.
+        adapters: that the rows have, of rank 16.
     """
     config = BucketConfig(
         max_batch_size=max(max_batch_size, rows),
@@ -352,6 +356,7 @@ def recorded_step(
             batch_invariant=batch_invariant,
             quantize=quantize,
             model_impl="native",
+            max_adapters=adapters,
         )
         assert isinstance(decoder, Decoder)
         shape = decoder.config
@@ -374,9 +379,10 @@ def recorded_step(
         step = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
-            step.run(StepShape(rows), batch)
+            step.run(StepShape(rows, has_adapters=adapters > 0), batch)
     states = sum(state.nbytes for state in shape.recurrent if state is not None)
     of_states = (cache.trash_state_row + 1) * states
+    products = {} if decoder.adapters is None else decoder.adapters.products
     of_keys = sum(layer.nbytes for layer in cache.layers) - of_states
     return RecordedStep(
         noting.launches,
@@ -384,5 +390,6 @@ def recorded_step(
         frozenset(storage_of(tensor) for tensor in decoder.constants),
         of_keys // (cache.total_num_pages + 1) // cache.page_size,
         states,
+        sum(each.nbytes for place, own in products.items() for each in (own.down, own.up)[place == "embedding" :]),
         sum(tensor.untyped_storage().nbytes() for tensor in noting.made.values()),
     )

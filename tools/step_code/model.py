@@ -98,7 +98,7 @@ def step_cost(
         context: tokens of each row.
         figures: returns those of a launch; None for a library's kernel.
     """
-    weights_us = 1e6 * step.model.read_bytes(rows) / costs.read_bandwidth
+    weights_us = 1e6 * (step.model.read_bytes(rows) + step.adapter_bytes) / costs.read_bandwidth
     moved = rows * ((context + 1) * step.token_bytes + 2 * step.state_bytes)  # states are read and written
     cache_us = 1e6 * moved / costs.read_bandwidth
     gaps_us = latency_us = hidden_us = loops_us = 0.0
