@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from covering import pairwise
 from test_small_linear import EPS, TOLERANCE, config, inputs, launch
 
 from graphdecode.kernels.linear.small_linear import GEMV_ROWS, small_linear
@@ -52,13 +53,12 @@ def block_m(rows):
     return next(most for most in (16, 32, 64) if rows <= most)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize(("kind", "rows"), KINDS)
-def test_a_norm_and_an_epilogue_are_those_of_the_formulas(
-    kind, rows, epilogue, out_features, in_features, dtype, device
-):
+OPTIONS = {"kind": tuple(KINDS), "epilogue": tuple(EPILOGUES), "shape": tuple(SHAPES), "dtype": tuple(TOLERANCE)}
+
+
+@pytest.mark.parametrize("case", pairwise(OPTIONS), ids=lambda case: "-".join(map(str, case.values())))
+def test_a_norm_and_an_epilogue_are_those_of_the_formulas(case, device):
+    (kind, rows), epilogue, (out_features, in_features), dtype = case.values()
     splits = 1 + (rows + len(epilogue)) % 3
     x, weight, bias = inputs(rows, out_features, in_features, dtype, device, with_bias=splits == 2)
     x *= 3

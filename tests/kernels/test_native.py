@@ -228,7 +228,7 @@ def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
 @pytest.mark.parametrize("vocab", [45, 2000, 33333])
 def test_a_drawn_token_is_the_torch_versions(vocab, dtype):
     """At the border of two tokens the last bit of an exponential may decide: one row in a million."""
-    for seed in range(6):
+    for seed in range(2 if vocab > 30_000 else 6):
         logits, positions, slots, *books = random_rows(12, vocab, seed)
         given = (logits.to(dtype), positions, slots, *books, 11)
         assert sampled_by(run_native_sample, *given) == sampled_by(sample_torch, *given), f"seed {seed}"

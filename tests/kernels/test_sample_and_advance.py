@@ -180,7 +180,7 @@ def test_dead_rows_with_hostile_slots_change_nothing() -> None:
     assert (hostile[0].tokens[4:] == torch.iinfo(torch.int64).max).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_odd_rows_with_odd_wishes_get_the_tokens_of_the_torch_version(seed: int, device: str) -> None:
     """A few of the rows of `tools/check sampler`."""
     rows = 30

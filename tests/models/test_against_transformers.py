@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ from graphdecode.models import load_model
 NEAR_TIE = 1e-3
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 70, 100)
+
+
+@lru_cache(maxsize=1)
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
 
 
 def prompts() -> list[list[int]]:
@@ -37,9 +43,7 @@ def assert_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) 
 @pytest.mark.parametrize(("rows", "pages"), [(3, 40), pytest.param(8, "auto", marks=pytest.mark.slow), (8, 26)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(checkpoint, name, rows, pages):
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint(name), dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    model = reference(checkpoint(name))
     config = BucketConfig(max_batch_size=rows, max_sequence_length=160, page_size=8, total_num_pages=pages)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     # so few that prompts take several chunks
@@ -63,9 +67,10 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, 256, (length + STEPS,), generator=generator).tolist() for length in LENGTHS]
 
 
+@cache
 def expected_logits(folder: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return what transformers gives for each row's last `STEPS + 1` tokens, [STEPS + 1, vocab]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+    model = reference(folder, dtype)
     with torch.no_grad():
         return [model(torch.tensor([text])).logits[0, -STEPS - 1 :].float() for text in texts()]
 

@@ -163,7 +163,7 @@ def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much_and_priori
 
     async def main(server: Served) -> None:
         async with httpx.AsyncClient(base_url=server.address, timeout=4 * HANG_SECONDS) as http:
-            tasks = [asyncio.create_task(ask(http, "greedy", "much", 1000, n=20)) for _ in range(3)]
+            tasks = [asyncio.create_task(ask(http, "greedy", "much", 500, n=20)) for _ in range(3)]
             while server.metric("vllm:num_requests_waiting") < 6:
                 assert not any(task.done() for task in tasks)
                 await asyncio.sleep(0.01)
