@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import signal
 import socket
 import tempfile
@@ -128,7 +127,7 @@ class LaunchedRank:
         return self._follow(store) if self.rank else self._lead(store, terms)
 
     def _lead(self, store: dist.Store, terms: Terms) -> Leader:
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = os.urandom(_TOKEN_BYTES)
         terms, descriptor, board, _store = _meeting_point(terms, self.host)
         connected: dict[tuple[int, int], socket.socket] = {}
         with socket.create_server((self.host, 0)) as server:

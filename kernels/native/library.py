@@ -45,19 +45,17 @@ _END = (
     "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
     "    for (int i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
 )
-_RECORDS: dict[str, str] = {}  # filled while the operators are imported
-_STRUCTS: dict[str, str] = {}
+_DECLARED: dict[str, Any] = {}  # by operator; filled while the operators are imported
 _CONSTANTS: dict[str, int] = {}
 
 
-def declare(name: str, struct: str, records: dict[str, str], constants: dict[str, int]) -> None:
-    """Declare an operator's arguments, records and constants to the sources.
+def declare(operator: Any, constants: dict[str, int]) -> None:
+    """Declare an operator, by its `registration.Signature`, and constants to the sources.
 
     Raises:
         ValueError: a constant has two values.
     """
-    _RECORDS.update(records)
-    _STRUCTS[name] = struct
+    _DECLARED[operator.name] = operator
     for constant, value in constants.items():
         if _CONSTANTS.setdefault(constant, value) != value:
             raise ValueError(f"{constant} is {_CONSTANTS[constant]} for one kernel and {value} for another")
@@ -76,7 +74,9 @@ def source_text(kind: str) -> str:
     codes = {f"CODE_{str(dtype).removeprefix('torch.')}".upper(): value for dtype, value in CODES.items()}
     named = _CONSTANTS | codes | {"CODE_WIDE": WIDE_CODE}
     constants = ", ".join(f"{name} = {value}" for name, value in sorted(named.items()))
-    structs = "".join(made[name] for made in (_RECORDS, _STRUCTS) for name in sorted(made))
+    declared = [_DECLARED[name] for name in sorted(_DECLARED)]
+    records = {name: text for each in declared for name, text in each.c_records.items()}
+    structs = "".join([*(records[name] for name in sorted(records)), *(each.c_struct for each in declared)])
     includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
     shared = "" if kind == _FIRST else "#define SHARED_ELSEWHERE\n"
     given = f'#define ELEMENT_{kind.upper()}\n{shared}enum {{ {constants} }};\n#include "native.h"\n{structs}'

@@ -104,8 +104,7 @@ class Parameter:
         is_keyword = given.kind is Given.KEYWORD_ONLY
         if not hasattr(kind, "_fields"):
             return cls(given.name, (Field.of(given.name, annotation),), None, is_optional, is_keyword)
-        hints = get_type_hints(kind, include_extras=True)
-        fields = tuple(Field.of(name, hints[name], is_optional, "written" in marks) for name in kind._fields)
+        fields = _fields_of(kind, is_optional, "written" in marks)
         return cls(given.name, fields, kind, is_optional, is_keyword)
 
     @property
@@ -180,8 +179,11 @@ class Signature:
     @property
     def c_records(self) -> dict[str, str]:
         """The structs of the records among its arguments, by name."""
-        groups = {parameter.group for parameter in self.parameters if parameter.group is not None}
-        return {group.__name__: f"typedef struct {{\n{_members(group)}}} {group.__name__};\n" for group in groups}
+        records = {}
+        for group in {parameter.group for parameter in self.parameters if parameter.group is not None}:
+            members = "".join(field.c_declaration or "" for field in _fields_of(group))
+            records[group.__name__] = f"typedef struct {{\n{members}}} {group.__name__};\n"
+        return records
 
     @property
     def choices(self) -> dict[str, int]:
@@ -273,9 +275,10 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Any], bool]:
             return annotation, marks, is_optional
 
 
-def _members(group: Any) -> str:
+@functools.cache
+def _fields_of(group: Any, is_optional: bool = False, is_written: bool = False) -> tuple[Field, ...]:
     hints = get_type_hints(group, include_extras=True)
-    return "".join(Field.of(name, hints[name]).c_declaration or "" for name in group._fields)
+    return tuple(Field.of(name, hints[name], is_optional, is_written) for name in group._fields)
 
 
 def _codes(field: Field) -> str:
@@ -335,8 +338,7 @@ def operator(
         plain = signature.flat(function)
         native: Callable[..., NativeCall | NativeSequence | None] | None = None
         if is_compiled is not False:
-            integers = (constants or {}) | signature.choices
-            library.declare(signature.name, signature.c_struct, signature.c_records, integers)
+            library.declare(signature, (constants or {}) | signature.choices)
             native = functools.partial(_native, signature, None if is_compiled is True else signature.flat(is_compiled))
         if parts is not None:
             native = functools.partial(_sequence, signature.flat(parts))
