@@ -46,10 +46,13 @@ class CudaCapture:
             outer.wait_stream(self.stream)
 
     def clear(self) -> None:
-        """Free cuBLAS workspaces outside of the pool, and the allocator's free memory."""
-        _clear_workspaces()
+        """Free the allocator's free memory, and cuBLAS workspaces outside of the pool.
+
+        Another thread may be about to launch a product with its workspace: that stays mapped, to be had again.
+        """
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+        _clear_workspaces()
 
     def capture(self, step: Step, batch: Batch) -> torch.cuda.CUDAGraph:
         """Run a step on the stream, and return its graph; the process can continue after a CaptureError."""

@@ -23,9 +23,7 @@ except ImportError:  # without cuda-python steps are launched one by one
 
 WHILE_NODES_SINCE = 12040  # the driver's CUDA version
 _BODY_KINDS = {"kernel", "memcpy", "memset", "graph", "empty", "conditional"}
-_MAX_UNROLLED_NODES = 100_000  # the driver takes microseconds and kilobytes for each
 _COUNT_BYTES = 4
-_LEAST_GAINS = {"while": 1.0, "unrolled": 1.03}  # over single launches; a WHILE node can also end early
 _TIMED_LAUNCHES = 3
 CONDITION = b"graphdecode_loop_goes_on"
 
@@ -94,27 +92,23 @@ class CudaLoops:
         self._condition: _Condition | RuntimeError | None = None
 
     def over(self, *graphs: CudaStepGraph) -> StepLoop:
-        """Return the best loop over a captured step, and its epilogue if it has one, that the driver supports.
+        """Return the loop over a captured step, and its epilogue if it has one.
 
-        It is timed against single launches, and used if it is faster. Several ranks would have to agree: they use what
-        the driver supports.
+        A WHILE node is timed against single launches, and used if it is not slower. Several ranks would have to agree:
+        they use what the driver supports.
         """
-        refusals: list[str] = []
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        loop = StepLoop(self._control, *(graph.replay for graph in graphs))
-        for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
-            try:
-                if driver is None:
-                    raise LoopRefusedError("cuda-python is not installed")
-                with torch.cuda.device(self._device):
-                    if is_alone:
-                        self.must_be_faster(make, graphs)
-                    loop = make(graphs, self._control)
-                break
-            except LoopRefusedError as refusal:
-                refusals.append(f"{name}: {refusal}")
-        loop.reason = "; ".join(refusals) or None
-        return loop
+        try:
+            if driver is None:
+                raise LoopRefusedError("cuda-python is not installed")
+            with torch.cuda.device(self._device):
+                if is_alone:
+                    self.must_be_faster(graphs)
+                return self._while_node(graphs, self._control)
+        except LoopRefusedError as refusal:
+            loop = StepLoop(self._control, *(graph.replay for graph in graphs))
+            loop.reason = f"a WHILE node: {refusal}"
+            return loop
 
     def close(self) -> None:
         """Release the condition kernel, after all loops are closed."""
@@ -122,12 +116,12 @@ class CudaLoops:
             self._condition.close()
         self._condition = None
 
-    def must_be_faster(self, make: Callable[..., GraphLoop], graphs: Sequence[CudaStepGraph]) -> None:
-        """Raise a LoopRefusedError if a loop of this kind is not worth it; no row is live."""
+    def must_be_faster(self, graphs: Sequence[CudaStepGraph]) -> None:
+        """Raise a LoopRefusedError if a WHILE node is slower than single launches; no row is live."""
         control = copy.copy(self._control)
         control.running = torch.ones_like(control.running)  # run all steps, though no row is live
         steps, asked_for = control.loop.max_steps, control.limit.clone()
-        loop = make(graphs, control)
+        loop = self._while_node(graphs, control)
         try:
             control.limit.fill_(steps)
             taken = seconds_of_step(loop, steps, self._device)
@@ -135,7 +129,7 @@ class CudaLoops:
         finally:
             loop.close()
             control.limit.copy_(asked_for)
-        if taken * _LEAST_GAINS[loop.kind] > single:
+        if taken > single:
             raise LoopRefusedError(f"{1e6 * taken:.1f} us a step, where single launches take {1e6 * single:.1f}")
 
     def _while_node(self, graphs: Sequence[CudaStepGraph], control: LoopControl) -> GraphLoop:
@@ -155,12 +149,6 @@ class CudaLoops:
             raise LoopRefusedError(str(self._condition))
         return GraphLoop(control, graphs, self._device, self._condition)
 
-    def _unrolled(self, graphs: Sequence[CudaStepGraph], control: LoopControl) -> GraphLoop:
-        nodes = control.loop.max_steps * graphs[0].kinds.total()
-        if nodes > _MAX_UNROLLED_NODES:
-            raise LoopRefusedError(f"{nodes} nodes are more than {_MAX_UNROLLED_NODES}")
-        return GraphLoop(control, graphs, self._device)
-
 
 class _Condition:
     """The condition kernel, loaded on a device; unloaded by `close` or its finalizer."""
@@ -175,23 +163,19 @@ class _Condition:
 class GraphLoop(StepLoop):
     """All steps of a launch in one graph; destroyed by `close` or its finalizer.
 
-    With a condition the step is the body of a WHILE node. The count is cleared; after each step the condition kernel
-    counts it, adds it and the live rows to a tally of all launches, and decides whether to go on. Without a condition
-    the graph repeats the step `max_steps` times; finished rows are inert.
+    The step is the body of a WHILE node. The count is cleared; after each step the condition kernel counts it, adds it
+    and the live rows to a tally of all launches, and decides whether to go on.
 
     Raises:
         LoopRefusedError: the driver refuses.
     """
 
+    kind = "while"
+
     def __init__(
-        self,
-        control: LoopControl,
-        graphs: Sequence[CudaStepGraph],
-        device: torch.device,
-        condition: _Condition | None = None,
+        self, control: LoopControl, graphs: Sequence[CudaStepGraph], device: torch.device, condition: _Condition
     ) -> None:
         super().__init__(control, *(graph.replay for graph in graphs))
-        self.kind = "unrolled" if condition is None else "while"
         self._device = device
         self._tally = torch.zeros(2, dtype=torch.int64, device=control.count.device)  # steps, live rows
         (graph,) = _call(driver.cuGraphCreate, 0)
@@ -200,12 +184,9 @@ class GraphLoop(StepLoop):
         try:
             (context,) = _call(driver.cuCtxGetCurrent)
             step, *epilogue = (each.raw_graph() for each in graphs)
-            if condition is not None:
-                last = self._add_while(graph, context, step, condition)
-            else:
-                steps = control.loop.max_steps
-                last = _add_chain(graph, self._set_count(graph, context, steps), [step] * steps)
-            _add_chain(graph, last, epilogue)
+            last = self._add_while(graph, context, step, condition)
+            for each in epilogue:
+                _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, each)
             (self._exec,) = _call(driver.cuGraphInstantiate, graph, 0)
         except BaseException:
             self._release()
@@ -217,7 +198,11 @@ class GraphLoop(StepLoop):
         tensors = (control.count, control.limit, control.running, control.live_rows, self._tally)
         slots = [tensor.data_ptr() for tensor in tensors]
         (handle,) = _call(driver.cuGraphConditionalHandleCreate, graph, context, 1, driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
-        cleared = self._set_count(graph, context, 0)
+        clear = driver.CUDA_MEMSET_NODE_PARAMS()
+        clear.dst = driver.CUdeviceptr(control.count.data_ptr())
+        clear.elementSize = _COUNT_BYTES
+        clear.width = clear.height = 1
+        (cleared,) = _call(driver.cuGraphAddMemsetNode, graph, None, 0, clear, context)
         loop = driver.CUgraphNodeParams()
         loop.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         loop.conditional.handle = handle
@@ -235,26 +220,13 @@ class GraphLoop(StepLoop):
         _call(driver.cuGraphAddKernelNode, body, [ran], 1, decide)
         return node
 
-    def _set_count(self, graph: Any, context: Any, value: int) -> Any:
-        write = driver.CUDA_MEMSET_NODE_PARAMS()
-        write.dst = driver.CUdeviceptr(self._control.count.data_ptr())
-        write.value, write.elementSize = value, _COUNT_BYTES
-        write.width = write.height = 1
-        (node,) = _call(driver.cuGraphAddMemsetNode, graph, None, 0, write, context)
-        return node
-
     def launch(self, num_steps: int) -> int:
-        """Launch on the current stream of the graph's device, which need not be the current device.
-
-        An unrolled graph always runs `max_steps` steps: fewer are launched one by one.
-        """
-        if self.kind == "unrolled" and num_steps != self._control.loop.max_steps:
-            return super().launch(num_steps)
+        """Launch on the current stream of the graph's device, which need not be the current device."""
         with torch.cuda.device(self._device):
             (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
         if int(error) != 0:
             raise LoopRefusedError(f"the driver refused to launch a loop: {error.name}")
-        return num_steps if self.kind == "unrolled" else 0
+        return 0
 
     def counted(self) -> tuple[int, int]:
         """Return steps and live rows of all launches of a WHILE node; waits for the device."""
@@ -264,12 +236,6 @@ class GraphLoop(StepLoop):
     def close(self) -> None:
         """Release the graph."""
         self._release()
-
-
-def _add_chain(graph: Any, last: Any, children: Sequence[int]) -> Any:
-    for child in children:
-        (last,) = _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, child)
-    return last
 
 
 def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition | None) -> None:

@@ -153,8 +153,8 @@ class LoopControl:
 class StepLoop:
     """Several steps of one shape per call of `launch`; this base class launches each step separately.
 
-    `kind`: "while" (the device runs the loop), "unrolled" (one graph of `max_steps` steps), "host" (a CPU runs it), or
-    "single" (a launch per step); `reason`: why no better kind is used.
+    `kind`: "while" (the device runs the loop), "host" (a CPU runs it), or "single" (a launch per step); `reason`: why
+    it is not a better one.
     """
 
     kind = "single"

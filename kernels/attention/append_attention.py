@@ -252,7 +252,7 @@ def append_attention_triton(
     v_scale: float = 1.0,
     scales: PageScales | None = None,
 ) -> None:
-    """Launch the kernel; see `append_attention`. It has run in Triton's interpreter and been compiled ahead of time.
+    """Launch the kernel; see `append_attention`..
 
     Raises:
         ValueError: the cache is int8: `rope_append` mixes its keys, and `decode_attention` reads them.

@@ -155,7 +155,7 @@ def _sharing(count: int) -> int:
 def add_adapters_triton(
     out: Tensor, x: Tensor, down: Tensor, up: Tensor, inner: Tensor, ends: Tensor, tokens: AdapterTokens
 ) -> None:
-    """Launch the two kernels; see `add_adapters`. They have run in Triton's interpreter and been compiled."""
+    """Launch the two kernels; see `add_adapters`.."""
     _, parts, rank, in_features = down.shape
     count, rank_block = len(x), max(triton.next_power_of_2(rank), 16)
     _down_kernel[(triton.cdiv(count, _TOKENS), parts, _sharing(count))](
@@ -202,7 +202,7 @@ def add_adapters(
 def add_embedding_adapters_triton(
     out: Tensor, ids: Tensor, table: Tensor, up: Tensor, tokens: AdapterTokens, scale: float
 ) -> None:
-    """Launch the kernel; see `add_embedding_adapters`. It has run in Triton's interpreter and been compiled."""
+    """Launch the kernel; see `add_embedding_adapters`.."""
     _add_up(out, table, up, tokens, ids=ids, scale=scale, vocab=table.shape[1])
 
 

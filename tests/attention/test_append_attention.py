@@ -296,6 +296,8 @@ def test_one_launch_gives_what_append_and_attention_gave(window_left, device):
 @pytest.mark.parametrize("version", ["triton", "torch", NATIVE])
 def test_hostile_padding_changes_no_bit_of_a_live_row_or_page(version, device):
     """Law 4: rows past the live ones may hold anything, and come out as 0."""
+    if version != "triton" and device == "cuda":
+        pytest.skip("the plan is made by Triton's kernel, which does not read a CPU's tensors there")
     run = {
         "triton": append_attention_triton,
         "torch": append_attention_torch,

@@ -288,7 +288,7 @@ def test_a_loop_over_buckets_captured_at_first_use_gives_the_same(make_llm, expe
 def test_the_report_names_the_loop(make_llm: MakeLLM) -> None:
     llm = make_llm(steps_per_launch=8)
     kinds = {bucket.loop for bucket in llm.graphs.report().buckets}
-    assert kinds <= ({"while", "unrolled", "single"} if torch.cuda.is_available() else {"host"})
+    assert kinds <= ({"while", "single"} if torch.cuda.is_available() else {"host"})
     assert {bucket.loop for bucket in make_llm().graphs.report().buckets} == {None}
 
 
@@ -320,14 +320,10 @@ def test_a_cuda_loop_ends_with_its_last_row(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("of_whatever_speed")
-@pytest.mark.parametrize(("loop", "version"), [("unrolled", 12030), ("single", None)])
-def test_cuda_fallbacks_give_the_answers_of_single_launches(make_llm, expected, monkeypatch, loop, version):
-    if version is None:
-        monkeypatch.setattr(cuda_loop, "driver", None)
-    else:
-        monkeypatch.setattr(cuda_loop, "WHILE_NODES_SINCE", 10**6)
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_without_while_nodes_steps_are_launched_one_by_one(make_llm, expected, monkeypatch, is_missing):
+    monkeypatch.setattr(cuda_loop, *(("driver", None) if is_missing else ("WHILE_NODES_SINCE", 10**6)))
     llm = make_llm(steps_per_launch=8)
-    assert {bucket.loop for bucket in llm.graphs.report().buckets} == {loop}
+    assert {bucket.loop for bucket in llm.graphs.report().buckets} == {"single"}
     for seed in range(3):
         assert_same(answers(llm, seed), expected(seed), f"{seed=}")
