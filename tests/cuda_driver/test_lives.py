@@ -59,7 +59,9 @@ FAULTS = [
     Fault(step_graph, "slots_restored", "tensor.copy_(values)", "pass"),
     # the loops, call by call
     Fault(cuda_loop, "_destroy", "for destroy, handle in handles:", "for destroy, handle in handles[1:]:"),
-    Fault(GraphLoop, "_add_while", "clear.elementSize = _COUNT_BYTES", "clear.elementSize, clear.value = _COUNT_BYTES, 1"),
+    Fault(
+        GraphLoop, "_add_while", "clear.elementSize = _COUNT_BYTES", "clear.elementSize, clear.value = _COUNT_BYTES, 1"
+    ),
     Fault(GraphLoop, "_add_while", "graph, [cleared], None, 1, loop", "graph, [], None, 0, loop"),
     Fault(GraphLoop, "_add_while", "body, [ran], 1, decide", "body, [], 0, decide"),
     Fault(GraphLoop, "_add_while", "return node", "return cleared"),
