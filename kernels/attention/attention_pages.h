@@ -56,6 +56,8 @@ struct paged {
     const int32_t *pages;
     int64_t count, size, entry; /* pages of the cache, tokens of one, elements of a token */
 };
+#define PAGES_OF(row, table, keys) \
+    {(table).data + (row) * (table).size[1], (keys).size[0], (keys).size[1], (keys).size[2] * (keys).size[3]}
 
 static int64_t page_of(const struct paged *row, int64_t at) {
     int64_t page = row->pages[at];

@@ -331,8 +331,7 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
     int64_t kv_heads = a->k_cache.size[2], row = task / job->parts / job->spans, at = task / job->spans % job->parts;
     int64_t span = task % job->spans, block = NAME(decodes_in_tiles)(a) ? KEYS : BLOCK;
     int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
-    struct NAME(part) part = {a, {a->table.data + row * a->table.size[1], a->k_cache.size[0], a->k_cache.size[1],
-                                  kv_heads * a->k_cache.size[3]}, seen_of(length, a->q_len, &a->options), row,
+    struct NAME(part) part = {a, PAGES_OF(row, a->table, a->k_cache), seen_of(length, a->q_len, &a->options), row,
                               at * kv_heads / job->parts, (at + 1) * kv_heads / job->parts,
                               a->q_len * (a->q.size[1] / kv_heads), span};
     part.first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;

@@ -23,11 +23,6 @@ static int64_t NAME(tokens_together)(const extend_attention_args *a) {
     return items_of((shared < LEAST_QUERIES ? LEAST_QUERIES : shared) - 1, group);
 }
 
-static struct paged NAME(pages_of_row)(const extend_attention_args *a, int64_t row) {
-    return (struct paged){a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
-                          a->k_cache.size[2] * a->k_cache.size[3]};
-}
-
 /* Some neighbouring tokens of a row, over one key head. */
 static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
     const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
@@ -40,7 +35,7 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
     float *sums = carved(&at, padded * width), *largest = carved(&at, padded), *total = carved(&at, padded);
     struct block_room room = block_room_at(&at, width, a->k_scales.data != 0);
     struct query_lanes given = {q, sums, largest, total, queries, dim, width, position, group, logits_of(&a->options)};
-    struct paged entries = NAME(pages_of_row)(a, row);
+    struct paged entries = PAGES_OF(row, a->page_table, a->k_cache);
     const char *keys = (const char *)a->k_cache.data + head * dim * size;
     const char *values = VALUES(a) + head * dim * size;
     int64_t memory[2][KEYS], *places = memory[0], *next = memory[1], offset = (cu_q[row] + begin) * heads + head * group;
@@ -83,7 +78,7 @@ static void NAME(extend_few)(const extend_attention_args *a, int64_t row, int64_
     decode.out.data = (element *)decode.out.data + offset * a->out.size[2];
     length = least_of(length, a->page_table.size[1] * a->k_cache.size[1]);
     struct NAME(part) part = {.a = &decode, .seen = seen_of(length, tokens, &a->options), .head = head, .last = head + 1};
-    part.entries = NAME(pages_of_row)(a, row), part.queries = tokens * (a->q.size[1] / a->k_cache.size[2]);
+    part.entries = (struct paged)PAGES_OF(row, a->page_table, a->k_cache), part.queries = tokens * (a->q.size[1] / a->k_cache.size[2]);
     part.span = part.seen.begin / SPAN, part.first = part.seen.begin / BLOCK * BLOCK, part.end = length;
     struct sharing whole = {&decode, 1, 1, 0};
     NAME(attend_heads)(&whole, part, 0, 0);

@@ -322,8 +322,6 @@ def recorded_step(
     product_us: Callable[[Launch], float] = programs_apart,
     max_batch_size: int = 64,
     max_sequence_length: int = 4352,
-    batch_invariant: bool = False,
-    dtype: str = "bfloat16",
     quantize: str | None = None,
     adapters: int = 0,
 ) -> RecordedStep:
@@ -335,8 +333,6 @@ def recorded_step(
         product_us: returns a product's time; the fastest candidate is chosen.
         max_batch_size: rows of the largest bucket.
         max_sequence_length: tokens of a row at most.
-        batch_invariant: as the engine's option.
-        dtype: of weights, activations and cache.
         quantize: as the engine's option.
         adapters: that the rows have, of rank 16.
     """
@@ -350,10 +346,9 @@ def recorded_step(
         decoder = load_model(
             model,
             device=DEVICE,
-            dtype=dtype,
+            dtype="bfloat16",
             max_sequence_length=max_sequence_length,
             batch_sizes=config.ladder.sizes,
-            batch_invariant=batch_invariant,
             quantize=quantize,
             model_impl="native",
             max_adapters=adapters,
@@ -375,7 +370,7 @@ def recorded_step(
             state_rows=config.max_batch_size if shape.recurrent else 0,
         )
         places = (cache.layers, cache.trash_page, cache.dtype, config.page_size, pages)
-        setting = StepSetting(decoder, *places, config, batch_invariant, trash_state_row=cache.trash_state_row)
+        setting = StepSetting(decoder, *places, config, False, trash_state_row=cache.trash_state_row)
         step = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:

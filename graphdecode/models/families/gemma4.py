@@ -46,7 +46,7 @@ from graphdecode.models.families.gemma import Gemma2
 from graphdecode.models.families.llama import Llama, norms_at
 from graphdecode.models.families.sparse import Sparse, experts_of
 from graphdecode.models.rope import ropes_by_layer_type
-from graphdecode.models.weight_map import Part, Run, WeightMap, product
+from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # modules that layers with shared keys do not need
@@ -185,7 +185,7 @@ class Gemma4(Sparse, Gemma2):
     architecture = "Gemma4ForCausalLM"
     experts_apart = False
     norm_offset = 0.0
-    mlp = ""
+    mlp = stacked_mlp = ""
     router = "router.proj"
     defaults: ClassVar[dict[str, Any]] = Gemma2.defaults | {
         "max_position_embeddings": 131072,
@@ -285,23 +285,17 @@ class Gemma4(Sparse, Gemma2):
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         """Return the weight map of one layer's router, experts and norms; the MLP is the usual one."""
-        experts, hidden = experts_of(config), config.hidden_size
-        width, stack = experts.intermediate_size, (experts.count, 2 * experts.intermediate_size, hidden)
         modules = {
             "after_dense": "post_feedforward_layernorm_1",
             "after_experts": "post_feedforward_layernorm_2",
             "before_experts": "pre_feedforward_layernorm_2",
         }
-        places = {
-            **super().expert_weights(config, at, name, is_stacked=False),
+        return {
+            **super().expert_weights(config, at, name, is_stacked=is_stacked),
             **norms_at(modules, config, at, name),
-            f"{at}router_norm": (Part(f"{name}router.scale", (hidden,)),),
-            f"{at}expert_scales": (Part(f"{name}router.per_expert_scale", (experts.count,)),),
+            f"{at}router_norm": (Part(f"{name}router.scale", (config.hidden_size,)),),
+            f"{at}expert_scales": (Part(f"{name}router.per_expert_scale", (experts_of(config).count,)),),
         }
-        if is_stacked:
-            places[f"{at}experts.gate_up"] = (Part(f"{name}experts.gate_up_proj", stack, 1, (Run(width), Run(width))),)
-            places[f"{at}experts.down"] = (Part(f"{name}experts.down_proj", (experts.count, hidden, width), 2),)
-        return places
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         assert isinstance(config, Gemma4Config)

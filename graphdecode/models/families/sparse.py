@@ -20,6 +20,7 @@ class Sparse(Llama):
     """A Llama with experts instead of MLPs in all or some layers."""
 
     mlp: ClassVar[str] = "mlp."  # prefix of the experts' and the router's tensors within a layer
+    stacked_mlp: ClassVar[str] = "mlp."  # the same where experts are stacked, as by transformers 5
     # modules of an expert's first product, gate first
     gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
     down: ClassVar[str] = "down_proj"  # module of its second product
@@ -98,7 +99,7 @@ class Sparse(Llama):
         """Return the weight map of one layer's router and experts."""
         experts, hidden = experts_of(config), config.hidden_size
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
-        mlp = f"{name}{'mlp.' if is_stacked else self.mlp}"  # transformers 5 stacks experts
+        mlp = f"{name}{self.stacked_mlp if is_stacked else self.mlp}"
         router = {f"{mlp}{self.router}": experts.count}
         places: WeightMap = {}
         if shared:
