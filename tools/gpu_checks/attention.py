@@ -30,9 +30,11 @@ ROUNDS = 4
 VARIANTS: dict[str, dict[str, int]] = {
     "as it is": {},
     "2 stages": {"num_stages": 2},
+    "3 stages": {"num_stages": 3},
     "4 stages": {"num_stages": 4},
     "8 warps": {"num_warps": 8},
     "tiles of 32": {"BLOCK_N": 32},
+    "tiles of 64": {"BLOCK_N": 64},
     "tiles of 128": {"BLOCK_N": 128},
     "tiles of 32, 4 stages": {"BLOCK_N": 32, "num_stages": 4},
     "splits of one tile": {"MIN_SPLIT_TILES": 1},
@@ -47,7 +49,7 @@ VARIANTS: dict[str, dict[str, int]] = {
 @contextmanager
 def varied(changed: dict[str, int]) -> Iterator[None]:
     """Let steps that are captured inside have another tile or plan."""
-    tile = append_attention.decode_tile
+    tile = append_attention.step_tile
     of_tile = {name: value for name, value in changed.items() if name.islower() or name == "BLOCK_N"}
     is_early = of_tile.pop("pdl", 1)
     constants = {name: value for name, value in changed.items() if hasattr(attention_plan, name)}
@@ -58,7 +60,7 @@ def varied(changed: dict[str, int]) -> Iterator[None]:
         def patch(where: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(where, name, value))
 
-        patch(append_attention, "decode_tile", lambda *given: tile(*given) | of_tile)
+        patch(append_attention, "step_tile", lambda *given: tile(*given) | of_tile)
         if not is_early:
             patch(append_attention, "early_start_options", lambda device: {"PDL": False})
         for name, value in constants.items():
