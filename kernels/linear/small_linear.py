@@ -11,8 +11,6 @@ The launch can include RMSNorm of the activations, and after the product the gat
 residual. With an early start (`optional_triton`) a program prefetches its part of the weight before it waits for the
 activations.
 
-The kernels have been run in Triton's interpreter and compiled ahead of time by the tests.
-
 A program multiplies a tile of activation rows with a block of weight rows over one part of the columns. Its sums are
 [weight rows, activation rows]: the weight is the tensor cores' first operand (64 rows at a time on sm_90), the
 activations are the second, which may be narrow.

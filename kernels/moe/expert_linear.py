@@ -9,8 +9,6 @@ On a CPU with compiled kernels, plain weights are in panels (see `linear`), gate
 are in panels (see `quantized_linear`), or on a GPU in tiles (see `tiled_linear`). Panels and tiles are those of one
 weight with all experts in turn; in tiles, the gate's rows come before those of `up`. A row's result depends neither on
 other rows nor on the number of threads.
-
-The Triton kernels have been run in Triton's interpreter and compiled ahead of time by the tests.
 """
 
 from collections.abc import Callable, Iterable

@@ -2,8 +2,8 @@
 
 `step_budgets.json` holds what each kernel may take, `step_limits.json` what each step may, with the goals. After a
 change for the better, or with a new kernel, `tools/bench kernels --write` writes both; it raises no limit of
-a step, for that takes a person and a reason. The model's ratios to the floor are printed and not asserted: no GPU has
-confirmed them.
+a step, for that takes a person and a reason. The model's ratios to the floor are printed and not asserted: an H200
+has others.
 """
 
 from __future__ import annotations
