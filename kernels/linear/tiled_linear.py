@@ -1,7 +1,8 @@
 """Linear layers with a quantized weight on a GPU: `small_linear`, over a weight in tiles (`weight_tiles.py`).
 
 Weights are read as stored: they are never dequantized in memory, and not rounded. One kernel serves any number of
-rows, in tiles of 8 to 128; it distributes work, splits columns, norms, gates, adds and starts early like `small_linear`.
+rows, in tiles of 8 to 128; it distributes work, splits columns, norms, gates, adds and starts early as `small_linear`
+does.
 
 The tensor cores multiply unscaled codes, integers or small floats, with the activations; each group's sums are then
 scaled in fp32. A group's minimum, or code of 0, is multiplied with the sum of the group's activations, which the tensor
