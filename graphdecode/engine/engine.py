@@ -294,7 +294,7 @@ class Engine:
         """Give memory back to the system until `wake_up`; its addresses stay reserved, and the graphs valid.
 
         Requests are refused meanwhile, and cached prefixes are dropped. An engine that sleeps already gives back what
-        is left. CUDA needs `enable_sleep_mode`, and has not run on a GPU.
+        is left. CUDA needs `enable_sleep_mode`.
 
         Args:
             level: 1: keys, values and states, and on CUDA the weights, which are copied to pinned host memory; on a CPU
