@@ -81,29 +81,27 @@ def measure(
     device: str, name: str, points: list[tuple[int, int]], variants: dict[str, dict[str, int]], figures: Figures
 ) -> None:
     """Measure the step of a shape at some points (batch size, context), with all variants in turn."""
-    buckets = sorted({bucket for bucket, _ in points})
-    runner = runner_of(shape_of(name, is_small=device != "cuda"), buckets, max(at for _, at in points), device)
-    keys = {variant: f"attention {name}, {variant}" for variant in variants}
+    runner = runner_of(
+        shape_of(name, is_small=device != "cuda"), [bucket for bucket, _ in points], max(at for _, at in points), device
+    )
     runners: dict[str, Runner] = {}
     for variant, changed in variants.items():
-        if keys[variant] not in figures:
-            with varied(changed):
-                runners[variant] = Runner(runner.setting, runner.cache, runner.capacity)
-                runners[variant].graphs.capture(progress=False)
-    times: dict[str, dict[str, list[float]]] = {variant: {} for variant in runners}
-    for _ in range(ROUNDS):
-        for bucket, context in points:
-            with rows_at(runner, bucket, context) as rows:
-                for variant, each in runners.items():
-                    found = times[variant].setdefault(f"{bucket}:{context}", [])
-                    found += steps_ms(each, rows)
-    for variant, of_points in times.items():
-        figures.add(keys[variant], **{point: statistics.median(taken) for point, taken in of_points.items()})
+        with varied(changed):
+            runners[variant] = Runner(runner.setting, runner.cache, runner.capacity)
+            runners[variant].graphs.capture(progress=False)
     for bucket, context in points:
-        key = f"kernels {name}, batch {bucket}, context {context}"
-        if device == "cuda" and key not in figures:
-            with rows_at(runner, bucket, context) as rows:
-                figures.add(key, kernels_us=kernel_times(next(iter(runners.values())), rows))
+        key = f"attention {name}, batch {bucket}, context {context}"
+        if key in figures:
+            continue
+        times: dict[str, list[float]] = {variant: [] for variant in runners}
+        with rows_at(runner, bucket, context) as rows:
+            for _ in range(ROUNDS):
+                for variant, each in runners.items():
+                    times[variant] += steps_ms(each, rows)
+            figures.add(key, **{variant: statistics.median(taken) for variant, taken in times.items()})
+            if device == "cuda":
+                found = kernel_times(next(iter(runners.values())), rows)
+                figures.add(f"kernels {name}, batch {bucket}, context {context}", kernels_us=found)
     for each in (*runners.values(), runner):
         each.close()
 
