@@ -106,8 +106,7 @@ class ReservedMemory:
     """Memory of a GPU that can be unmapped and mapped again at the same addresses, so that captured graphs stay valid.
 
     It reserves a range of addresses as large as the device's memory, and maps what tensors need. CUDA's virtual memory
-    management does it, through cuda-python; it has run on a stand-in for the driver, and never on a GPU. The memory is
-    freed with the last tensor in it.
+    management does it, through cuda-python. The memory is freed with the last tensor in it.
 
     Raises:
         NotSupportedError: cuda-python is missing.

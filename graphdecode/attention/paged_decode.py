@@ -32,7 +32,11 @@ def wave_items_for(
     kv_dtype: torch.dtype,
     q_len: int = 1,
 ) -> int:
-    """Return how many work items (times kv heads: programs) run on the device at the same time; `q_len` per row."""
+    """Return in how many work items (times kv heads: programs) rows are split; `q_len` per row.
+
+    As many as run on the device at the same time, by `decode_tile`. Of a step's smaller tiles more would run: on an
+    H200 more splits made steps slower.
+    """
     if device.type != "cuda":
         return 1
     tile = decode_tile(q_len * num_qo_heads // num_kv_heads, head_dim, head_dim_v, dtype, kv_dtype)

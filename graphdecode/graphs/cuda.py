@@ -6,7 +6,7 @@ import ctypes
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class CudaCapture:
 
     cuBLAS keeps a workspace for every stream. All are freed right before and right after a capture, so that a graph's
     workspaces are in its pool. A graph that other code captured keeps its workspace only if that was allocated during
-    its capture. `is_spoilt`: the driver refused to end a capture, so that no other can begin.
+    its capture. `is_spoilt`: the driver refused to end a capture, so that no other can begin in its pool.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class CudaCapture:
     def _release_generator(self) -> None:
         """Capture nothing: the end of a capture tells torch's generator, which is left in that of the failed one."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with warnings.catch_warnings():
+        with suppress(RuntimeError), warnings.catch_warnings():  # the first error is the one to tell
             warnings.simplefilter("ignore")  # the graph is empty
             graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             graph.capture_end()

@@ -1,4 +1,4 @@
-"""Loops of CUDA graphs: the captured step as the body of a WHILE node, or repeated in one graph."""
+"""Loops of CUDA graphs: the captured step as the body of a WHILE node."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class GraphLoop(StepLoop):
             step, *epilogue = (each.raw_graph() for each in graphs)
             last = self._add_while(graph, context, step, condition)
             for each in epilogue:
-                _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, each)
+                (last,) = _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, each)
             (self._exec,) = _call(driver.cuGraphInstantiate, graph, 0)
         except BaseException:
             self._release()

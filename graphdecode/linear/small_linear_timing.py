@@ -1,7 +1,7 @@
 """Times products of a few rows on this GPU: each candidate is captured in a graph, timed and checked.
 
 A graph holds several products over copies of the weight, so that caches do not help. A norm writes the activations
-before each product; fused operators are timed with it. Not yet run on a GPU: tests replace the clock.
+before each product; fused operators are timed with it. Tests replace the clock.
 """
 
 import contextlib

@@ -264,7 +264,7 @@ def append_attention_triton(
     v_scale: float = 1.0,
     scales: PageScales | None = None,
 ) -> None:
-    """Launch the kernel; see `append_attention`..
+    """Launch the kernel; see `append_attention`.
 
     Raises:
         ValueError: the cache is int8: `rope_append` mixes its keys, and `decode_attention` reads them.
@@ -277,7 +277,7 @@ def append_attention_triton(
     tile |= merge_sizes(heads.group, tile)
     values_of_line = _LINE // k_cache.itemsize
     form = RopeForm.of(rope, k_cache, LINES=max(tile["BLOCK_D"] // values_of_line, 1), VALUES_OF_LINE=values_of_line)
-    limit = registers(PROGRAM_REGISTERS) if form.NORMS_ALL and head_dim == 128 else {}  # or Triton 3.6 spills
+    limit = registers(PROGRAM_REGISTERS) if form.NORMS_ALL and head_dim <= 128 else {}  # or Triton 3.6 spills
     _append_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(heads.group, tile["BLOCK_M"]))](
         Results(out, None, *work[2:]), qkv, qkv.stride(0),
         Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),

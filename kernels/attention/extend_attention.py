@@ -143,7 +143,7 @@ def extend_attention_triton(
     v_scale: float = 1.0,
     scales: PageScales | None = None,
 ) -> None:
-    """Launch the kernel; see `extend_attention`.."""
+    """Launch the kernel; see `extend_attention`."""
     count = cu_seqlens_q.shape[0] - 1
     packed = q.dim() == 3
     kv_heads, head_dim = k_cache.shape[2:]

@@ -156,7 +156,7 @@ def rope_append_triton(
     v_scale: float = 1.0,
     scales: PageScales | None = None,
 ) -> None:
-    """Launch the kernel; see `rope_append`.."""
+    """Launch the kernel; see `rope_append`."""
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
     value_heads = v_cache.shape[2]

@@ -61,7 +61,7 @@ def _adapter_of(first, slots, tokens, TOKENS: tl.constexpr):
 
 # One program takes a block of tokens and one part: for each adapter in the block it reads rank rows of `down`, and
 # writes rank sums of its tokens. Several programs share a block's adapters where tokens are few.
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _down_kernel(
     inner, x, down, tokens, count, in_features, x_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -91,7 +91,7 @@ def _down_kernel(
 
 # One program takes a block of tokens and a block of outputs: for each adapter in the block it reads rank rows of `up`
 # there, and adds to the outputs of its tokens. With ids, `inner` is the embedding's table.
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _up_kernel(
     out, inner, up, ends, ids, tokens, count, scale, vocab, out_features, out_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -149,13 +149,13 @@ def _add_up(
 
 def _sharing(count: int) -> int:
     """Return the programs that share the adapters of a block."""
-    return _TOKENS if count <= _FEW_TOKENS else 1
+    return min(count, _TOKENS) if count <= _FEW_TOKENS else 1
 
 
 def add_adapters_triton(
     out: Tensor, x: Tensor, down: Tensor, up: Tensor, inner: Tensor, ends: Tensor, tokens: AdapterTokens
 ) -> None:
-    """Launch the two kernels; see `add_adapters`.."""
+    """Launch the two kernels; see `add_adapters`."""
     _, parts, rank, in_features = down.shape
     count, rank_block = len(x), max(triton.next_power_of_2(rank), 16)
     _down_kernel[(triton.cdiv(count, _TOKENS), parts, _sharing(count))](
@@ -202,7 +202,7 @@ def add_adapters(
 def add_embedding_adapters_triton(
     out: Tensor, ids: Tensor, table: Tensor, up: Tensor, tokens: AdapterTokens, scale: float
 ) -> None:
-    """Launch the kernel; see `add_embedding_adapters`.."""
+    """Launch the kernel; see `add_embedding_adapters`."""
     _add_up(out, table, up, tokens, ids=ids, scale=scale, vocab=table.shape[1])
 
 

@@ -166,7 +166,7 @@ def _expert_linear_kernel(
 def expert_linear_triton(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Routed, batch_invariant: bool
 ) -> None:
-    """Launch the kernel; see `expert_linear`.."""
+    """Launch the kernel; see `expert_linear`."""
     (count, width), depth = out.shape, x.shape[1]
     experts = weight.shape[0]
     tile = _FEW_ROWS[x.element_size()]

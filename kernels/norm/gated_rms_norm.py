@@ -39,7 +39,7 @@ def _gated_rms_norm_kernel(
 def gated_rms_norm_triton(
     out: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, norm_first: bool, sigmoid: bool
 ) -> None:
-    """Launch the kernel; see `gated_rms_norm`.."""
+    """Launch the kernel; see `gated_rms_norm`."""
     rows, width = out.shape
     block = triton.next_power_of_2(group)
     _gated_rms_norm_kernel[(rows, width // group)](

@@ -106,7 +106,7 @@ def causal_conv_triton(
     silu: bool,
     tokens: StateTokens,
 ) -> None:
-    """Launch the kernel; see `causal_conv`.."""
+    """Launch the kernel; see `causal_conv`."""
     count, channels = out.shape
     block = min(triton.next_power_of_2(channels), _MAX_BLOCK)
     _causal_conv_kernel[(count, triton.cdiv(channels, block))](

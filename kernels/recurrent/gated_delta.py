@@ -82,7 +82,7 @@ def _gated_delta_kernel(
 def gated_delta_triton(
     out: Tensor, qkv: Tensor, state: Tensor, gates: DeltaGates, tokens: StateTokens, strength: float
 ) -> None:
-    """Launch the kernel; see `gated_delta`.."""
+    """Launch the kernel; see `gated_delta`."""
     _, heads, key_dim, value_dim = state.shape
     block = min(triton.next_power_of_2(value_dim), _VALUE_BLOCK)
     key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)

@@ -83,7 +83,7 @@ def selective_scan_triton(
     least: float,
     most: float,
 ) -> None:
-    """Launch the kernel; see `selective_scan`.."""
+    """Launch the kernel; see `selective_scan`."""
     _, heads, state_dim, head_dim = state.shape
     block = min(triton.next_power_of_2(head_dim), _CHANNEL_BLOCK)
     groups = (xbc.shape[1] - heads * head_dim) // (2 * state_dim)

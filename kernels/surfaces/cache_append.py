@@ -175,7 +175,7 @@ def paged_append_triton(
     indices: Tensor,
     indptr: Tensor,
 ) -> None:
-    """Launch the kernel; see `paged_append`.."""
+    """Launch the kernel; see `paged_append`."""
     tokens, heads, _ = key.shape
     if not tokens:
         return

@@ -21,7 +21,7 @@ class StandIn:
 
     Its allocators record for a capture as torch's do, from its begin to its end: one that the driver refuses to end
     leaves them recording, up to torch 2.13. cuBLAS' workspaces belong to a stream, and lie in the pool of the capture
-    that first needed them, or outside of any.
+    that first needed them, or outside of any. The generator is told by the end of the next capture.
 
     Attributes:
         stream: the current one.
@@ -35,6 +35,7 @@ class StandIn:
         self.stream = "default"
         self.capture_end_fails = False
         self.ends_itself = False
+        self.holds_generator = False
         self.recording: dict[str, set[int]] = {"device": set(), "host": set()}
         self.workspaces: dict[str, int | None] = {}
         self.used: dict[object, set[int | None]] = {}
@@ -83,6 +84,10 @@ class StandIn:
             def capture_begin(self, pool: int, capture_error_mode: str) -> None:
                 assert capture_error_mode == "thread_local"
                 assert owner.stream != "default"
+                self.releases, owner.holds_generator = owner.holds_generator, False
+                if self.releases:
+                    owner.calls.append("generator released")
+                    return
                 for recording in owner.recording.values():
                     if pool in recording:
                         raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -92,12 +97,15 @@ class StandIn:
                 owner.calls.append("begin")
 
             def capture_end(self) -> None:
+                if self.releases:
+                    return
                 owner.capturing = None
                 owner.calls.append("end")
                 if not owner.capture_end_fails or owner.ends_itself:
                     for recording in owner.recording.values():
                         recording.remove(self.pool)
                 if owner.capture_end_fails:
+                    owner.holds_generator = True
                     raise RuntimeError("operation not permitted when stream is capturing")
 
             def reset(self) -> None:
@@ -212,8 +220,8 @@ def test_a_capture_that_the_driver_refuses_gives_stream_and_pool_back(stand_in: 
     with pytest.raises(CaptureError, match=r"aten\.add_\.Tensor: .*operation not permitted") as caught:
         GraphManager(step, buffers, [4]).capture(progress=False)
     assert caught.value.kind == "failed"
-    given_back = ["begin", "end", "allocation ended", "pool released", "stream left by an error", "reset"]
-    assert stand_in.calls[3:] == given_back
+    given_back = ["allocation ended", "pool released", "generator released", "stream left by an error", "reset"]
+    assert stand_in.calls[3:] == ["begin", "end", *given_back]
     assert stand_in.stream == "default"
 
 

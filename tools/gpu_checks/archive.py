@@ -58,7 +58,7 @@ class Archive:
     """`CALL.tar.gz` and `CALL.json` in a folder; each is replaced as a whole.
 
     Args:
-        call: "A", "B" or "C".
+        call: "A" to "D".
         scratch: the archive's content: logs and files of the parts.
     """
 

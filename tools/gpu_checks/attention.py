@@ -81,27 +81,27 @@ def measure(
     device: str, name: str, points: list[tuple[int, int]], variants: dict[str, dict[str, int]], figures: Figures
 ) -> None:
     """Measure the step of a shape at some points (batch size, context), with all variants in turn."""
+    keys = {point: f"{name}, batch {point[0]}, context {point[1]}" for point in points}
+    missing = {point: variants.keys() - figures.known.get(f"attention {key}", {}).keys() for point, key in keys.items()}
     runner = runner_of(
         shape_of(name, is_small=device != "cuda"), [bucket for bucket, _ in points], max(at for _, at in points), device
     )
     runners: dict[str, Runner] = {}
-    for variant, changed in variants.items():
-        with varied(changed):
+    for variant in (each for each in variants if any(each in wanted for wanted in missing.values())):
+        with varied(variants[variant]):
             runners[variant] = Runner(runner.setting, runner.cache, runner.capacity)
             runners[variant].graphs.capture(progress=False)
-    for bucket, context in points:
-        key = f"attention {name}, batch {bucket}, context {context}"
-        if key in figures:
-            continue
-        times: dict[str, list[float]] = {variant: [] for variant in runners}
-        with rows_at(runner, bucket, context) as rows:
+    for point, key in keys.items():
+        times: dict[str, list[float]] = {variant: [] for variant in runners if variant in missing[point]}
+        with rows_at(runner, *point) as rows:
             for _ in range(ROUNDS):
-                for variant, each in runners.items():
-                    times[variant] += steps_ms(each, rows)
-            figures.add(key, **{variant: statistics.median(taken) for variant, taken in times.items()})
-            if device == "cuda":
-                found = kernel_times(next(iter(runners.values())), rows)
-                figures.add(f"kernels {name}, batch {bucket}, context {context}", kernels_us=found)
+                for variant, taken in times.items():
+                    taken += steps_ms(runners[variant], rows)
+            if times:
+                found = {variant: statistics.median(taken) for variant, taken in times.items()}
+                figures.add(f"attention {key}", **(figures.known.get(f"attention {key}", {}) | found))
+            if device == "cuda" and "as it is" in times:
+                figures.add(f"kernels {key}", kernels_us=kernel_times(runners["as it is"], rows))
     for each in (*runners.values(), runner):
         each.close()
 

@@ -182,10 +182,11 @@ def main() -> int:
     counts = Counter(result.outcome for result in run.outcomes.values())
     print(f"{len(tests)} tests: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     if options.out is not None:
-        options.out.write_text(json.dumps({test: vars(result) for test, result in run.outcomes.items()}, indent=1))
+        outcomes = known | {test: vars(result) for test, result in run.outcomes.items()}
+        options.out.write_text(json.dumps(outcomes, indent=1))
     if is_broken:
         return COLLECTION_FAILED
-    return 0 if tests and not counts.keys() - {"passed", "skipped"} else 1
+    return 0 if (tests or known) and not counts.keys() - {"passed", "skipped"} else 1
 
 
 if __name__ == "__main__":
