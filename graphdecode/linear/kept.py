@@ -37,6 +37,7 @@ class Kept(WeightForm):
 
     quantize = "gguf"
     is_of_source = True
+    is_strided = True
     kinds: ClassVar[set[str]]
     plain: ClassVar[type[WeightForm]]
 

@@ -28,6 +28,7 @@ class Tiles(WeightForm):
     """A weight in tiles; fused tensors of several types are parts, each with its own product."""
 
     path = "tiles"
+    is_strided = True
     parts: tuple[WeightTiles, ...]
     counters: Tensor  # int32, workspace of products with splits, shared by all weights
     units: int  # multiprocessors of the GPU

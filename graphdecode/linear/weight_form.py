@@ -205,12 +205,14 @@ class WeightForm(StoredForm):
         quantize: value of `FormOptions.quantize` that selects this form.
         is_of_source: it keeps weights quantized as stored, and is used for them also without `quantize`.
         is_measured: the fastest available measured form is used.
+        is_strided: the rows of its output may be strided; else they are contiguous.
         choices: measurements by number of rows.
     """
 
     quantize: ClassVar[str | None] = None
     is_of_source: ClassVar[bool] = False
     is_measured: ClassVar[bool] = False
+    is_strided: ClassVar[bool] = False
     _: KW_ONLY
     choices: Mapping[int, LinearChoice] = field(default_factory=dict)
 

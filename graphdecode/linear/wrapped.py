@@ -64,9 +64,10 @@ class Joined(WeightForm):
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         for form, columns in zip(self.forms, out.split([form.out_features for form in self.forms], 1), strict=True):
-            part = torch.empty_like(columns)  # contiguous, as products need it
+            part = columns if form.is_strided else torch.empty_like(columns)
             form.apply(part, x)
-            columns.copy_(part)
+            if part is not columns:
+                columns.copy_(part)
 
 
 @dataclass(frozen=True)

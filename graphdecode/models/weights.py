@@ -18,7 +18,7 @@ from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Norm
 from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
-from graphdecode.models.weight_map import FLOATS, Part, WeightMap
+from graphdecode.models.weight_map import Part, WeightMap
 
 _NEVER_ADAPTED = ("embedding", "lm_head", "per_layer_in")  # the first two are adapted whole
 
@@ -144,7 +144,7 @@ class Weights:
             tied: the plain embedding, used if the map has no `place` and the embedding is not quantized.
             is_partial: the caller sums the ranks' products.
             in_floats: the product is written in float32.
-            is_mixed: there is no bias, and quantized tensors stay so beside plain ones.
+            is_mixed: there is no bias, and quantized tensors stay so beside plain ones and those of other groups.
         """
         fused = FUSED_FORMS.get(place.rpartition(".")[2], FusedForm())
         options = replace(self._options, in_floats=in_floats, fused=fused)
@@ -161,10 +161,10 @@ class Weights:
             form = load_linear(self._source, names, replace(options, row_maxima=self.shared.greatest))
             if not is_partial:
                 form = Summed(form.shape, None, form, self.shared, place)
+        elif is_mixed:
+            form = Joined.around(self._adjacent(names.weights, options))
         else:
-            kinds = groupby(names.weights, lambda name: is_mixed and self._source.tensors[name].dtype in FLOATS)
-            parts = [names._replace(weights=tuple(run)) for _, run in kinds]
-            form = Joined.around([load_linear(self._source, part, options) for part in parts])
+            form = load_linear(self._source, names, options)
         if self.adapters is not None and can_adapt(place):
             return self.adapters.around(form, place, self._map[place])
         return form
@@ -175,6 +175,19 @@ class Weights:
         if key not in self._angles:
             self._angles[key] = cos_sin_table(rope, head_dim, self._positions, self.device)
         return self._angles[key]
+
+    def _adjacent(self, weights: tuple[str, ...], options: FormOptions) -> list[WeightForm]:
+        """Return adjacent products, so that weights that a form keeps quantized stay so."""
+        forms: list[WeightForm] = []
+        for kept, run in groupby(weights, lambda name: quantized_form(self._source, LinearNames((name,)), options)):
+            names = tuple(run)
+            whole, half = load_linear(self._source, LinearNames(names), options), len(names) // 2
+            if kept is None or isinstance(whole, kept) or not half:
+                forms.append(whole)
+                continue
+            apart = self._adjacent(names[:half], options) + self._adjacent(names[half:], options)
+            forms += apart if any(isinstance(form, kept) for form in apart) else [whole]
+        return forms
 
     def _names(self, place: str) -> tuple[str, ...]:
         return tuple(part.name for part in self._map.get(place, ()))

@@ -14,6 +14,7 @@ from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import ChoiceCache, LinearChoice, LinearTuner, cache_folder
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions
+from graphdecode.linear.wrapped import Joined
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -192,6 +193,8 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
     assert [changed.choice(rows).path for rows in (1, 4)] == ["small", "plain"]
     assert len(changed.tensors) == 1, "the weight is shared, and the counters are no constant"
     assert changed.weight is weight
+    joined = with_choices(Joined.around([held, changed]), lambda choice: None)
+    assert [form.choices for form in joined.forms] == [{}, {}]
 
 
 def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_path, monkeypatch):

@@ -70,6 +70,8 @@ def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Pa
     out = torch.empty(form.in_features, form.out_features)
     form.apply(out, torch.eye(form.in_features))
     torch.testing.assert_close(out, weight.T, rtol=1e-5, atol=1e-6)
+    expanded = load_model(path, device="cpu", dtype="float32", quantize="none").layers[0].linears["in_proj"]
+    assert isinstance(expanded, Panels), "nothing stays quantized, so one product does"
 
 
 def values(source: Gguf, name: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled_kernels import compiled
 from family_checkpoints import edit_config, save_checkpoint
-from quantized_checkpoints import FORMS, write_pair
+from quantized_checkpoints import FORMS, packed_tensors, write_pair
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, SamplingParams
@@ -18,6 +18,7 @@ from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.weight_form import Shard
+from graphdecode.linear.wrapped import Joined
 from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
 from graphdecode.models.checkpoint import Checkpoint
 
@@ -138,6 +139,37 @@ def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(tmp
         linear.apply(found, x)
         plain.layers[0].linears[name].apply(expected, x)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("given", "products"),
+    [
+        (["int4 group"] * 4, 1),
+        (["int4 group"] * 2 + ["int8 packed"] * 2, 2),
+        (["int4 group"] * 2 + ["int4 channel"] * 2, 2),
+        (["int4 group", "int8 packed", "int4 group", "int4 group"], 3),
+    ],
+)
+def test_a_delta_net_keeps_weights_in_groups_that_cannot_be_joined(tmp_path, monkeypatch, given, products):
+    folder = save_checkpoint("qwen3.5", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    names = [f"in_proj_{part}.weight" for part in ("qkv", "z", "a", "b")]
+    for name, form in zip(names, given, strict=True):
+        monkeypatch.setattr("quantized_checkpoints.PRODUCTS", (name,))
+        tensors, _ = packed_tensors(FORMS[form], tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    groups = {form: FORMS[form].settings["config_groups"]["group_0"] for form in given}
+    settings = FORMS["int4 group"].settings | {"config_groups": groups}
+    edit_config(folder, lambda config: config.update(quantization_config=settings))
+    form = load_model(folder, device="cpu", dtype="float32").layers[0].linears["in_proj"]
+    found = form.forms if isinstance(form, Joined) else (form,)
+    assert [type(part) for part in found] == [KeptPanels] * products
+    source = Checkpoint(folder)
+    weight = torch.cat([read(source, f"model.layers.0.linear_attn.{name}") for name in names])
+    out = torch.empty(form.in_features, form.out_features)
+    form.apply(out, torch.eye(form.in_features))
+    torch.testing.assert_close(out, weight.T, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_are_not_symmetric_need_zero_points(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.linear.wrapped import Wrapped
+from graphdecode.linear.wrapped import Joined, Wrapped
 from graphdecode.models import Decoder
 from graphdecode.models.blocks import Block
 from graphdecode.models.shapes import PREFIX, SHAPES
@@ -52,6 +52,8 @@ def with_choices(part: Any, change: Callable[[LinearChoice], LinearChoice | None
     if isinstance(part, Plain):
         changed = {rows: change(choice) for rows, choice in part.choices.items()}
         return replace(part, choices={rows: choice for rows, choice in changed.items() if choice is not None})
+    if isinstance(part, Joined):
+        return replace(part, forms=tuple(with_choices(form, change) for form in part.forms))
     if not isinstance(part, (Block, Wrapped)):
         return part
     inner = {name: value for name, value in vars(part).items() if isinstance(value, (Block, WeightForm))}
