@@ -122,8 +122,10 @@ def family_of(architecture: object) -> Family:
     family = FAMILIES[architecture]
     if isinstance(family, str):
         module, _, name = family.partition(".")
-        family = getattr(importlib.import_module(f"graphdecode.models.families.{module}"), name)()
-        FAMILIES[architecture] = family
+        imported = getattr(importlib.import_module(f"graphdecode.models.families.{module}"), name)()
+        if FAMILIES[architecture] is family:  # not replaced meanwhile
+            FAMILIES[architecture] = imported
+        return family_of(architecture)
     return family
 
 

@@ -5,10 +5,12 @@ among their own threads (`native_threads.h`), as many as torch has. The source t
 generated from the operators' signatures, and the sources. Each element type has its own library, made when first
 needed; float32's has what all share.
 
-Wheels of `tools/make wheel --with-kernels` include compiled kernels. They are named by instruction set and a digest of
-their sources, so that others are never loaded. Otherwise the C compiler compiles them. Without one, `library()` is
-None, `why_not()` says why, and torch's operators are used, with one message on standard error. GRAPHDECODE_NATIVE=0
-does the same without a message. GRAPHDECODE_ISA names the instruction set.
+Wheels of `tools/make wheel --with-kernels` include compiled kernels. Otherwise the C compiler compiles them. Files are
+named by a digest of the sources that this process started with, so that others are never loaded. If the sources have
+changed since, kernels that are not loaded yet are neither loaded nor compiled.
+
+Without kernels, `library()` is None, `why_not()` says why, and torch's operators are used, with one message on standard
+error. GRAPHDECODE_NATIVE=0 does the same without a message. GRAPHDECODE_ISA names the instruction set.
 """
 
 import ctypes
@@ -207,6 +209,7 @@ def _made_or_not(kinds: list[str]) -> dict[str, LoadedLibrary]:
     reason = f"{SWITCH} is 0"
     if os.environ.get(SWITCH) != "0":
         try:
+            check_sources()
             return _carried(kinds) or _compiled(kinds)
         except (NotCompiled, OSError) as error:
             reason = str(error)
@@ -224,15 +227,29 @@ def carried_name(made_for: Instructions, kind: str) -> str:
 
 
 def _digest(parts: Sequence[str]) -> str:
-    """Return a digest of the build's inputs and all sources.
+    """Return a digest of the build's inputs and all sources."""
+    return hashlib.sha256("\n".join([*parts, _SOURCES]).encode()).hexdigest()[:24]
+
+
+def _read_sources() -> str:
+    """Return a digest of all sources.
 
     The operators' modules are among the sources, for the argument structs, which are the binary interface, follow from
     them. So kernels are found before operators that the model does not need are imported.
     """
-    key = hashlib.sha256("\n".join(parts).encode())
-    for file in sorted(file for kind in ("c", "h", "py") for file in FOLDER.parent.glob(f"*/*.{kind}")):
+    key = hashlib.sha256()
+    for file in sorted(file for kind in ("c", "h", "py") for file in FOLDER.parent.glob(f"*/[!.]*.{kind}")):
         key.update(file.read_bytes())
-    return key.hexdigest()[:24]
+    return key.hexdigest()
+
+
+_SOURCES = _read_sources()  # before the operators' modules are imported
+
+
+def check_sources() -> None:
+    """Raise NotCompiled if the sources are not those that this process started with."""
+    if _read_sources() != _SOURCES:
+        raise NotCompiled(f"the kernels' sources in {FOLDER.parent} have changed since this process started")
 
 
 def _carried_file(kind: str) -> Path:
@@ -306,6 +323,7 @@ def _make_missing(folder: PrivateFolder, named: dict[str, str], compiler: Compil
         missing = {kind: name for kind, name in named.items() if not folder.holds(name)}
         with folder.scratch() as scratch, _announced():
             compiler.compile({scratch / name: source_text(kind) for kind, name in missing.items()}, options)
+            check_sources()  # what was compiled has the name of what was imported
             for name in missing.values():
                 folder.put(scratch / name, name)
 

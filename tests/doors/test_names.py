@@ -1,12 +1,16 @@
 """Names of architectures stand in the families' files alone, and what is heavy to import is imported late."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from command_line import run_python
 
-from graphdecode.models.family import FAMILIES, family_of
+from graphdecode.models import family as families
+from graphdecode.models.family import FAMILIES, family_of, register_family
 
 PACKAGE = Path(__file__).parents[2] / "graphdecode"
 ARCHITECTURE = re.compile(r"\w+For(CausalLM|ConditionalGeneration)")
@@ -31,6 +35,19 @@ def test_each_family_names_its_own() -> None:
     assert {architecture: family_of(architecture).architecture for architecture in FAMILIES} == {
         architecture: architecture for architecture in FAMILIES
     }
+
+
+def test_a_family_that_is_registered_while_the_own_one_is_imported_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = family_of("LlamaForCausalLM")
+
+    def import_slowly(module: str) -> object:
+        register_family(other, replace=True)
+        return importlib.import_module(module)
+
+    monkeypatch.setitem(FAMILIES, other.architecture, "llama.Llama")
+    monkeypatch.setattr(families, "importlib", SimpleNamespace(import_module=import_slowly))
+    assert family_of(other.architecture) is other
+    assert FAMILIES[other.architecture] is other
 
 
 def test_models_are_imported_without_tokenizers_and_the_hub() -> None:

@@ -101,6 +101,23 @@ def test_a_compilation_that_takes_long_is_announced(tmp_path):
         assert said.count("compiling kernels for") == times
 
 
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_kernels_are_not_made_of_sources_that_changed_under_the_process(when, tmp_path, monkeypatch):
+    sources = tmp_path / "kernels" / native.FOLDER.name
+    shutil.copytree(native.FOLDER.parent, sources.parent)
+    change = f"echo >> {sources}/native.h"
+    monkeypatch.setattr(native, "FOLDER", sources)
+    monkeypatch.setattr(native, "LOADED", {})
+    monkeypatch.setenv("GRAPHDECODE_CACHE_DIR", str(tmp_path / "cache"))
+    compiling_changes = f'case "$*" in *-shared*) {change} ;; esac; {QUICKLY}'
+    monkeypatch.setenv("CC", script(tmp_path / "cc", compiling_changes if when == "while" else QUICKLY))
+    if when == "before":
+        subprocess.run(change, shell=True, check=True)
+    assert native.library() is None
+    assert "have changed since this process started" in native.why_not()
+    assert not list(tmp_path.glob("cache/native/*.so"))
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal of its own")
 def test_in_a_terminal_the_seconds_of_a_compilation_stand_on_a_short_line(tmp_path):
     slow = script(tmp_path / "slow", 'case "$*" in *-shared*) sleep 5 ;; esac; ' + QUICKLY)

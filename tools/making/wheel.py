@@ -26,7 +26,15 @@ from tqdm import tqdm
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler
 from graphdecode.kernels.native.instructions import Instructions, sets_of_arm, sets_of_x86
-from graphdecode.kernels.native.library import CARRIED, ELEMENTS, FOLDER, carried_name, include_flags, source_text
+from graphdecode.kernels.native.library import (
+    CARRIED,
+    ELEMENTS,
+    FOLDER,
+    carried_name,
+    check_sources,
+    include_flags,
+    source_text,
+)
 from harness import ROOT
 
 FILES = ("pyproject.toml", "README.md", "LICENSE")
@@ -51,6 +59,7 @@ def compile_kernels(folder: Path, words: list[str], made_for: Instructions) -> N
     with tempfile.TemporaryDirectory() as scratch:
         texts = {Path(scratch) / carried_name(made_for, kind): source_text(kind) for kind in ELEMENTS.values()}
         Compiler([*words, *flags, *PORTABLE_FLAGS], "", "").compile(texts, [*include_flags(), "-s"])
+        check_sources()
         for made in texts:
             shutil.copyfile(made, folder / made.name)
 
