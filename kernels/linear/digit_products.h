@@ -175,7 +175,6 @@ INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const
 #pragma GCC unroll 2
     for (int part = 0; part < QUANTIZED_BLOCK / PART; part++) {
         const uint16_t *of_part = at + part * low * ROW_WORDS, *above = at + (2 * low + part * high) * ROW_WORDS;
-        ask_for_part(bits, of_part, above);
 #pragma GCC unroll 4
         for (int step = 0; step < PART_STEPS; step++, out += STEP_CODES) {
             __m512i codes[VECTORS];
@@ -193,6 +192,7 @@ INLINE void add_chunk(const int rows, const int has_mins, float *out, const stru
     const int32_t *zeros = x->zeros + 2 * number;
     const char *digits = x->values + row * stride + chunk->first * MANY_DIGITS;
     const int8_t *codes = chunk->codes;
+    const char *ahead = chunk->ahead;
     for (int64_t place = 0, left = chunk->count; left > 0; place++, left -= span) {
         const vec *scales = chunk->scales[place], *mins = chunk->mins[place];
         __m512i sums[TOGETHER][MANY_DIGITS][VECTORS];
@@ -203,7 +203,9 @@ INLINE void add_chunk(const int rows, const int has_mins, float *out, const stru
             for (int side = 0; side < VECTORS; side++) sums[r][0][side] = sums[r][1][side] = _mm512_setzero_si512();
         for (const int8_t *end = codes + least_of(span, left) * PANEL; codes < end; digits += MANY_DIGITS * PART)
 #pragma GCC unroll 4
-            for (int step = 0; step < PART_STEPS; step++, codes += STEP_CODES) {
+            for (int step = 0; step < PART_STEPS; step++, codes += STEP_CODES, ahead += chunk->ahead_of_step) {
+                __builtin_prefetch(ahead, 0, 2);
+                __builtin_prefetch(ahead + 64, 0, 2);
                 const __m512i first = _mm512_load_si512(codes), second = _mm512_load_si512(codes + STEP_CODES / 2);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++)

@@ -27,7 +27,7 @@ static inline int has_byte_codes(const struct block_weight *weight) {
 #define LEAST_EXPONENT 27 /* biased exponent of a span's largest: values below 2^-100 become 0 beside it */
 #define MOST_POORLY 8     /* at most one in so many values of a span may lose bits */
 #define INTEGER_BYTES 524288 /* of rows, which stay in the L2 cache while panels are read */
-#define CHUNKS 8 /* chunks unpacked together, which stay in the L2 cache */
+#define LONG_ROW 4096     /* bytes: longer rows count as these, so that enough rows share an unpacked chunk */
 #define ROW_APART 64      /* bytes between rows, against L1 conflicts */
 
 /* Rows in multiples, with the numbers of their spans. */
@@ -57,11 +57,13 @@ struct integer_rows {
 #define CODE_BYTES 2
 #endif
 
-/* Some spans of a panel, with codes that are unpacked. */
+/* Some spans of a panel, with codes that are unpacked to stay in the L1 cache while rows are read. */
 struct integer_chunk {
     _Alignas(64) int8_t codes[CODE_BYTES * CHUNK * PANEL];
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
     int64_t first, count, span; /* input features, and the first of its spans */
+    const char *ahead;          /* the packed codes behind it, prefetched while its first rows are multiplied */
+    int64_t ahead_of_step;      /* their bytes for 4 input features; 0: they have been prefetched */
 };
 
 #if WITH_DIGITS
@@ -146,22 +148,21 @@ static void unpack_chunk(struct integer_chunk *chunk, const struct block_weight 
                  (chunk->count + weight->span - 1) / weight->span);
     for (int64_t i = 0; i < chunk->count; i += QUANTIZED_BLOCK, at += words)
         FOR_CODES(weight, unpack_codes, chunk->codes + i * PANEL * CODE_BYTES, at, weight, table)
+    chunk->ahead = (const char *)at, chunk->ahead_of_step = 4 * PANEL * weight->bits / 8;
 }
 
-/* Add to sums[row][column] of `rows` rows from `first` on what some chunks of a panel give; `has_mins` is a constant. */
-INLINE void add_chunks(const int has_mins, float *sums, const struct integer_chunk *chunks, int64_t count,
-                       const struct span_job *job, const struct integer_rows *x, int64_t first, int64_t rows) {
-    for (int64_t row = 0; row < rows; row += TOGETHER)
-        for (int64_t i = 0; i < count; i++)
-            add_rows(has_mins, sums + row * PANEL, chunks + i, job->weight->span, x, first + row,
-                     least_of(TOGETHER, rows - row));
+/* Add to sums[row][column] of `rows` rows from `first` on what a chunk gives; `has_mins` is a constant. */
+INLINE void add_to_rows(const int has_mins, float *sums, struct integer_chunk *chunk, const struct span_job *job,
+                        const struct integer_rows *x, int64_t first, int64_t rows) {
+    for (int64_t row = 0; row < rows; row += TOGETHER, chunk->ahead_of_step = 0)
+        add_rows(has_mins, sums + row * PANEL, chunk, job->weight->span, x, first + row, least_of(TOGETHER, rows - row));
 }
 
 /* sums[row][column] of `rows` rows from `first` on with one panel. */
 static void integers_of_panel(float *sums, const struct span_job *job, const struct integer_rows *x, int64_t first,
                               int64_t rows, int64_t panel) {
     const struct block_weight *weight = job->weight;
-    struct integer_chunk chunks[CHUNKS];
+    struct integer_chunk chunk;
     int8_t table[TABLE];
     write_table(table, weight);
 #if WITH_DIGITS
@@ -171,12 +172,10 @@ static void integers_of_panel(float *sums, const struct span_job *job, const str
     }
 #endif
     memset(sums, 0, rows * PANEL * sizeof *sums);
-    for (int64_t feature = 0; feature < x->in;) {
-        int64_t count = 0;
-        for (; count < CHUNKS && feature < x->in; feature += CHUNK)
-            unpack_chunk(chunks + count++, weight, table, panel, feature);
-        if (weight->mins.at) add_chunks(1, sums, chunks, count, job, x, first, rows);
-        else add_chunks(0, sums, chunks, count, job, x, first, rows);
+    for (int64_t feature = 0; feature < x->in; feature += CHUNK) {
+        unpack_chunk(&chunk, weight, table, panel, feature);
+        if (weight->mins.at) add_to_rows(1, sums, &chunk, job, x, first, rows);
+        else add_to_rows(0, sums, &chunk, job, x, first, rows);
     }
 }
 #endif

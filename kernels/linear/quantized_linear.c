@@ -191,7 +191,7 @@ static void rows_in_integers(const void *given, int64_t begin, int64_t end) {
 
 static void integer_panels(const void *given, int64_t begin, int64_t end) {
     const struct quantized_job *job = given;
-    int64_t together = items_of(INTEGER_BYTES, least_of(job->integers.stride, 2 * CHUNKS * CHUNK));
+    int64_t together = items_of(INTEGER_BYTES, least_of(job->integers.stride, LONG_ROW));
     float *sums = lasting(least_of(together, job->of.rows) * PANEL);
     for (int64_t row = 0; row < job->of.rows; row += together)
         for (int64_t panel = begin; panel < end; panel++) {
