@@ -47,6 +47,7 @@ torch.set_num_threads(1)
 
 _KERNELS = Path(CHOICES.name, "native")
 _UNFINISHED = shutil.ignore_patterns("lock", "making-*")
+_MAX_KEPT = 12  # libraries: one for each element type and instruction set, of a few states of the sources
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,9 +59,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Keep what this run compiled."""
+    """Keep what this run compiled, and the newest of earlier runs."""
     if (cache := getattr(config, "cache", None)) and _KERNELS.is_dir():
-        shutil.copytree(_KERNELS, cache.mkdir("native"), ignore=_UNFINISHED, dirs_exist_ok=True)
+        kept = cache.mkdir("native")
+        shutil.copytree(_KERNELS, kept, ignore=_UNFINISHED, dirs_exist_ok=True)
+        if not IS_WORKER:  # which would remove what others copy
+            for old in sorted(kept.glob("*.so"), key=lambda file: file.stat().st_mtime)[:-_MAX_KEPT]:
+                old.unlink()
+                old.with_name(f"{old.name}.digest").unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
