@@ -104,6 +104,14 @@ def device() -> str:
     return "cuda" if HAS_CUDA else "cpu"
 
 
+@pytest.fixture
+def of_whatever_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a GPU take a WHILE node, be it slower here than single launches."""
+    from graphdecode.graphs import cuda_loop
+
+    monkeypatch.setattr(cuda_loop.CudaLoops, "must_be_faster", lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def own_threads() -> Iterator[None]:
     """Let a test set torch's threads for itself alone."""

@@ -292,12 +292,6 @@ def test_the_report_names_the_loop(make_llm: MakeLLM) -> None:
     assert {bucket.loop for bucket in make_llm().graphs.report().buckets} == {None}
 
 
-@pytest.fixture
-def of_whatever_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a GPU take the first loop that its driver knows, be it slower here than single launches."""
-    monkeypatch.setattr(cuda_loop.CudaLoops, "must_be_faster", lambda *_: None)
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("of_whatever_speed")
 @pytest.mark.parametrize("steps_per_launch", [8, 64])

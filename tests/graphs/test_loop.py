@@ -18,6 +18,7 @@ from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
 from graphdecode.graphs import Loop, cuda_loop
 
+pytestmark = pytest.mark.usefixtures("of_whatever_speed")
 ROWS, HISTORY = 8, 64
 
 
@@ -91,12 +92,6 @@ def backends() -> list[str]:
 @pytest.fixture(params=backends())
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def of_whatever_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a GPU take the first loop that its driver knows, be it slower here than single launches."""
-    monkeypatch.setattr(cuda_loop.CudaLoops, "must_be_faster", lambda *_: None)
 
 
 @pytest.fixture
