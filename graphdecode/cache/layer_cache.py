@@ -57,7 +57,7 @@ class _State:
 
 @dataclass(frozen=True)
 class LayerCache(_State):
-    """Keys and values of one layer; the last page is the trash page."""
+    """Keys and values of one layer; the last page is the null page."""
 
     keys: Tensor  # [pages + 1, page_size, num_kv_heads, head_dim]
     values: Tensor  # the same shape; of latent keys their last channels, in the same memory
@@ -150,11 +150,11 @@ class RecurrentState(_State):
 
     Attributes:
         tensors: float32 [rows + 1 + checkpoints + drafts, ...] each, by name.
-        trash_row: the row for padding.
+        null_row: the row for padding.
     """
 
     tensors: dict[str, Tensor]
-    trash_row: int = 0
+    null_row: int = 0
 
 
 @dataclass(frozen=True)

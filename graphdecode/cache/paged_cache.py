@@ -21,7 +21,7 @@ class PagedKVCache:
 
     Args:
         num_layers: layers, each with keys and values.
-        total_num_pages: pages that sequences can own, >= 1; the trash page is one more.
+        total_num_pages: pages that sequences can own, >= 1; the null page is one more.
         page_size: tokens in a page.
         max_pages_per_row: pages of one sequence at most; the width of a page table's row.
         num_kv_heads: key and value heads.
@@ -42,10 +42,10 @@ class PagedKVCache:
 
     Attributes:
         layers: states of each layer: zeros of [total_num_pages + 1, page_size, num_kv_heads, head_dim], where the
-            first size is that of all rings and a trash page if it has rings; or recurrent states.
+            first size is that of all rings and a null page if it has rings; or recurrent states.
         ledger: the pages of each sequence.
         pool: counts pages: `free`, `used`, `shared` and `evictable`.
-        trash_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
+        null_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
         checkpoint_tokens: tokens from one checkpoint of a sequence to the next; None: there are none.
         draft_state_row: the first of the rows of `draft_states`.
         relay: is told of each copy of a state, for other ranks; None: there are none.
@@ -85,7 +85,7 @@ class PagedKVCache:
         )
         self.page_size = page_size
         self.total_num_pages = total_num_pages
-        self.trash_page = total_num_pages
+        self.null_page = total_num_pages
         self.max_pages_per_row = max_pages_per_row
         self.prefix_caching = prefix_caching
         self.checkpoint_tokens = None if checkpoints is None else checkpoints.interval * page_size
@@ -122,11 +122,11 @@ class PagedKVCache:
                 rolls,
                 strict=True,
             )
-            for pages in [rolling.trash_page if rolling is not None and is_rolling else total_num_pages]
+            for pages in [rolling.null_page if rolling is not None and is_rolling else total_num_pages]
         ]
         self.rolling = rolling
         self.relay: Callable[[int, int], None] | None = None
-        self.trash_state_row = state_rows
+        self.null_state_row = state_rows
         self._state_rows = StateRows(state_rows, rolling)
         self._hidden: set[Hashable] = set()  # sequences whose rings are not to be cached
 
@@ -149,7 +149,7 @@ class PagedKVCache:
         if sequence_id in self.ledger.pages:
             raise ValueError(f"sequence {sequence_id!r} is in the cache already")
         if self.has_states and not self._state_rows.free:
-            raise CacheFullError(f"all {self.trash_state_row} rows of states are in use")
+            raise CacheFullError(f"all {self.null_state_row} rows of states are in use")
         cached = self.ledger.open(sequence_id, token_ids, root)
         if self.has_states:
             known = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
@@ -181,7 +181,7 @@ class PagedKVCache:
             self._copy_state(checkpoint, sequence_id, is_restored=False)
 
     def _copy_state(self, checkpoint: int, sequence_id: Hashable, *, is_restored: bool) -> None:
-        kept, row = self.trash_state_row + 1 + checkpoint, self.state_row_of(sequence_id)
+        kept, row = self.null_state_row + 1 + checkpoint, self.state_row_of(sequence_id)
         self.copy_state(*((kept, row) if is_restored else (row, kept)))
 
     def copy_state(self, source: int, destination: int) -> None:
@@ -193,7 +193,7 @@ class PagedKVCache:
     @property
     def has_states(self) -> bool:
         """Whether there are recurrent states or rings of pages."""
-        return self.trash_state_row > 0
+        return self.null_state_row > 0
 
     @property
     def shares_with_running(self) -> bool:
@@ -266,7 +266,7 @@ class PagedKVCache:
     def reset(self) -> None:
         """Forget all sequences and prefixes; the tensors stay as they are."""
         self.ledger.clear()
-        self._state_rows = StateRows(self.trash_state_row, self.rolling)
+        self._state_rows = StateRows(self.null_state_row, self.rolling)
         self._hidden.clear()
 
     def _pages(self, sequence_id: Hashable) -> list[int]:
@@ -304,7 +304,7 @@ def copy_page(layers: Iterable[Iterable[Tensor]], move: tuple[int, int] | None) 
             tensor[destination].copy_(tensor[source])
 
 
-def fill_page_row(row: np.ndarray, pages: Sequence[int], trash_page: int) -> None:
-    """Write a sequence's pages into its row of a page table, int32 [pages of a row], followed by the trash page."""
+def fill_page_row(row: np.ndarray, pages: Sequence[int], null_page: int) -> None:
+    """Write a sequence's pages into its row of a page table, int32 [pages of a row], followed by the null page."""
     row[: len(pages)] = pages
-    row[len(pages) :] = trash_page
+    row[len(pages) :] = null_page

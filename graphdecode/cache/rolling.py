@@ -31,7 +31,7 @@ class RollingPages:
     ahead: int
 
     @property
-    def trash_page(self) -> int:
+    def null_page(self) -> int:
         """The page after those of the rings, for padding."""
         return self.rows * self.pages
 
@@ -41,7 +41,7 @@ class RollingPages:
 
     def fill(self, page_row: np.ndarray, row: int) -> None:
         """Write a ring into a row of the page table, int32 [pages of a row]; `rows` is the padding row."""
-        page_row[:] = self.trash_page if row == self.rows else np.resize(self.ring(row), len(page_row))
+        page_row[:] = self.null_page if row == self.rows else np.resize(self.ring(row), len(page_row))
 
 
 class StateRows:

@@ -43,7 +43,7 @@ class Capacity:
 
     max_sequence_length: int  # tokens of one sequence, prompt and output
     pages_per_row: int  # pages of such a sequence
-    total_num_pages: int  # pages of the pool, without the trash page
+    total_num_pages: int  # pages of the pool, without the null page
     token_bytes: int  # keys and values of one token in all layers
     page_bytes: int  # one page, in all layers with full pages
     token_limit: int  # tokens of one sequence that owns the whole pool
@@ -52,12 +52,12 @@ class Capacity:
 
     @property
     def rolling_bytes(self) -> int:
-        """Bytes of all rolling pages, including the trash page."""
-        return 0 if self.rolling is None else (self.rolling.trash_page + 1) * self.rolling_page_bytes
+        """Bytes of all rolling pages, including the null page."""
+        return 0 if self.rolling is None else (self.rolling.null_page + 1) * self.rolling_page_bytes
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values, including trash pages."""
+        """Bytes of all keys and values, including null pages."""
         return (self.total_num_pages + 1) * self.page_bytes + self.rolling_bytes
 
 
@@ -113,9 +113,9 @@ def plan_capacity(
         budget = int(free * config.memory_fraction)
         total = min(budget // max(page_bytes, 1) - 1, most)
         if rolling is not None:
-            left = budget - (rolling.trash_page + 1) * rolling_page_bytes
+            left = budget - (rolling.null_page + 1) * rolling_page_bytes
             beside = min(left // max(page_bytes - rolling_page_bytes, 1) - 1, most)
-            if beside >= total and beside > rolling.trash_page:
+            if beside >= total and beside > rolling.null_page:
                 total = beside
             else:
                 rolling = None
@@ -123,7 +123,7 @@ def plan_capacity(
             raise ArgumentError(
                 f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes"
             )
-    if rolling is None or rolling.trash_page >= total:  # nothing is saved
+    if rolling is None or rolling.null_page >= total:  # nothing is saved
         rolling, rolling_page_bytes = None, 0
     token_limit, page_bytes = min(max_sequence_length, total * config.page_size), page_bytes - rolling_page_bytes
     sizes = (max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
@@ -156,7 +156,7 @@ def _rolling_pages(
 
 
 def state_bytes_of(config: BucketConfig, model: ModelShape) -> int:
-    """Return the bytes of the recurrent states of all rows, including the trash row."""
+    """Return the bytes of the recurrent states of all rows, including the null row."""
     return (config.max_batch_size + 1) * _state_bytes(model)
 
 

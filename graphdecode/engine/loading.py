@@ -344,7 +344,7 @@ def make_runner(
     setting = StepSetting(
         decoder,
         cache.layers,
-        cache.trash_page,
+        cache.null_page,
         cache.dtype,
         buckets.page_size,
         capacity.pages_per_row,
@@ -352,7 +352,7 @@ def make_runner(
         settings.batch_invariant,
         min(settings.prefill_tokens(device.type), decoder.most_prompt_tokens),
         mixes,
-        cache.trash_state_row,
+        cache.null_state_row,
         cache.rolling,
         cache.draft_state_row,
     )

@@ -15,7 +15,7 @@ from graphdecode.buckets import StepShape
 from graphdecode.buffers import Slot, StepBuffers
 from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps import StepLogprobs
-from graphdecode.engine.steps.decode import adopt_model, decode_attention_of, or_trash
+from graphdecode.engine.steps.decode import adopt_model, decode_attention_of, or_null
 from graphdecode.engine.steps.step import SequenceMemory, StepSetting, prompt_shapes
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.logprobs import token_logprobs
@@ -65,13 +65,13 @@ class Prompts:
             Slot("positions", ("batch",), int32, staged=_CHUNKS),
             Slot("cu_seqlens_q", (rows + 1,), int32, staged=_CHUNKS),
             Slot("cu_seqlens_kv", (rows + 1,), int32, staged=_CHUNKS),
-            Slot("state_rows", (rows,), int32, pad=setting.trash_state_row, staged=_CHUNKS),
-            Slot("page_table", (rows, pages), int32, pad=setting.trash_page, staged=_CHUNKS),
+            Slot("state_rows", (rows,), int32, pad=setting.null_state_row, staged=_CHUNKS),
+            Slot("page_table", (rows, pages), int32, pad=setting.null_page, staged=_CHUNKS),
         ]
         if self._model.adapters is not None:
             slots.append(Slot("adapters", (rows,), torch.int32, pad=NO_ADAPTER, staged=_CHUNKS))
         if setting.rolling is not None:
-            slots.append(Slot("rolling_table", (rows, pages), int32, pad=setting.rolling.trash_page, staged=_CHUNKS))
+            slots.append(Slot("rolling_table", (rows, pages), int32, pad=setting.rolling.null_page, staged=_CHUNKS))
         device = self._model.device
         self.buffers = StepBuffers(slots, max_batch_size=max_tokens, device=device)
         self._most_logprobs = min(setting.config.max_logprobs, self._model.config.vocab_size)
@@ -108,7 +108,7 @@ class Prompts:
         return self._model.prefill(chunks, self._caches, self._attention)
 
     def dummies(self) -> list[list[PromptChunk]]:
-        """Return passes of 1, 2, 4, ... tokens into the trash page, which compile all kernels."""
+        """Return passes of 1, 2, 4, ... tokens into the null page, which compile all kernels."""
         most = min(self.max_tokens, self._longest * self._rows)
         passes = []
         for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
@@ -117,7 +117,7 @@ class Prompts:
         return passes
 
     def has_finite_logits(self) -> bool:
-        """Whether the logits of tokens from the whole vocabulary are finite; writes the trash page only."""
+        """Whether the logits of tokens from the whole vocabulary are finite; writes the null page only."""
         count = min(self._setting.page_size, self.max_tokens, _PROBED_TOKENS)
         tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
         self.stage([PromptChunk(tokens, 0, SequenceMemory())])
@@ -137,12 +137,12 @@ class Prompts:
             end += length
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
-            staged["state_rows"][row] = state_row = or_trash(memory.state_row, setting.trash_state_row)
+            staged["state_rows"][row] = state_row = or_null(memory.state_row, setting.null_state_row)
             if "adapters" in staged:
                 staged["adapters"][row] = memory.adapter
             if setting.rolling is not None:
                 setting.rolling.fill(staged["rolling_table"][row], state_row)
-            fill_page_row(staged["page_table"][row], memory.pages, setting.trash_page)
+            fill_page_row(staged["page_table"][row], memory.pages, setting.null_page)
         staged["cu_seqlens_q"][len(chunks) + 1 :] = end
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
         self.buffers.upload(_CHUNKS, end)

@@ -80,7 +80,7 @@ class Tokens(NamedTuple):
         is_dead = torch.arange(count, dtype=torch.int32, device=rows.device) >= self.live  # may have any values
         own = self.state_rows.index_select(0, rows.clamp(0, self.state_rows.shape[0] - 1))
         before, behind = (
-            torch.where(is_dead, states.trash_row, each).to(torch.int64)
+            torch.where(is_dead, states.null_row, each).to(torch.int64)
             for each in (own, own if self.kept_states is None else self.kept_states)
         )
         is_new = (self.positions == 0) | is_dead

@@ -312,7 +312,7 @@ def append_attention(
     Args:
         out: [rows, num_qo_heads, head_dim], contiguous; 0 for rows without a token.
         k_cache: [pages, page_size, num_kv_heads, head_dim], channels side by side, of out's type, fp8, or int8 with
-            `scales`, which a GPU refuses; the last page is the trash page.
+            `scales`, which a GPU refuses; the last page is the null page.
         v_cache: the same shape.
         qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], rows may be strided: queries, keys, values, of out's
             dtype, or fp32.

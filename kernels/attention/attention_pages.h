@@ -61,7 +61,7 @@ struct paged {
 
 static int64_t page_of(const struct paged *row, int64_t at) {
     int64_t page = row->pages[at];
-    return page < 0 || page >= row->count ? row->count - 1 : page; /* the trash page: never other memory */
+    return page < 0 || page >= row->count ? row->count - 1 : page; /* the null page: never other memory */
 }
 
 /* Find where the entries of `count` tokens from `first` on begin. */

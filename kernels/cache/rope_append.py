@@ -204,13 +204,13 @@ def rope_append(
     Args:
         q_out: [t, num_qo_heads, head_dim], contiguous.
         k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type, or int8 with `scales`; the last page is
-            the trash page. fp8 e4m3 saturates.
+            the null page. fp8 e4m3 saturates.
         v_cache: the same shape; or of no heads, where only keys are kept.
         qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values, if those are kept, of
             q_out's dtype, or fp32.
         rows: int32 [t], the page-table row of each token.
         positions: int32 [t], position of each token in its sequence.
-        live: int32 [1]; tokens from there on are padding and write at most the trash page.
+        live: int32 [1]; tokens from there on are padding and write at most the null page.
         page_table: int32 [b, pages per row].
         rope: norm and rotation of queries and keys.
         k_scale: divides keys before they become fp8.

@@ -12,7 +12,7 @@ from ..native.registration import Int32
 class StateTokens(NamedTuple):
     """The tokens of a pass and their states; tokens of one row are adjacent, in order.
 
-    A state is a row of a tensor [states + 1, ...]; the last is the trash row. A token at position 0 starts from a state
+    A state is a row of a tensor [states + 1, ...]; the last is the null row. A token at position 0 starts from a state
     of zeros, so that states need not be cleared between sequences. When drafts are verified, the state after each token
     is kept in its own row, and that of the batch row is not advanced.
     """

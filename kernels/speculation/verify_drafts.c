@@ -18,7 +18,7 @@ KERNEL(spread_queries) {
                                                    : a->tokens.data[row];
             a->query_positions.data[query] = used ? a->pre_step_seqlens.data[row] + (int32_t)behind : 0;
             if (used) memcpy(table, a->page_table.data + row * pages, pages * sizeof *table);
-            else for (int64_t i = 0; i < pages; i++) table[i] = (int32_t)a->trash_page;
+            else for (int64_t i = 0; i < pages; i++) table[i] = (int32_t)a->null_page;
         }
     }
 }

@@ -1,7 +1,7 @@
 """Verification of drafts.
 
 A row's token to feed and its drafts become queries, each a row of the pass over the sequence's pages. Queries without a
-draft, and those of dead rows, are at position 0 of the trash page.
+draft, and those of dead rows, are at position 0 of the null page.
 
 A step samples a row's queries one after another, and `advance` takes each token as if it came from a separate step:
 counts, stop ids, lengths and the ring need no knowledge of drafts. After each query `judge_drafts` holds the rows
@@ -92,7 +92,7 @@ class Queries(NamedTuple):
 # One program per query. It copies a row of the page table.
 @triton.jit
 def _spread_queries_kernel(
-    spread, given, page_table, most, pages, queries, trash_page, DEAD: tl.constexpr, BLOCK: tl.constexpr
+    spread, given, page_table, most, pages, queries, null_page, DEAD: tl.constexpr, BLOCK: tl.constexpr
 ):
     query = tl.program_id(0)
     row = query // queries
@@ -112,23 +112,23 @@ def _spread_queries_kernel(
     for first in range(0, pages, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         known = columns < tl.where(used, pages, 0)
-        owned = tl.load(page_table + row * pages + columns, mask=known, other=trash_page)
+        owned = tl.load(page_table + row * pages + columns, mask=known, other=null_page)
         tl.store(spread.query_pages + query.to(tl.int64) * pages + columns, owned, mask=columns < pages)
 
 
 def spread_queries_triton(
-    spread: Queries, rows: DraftRows, page_table: Tensor, *, queries: int, trash_page: int
+    spread: Queries, rows: DraftRows, page_table: Tensor, *, queries: int, null_page: int
 ) -> None:
     """Launch the kernel; see `spread_queries`."""
     most, pages = rows.drafts.shape[1], page_table.shape[1]
     _spread_queries_kernel[(spread.query_tokens.shape[0],)](
-        spread, rows, page_table, most, pages, queries, trash_page, DEAD=DEAD_TOKEN, BLOCK=_BLOCK, num_warps=4
+        spread, rows, page_table, most, pages, queries, null_page, DEAD=DEAD_TOKEN, BLOCK=_BLOCK, num_warps=4
     )
 
 
 @operator(triton_version=spread_queries_triton, is_compiled=True, constants={"DEAD_TOKEN": DEAD_TOKEN})
 def spread_queries(
-    spread: Written[Queries], rows: DraftRows, page_table: Int32, *, queries: int, trash_page: int
+    spread: Written[Queries], rows: DraftRows, page_table: Int32, *, queries: int, null_page: int
 ) -> None:
     """Write the queries of a pass.
 
@@ -137,12 +137,12 @@ def spread_queries(
         rows: tokens, positions and drafts are read; a row that has ended feeds its token again, without drafts.
         page_table: int32 [b, pages], contiguous.
         queries: queries per row.
-        trash_page: the trash page.
+        null_page: the null page.
     """
     live = int(rows.live_rows.item())
     spread.query_tokens.fill_(DEAD_TOKEN)
     spread.query_positions.zero_()
-    spread.query_pages.fill_(trash_page)
+    spread.query_pages.fill_(null_page)
     spread.live_queries.fill_(live * queries)
     for row in range(live):
         count = 0 if rows.finished[row] else min(int(rows.num_drafts[row]), queries - 1)

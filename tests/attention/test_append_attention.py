@@ -357,7 +357,7 @@ def test_a_group_larger_than_a_tile_appends_once(device):
 
 
 PAGE, PAGES, WINDOW = 16, 6, 20
-TRASH = PAGES  # full of NaN
+NULL_PAGE = PAGES  # full of NaN
 
 
 def run(operator: str, version: str, *arguments: object) -> None:
@@ -373,13 +373,13 @@ def run(operator: str, version: str, *arguments: object) -> None:
 def test_pages_out_of_sight_are_not_read(version: str, dtype: torch.dtype, length: int, queries: int) -> None:
     generator = torch.Generator().manual_seed(length)
     keys, values = (torch.randn(PAGES + 1, PAGE, 1, 32, generator=generator).to(dtype) for _ in range(2))
-    keys[TRASH] = values[TRASH] = torch.nan
+    keys[NULL_PAGE] = values[NULL_PAGE] = torch.nan
     q = torch.randn(queries, 2, 32, generator=generator).to(dtype)
     options = AttentionOptions(0.2, WINDOW).scaled(32)
     first = (length - queries - WINDOW) // PAGE  # page that the first query sees
     table = torch.arange(PAGES, dtype=torch.int32)[None]
     cut = table.clone()
-    cut[:, :first] = TRASH
+    cut[:, :first] = NULL_PAGE
     assert first >= 3
     found = []
     for pages in (table, cut):

@@ -192,7 +192,7 @@ def test_moves_of_bf16_are_bit_exact(device):
 def test_gather_gives_each_rows_tokens_and_zeros_behind_them(version, device):
     generator = torch.Generator().manual_seed(3)
     cache = torch.randn(6, 4, 2, 3, generator=generator)
-    cache[5] = float("nan")  # the trash page
+    cache[5] = float("nan")  # the null page
     table, lengths = int32([[3, 1, 5], [0, 5, 5], [HOSTILE, 5, 5]]), [7, 4, 0]
     out = torch.full((3, 10, 2, 3), float("nan"))
     expected = torch.zeros_like(out)

@@ -123,7 +123,7 @@ def test_truncating_a_shared_page_copies_it_in_all_layers():
         assert torch.equal(tensor[copied], torch.full((4, 1, 4), 10.0 * number + source))
 
 
-def test_layers_are_zero_filled_and_one_page_more_is_trash():
+def test_layers_are_zero_filled_and_one_page_more_is_null():
     cache = make(num_layers=3)
     assert [tuple(t.shape) for layer in cache.layers for t in layer] == [(9, 4, 1, 4)] * 6
     assert not any(t.any() for layer in cache.layers for t in layer)
@@ -165,14 +165,14 @@ class Watched(list):
         return super().__getitem__(place)
 
 
-def test_a_page_row_ends_in_the_trash_page():
+def test_a_page_row_ends_in_the_null_page():
     cache = make(max_pages_per_row=4)
     cache.add("a", [])
     cache.reserve("a", 5)
     row = np.full(4, -1, dtype=np.int32)
-    fill_page_row(row, cache.pages_of("a"), cache.trash_page)
+    fill_page_row(row, cache.pages_of("a"), cache.null_page)
     assert row.tolist() == [*cache.pages_of("a"), 8, 8]
-    assert cache.trash_page == 8
+    assert cache.null_page == 8
 
 
 def test_unknown_and_known_ids_are_errors():
@@ -332,12 +332,12 @@ def cache_of(rolling: RollingPages, total_num_pages: int = 60) -> PagedKVCache:
     )  # fmt: skip
 
 
-def test_a_page_row_names_the_ring_again_and_again_and_nobodys_names_the_trash_page() -> None:
+def test_a_page_row_names_the_ring_again_and_again_and_nobodys_names_the_null_page() -> None:
     rolling, row = rings(), np.zeros(10, np.int32)
     rolling.fill(row, 1)
     assert row.tolist() == [*range(7, 14), 7, 8, 9]
     rolling.fill(row, rolling.rows)
-    assert set(row.tolist()) == {rolling.trash_page} == {21}
+    assert set(row.tolist()) == {rolling.null_page} == {21}
 
 
 def test_layers_that_roll_have_the_pages_of_all_rings() -> None:

@@ -47,7 +47,7 @@ class Rows:
             tensor.copy_(self.saved[name])
 
     def live_state(self) -> dict[str, torch.Tensor]:
-        """Everything that belongs to live rows: their slots, the rings, and the cache without its trash page."""
+        """Everything that belongs to live rows: their slots, the rings, and the cache without its null page."""
         state = {}
         count = len(self.sequences)
         for name, tensor in self.runner.buffers.tensors.items():

@@ -192,7 +192,7 @@ def test_a_warm_up_takes_them_all_and_touches_no_page(runner: Runner, seen: Vari
     ready = {name: set(variants) for name, variants in seen.items()}
     for keys, values in runner.cache.layers:
         for tensor in (keys, values):
-            assert torch.equal(tensor[:-1], torch.full_like(tensor[:-1], 3.0)), "only the trash page is nobody's"
+            assert torch.equal(tensor[:-1], torch.full_like(tensor[:-1], 3.0)), "only the null page is nobody's"
     for lengths in PROMPTS:
         prefill(runner, lengths)
     assert {name for name in seen if seen[name] != ready.get(name)} == set()

@@ -10,7 +10,7 @@ from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
 
 ROWS, PAGES, PAGE, PAGES_PER_ROW, MODULUS = 6, 24, 2, 4, 9973
-TRASH = PAGES
+NULL_PAGE = PAGES
 
 
 class Recurrence:
@@ -21,7 +21,7 @@ class Recurrence:
             [
                 Slot("tokens", ("batch",), torch.int64, pad=1, staged="rows"),
                 Slot("lengths", ("batch",), torch.int64, pad=0, staged="rows"),
-                Slot("pages", ("batch", PAGES_PER_ROW), torch.int64, pad=TRASH, staged="rows"),
+                Slot("pages", ("batch", PAGES_PER_ROW), torch.int64, pad=NULL_PAGE, staged="rows"),
             ],
             max_batch_size=ROWS,
             device=device,
@@ -36,8 +36,8 @@ class Recurrence:
         live = rows < batch.live_rows
         length = torch.where(live, batch.lengths, 0)
         page = batch.pages.gather(1, (length // PAGE)[:, None])[:, 0]
-        self.cache[torch.where(live, page, TRASH), length % PAGE] = torch.where(live, batch.tokens, 0)
-        kept = self.cache[torch.where(live[:, None], batch.pages, TRASH)].flatten(1)  # [batch, capacity]
+        self.cache[torch.where(live, page, NULL_PAGE), length % PAGE] = torch.where(live, batch.tokens, 0)
+        kept = self.cache[torch.where(live[:, None], batch.pages, NULL_PAGE)].flatten(1)  # [batch, capacity]
         place = torch.arange(PAGES_PER_ROW * PAGE, device=self.cache.device)
         terms = torch.where(place <= length[:, None], kept * (place + 3), 0)
         batch.tokens.copy_(torch.where(live, terms.sum(-1) % MODULUS, batch.tokens))

@@ -349,7 +349,7 @@ def speculation_cases() -> dict[str, Callable[[], None]]:
     return {
         "ngram-draft": partial(ngram_draft.ngram_draft_triton, *looked, given.live_rows, ngram_min=2, ngram_max=5),
         "spread-queries": partial(
-            verify_drafts.spread_queries_triton, spread, given, table, queries=DRAFTS + 1, trash_page=PAGES - 1
+            verify_drafts.spread_queries_triton, spread, given, table, queries=DRAFTS + 1, null_page=PAGES - 1
         ),
         "judge-drafts": judge(0),
         "judge-drafts-behind": judge(DRAFTS),

@@ -153,7 +153,7 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap,
     row_pages = -(-200 // page_size)
     pages = row_pages * 4 + 1
     k_cache, v_cache = torch.randn(2, pages, page_size, 2, dim, generator=generator).to(dtype)
-    k_cache[-1] = v_cache[-1] = torch.nan  # the trash page
+    k_cache[-1] = v_cache[-1] = torch.nan  # the null page
     table = torch.full((9, row_pages), pages - 1, dtype=torch.int32)
     for row, length in enumerate(lengths.tolist()):
         used = -(-max(length, 0) // page_size)
@@ -285,7 +285,7 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     no_plan = torch.zeros(1, dtype=torch.int32)
     given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, no_plan, 1, 1)
     native_decode_attention(*given, 0.25, -1, 0.0, None, False, 1.0, "NONE", 1.0, 1e4, None, None)()
-    assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
+    assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the null page
 
 
 def test_what_the_kernels_do_not_serve_is_left_to_torch():

@@ -27,7 +27,7 @@ OPERATORS = {
     "judge_drafts": judge_drafts,
     "settle_drafts": settle_drafts,
 }
-ROWS, MOST, RING, WIDTH, PAGES, TRASH = 5, 7, 16, 40, 6, 99
+ROWS, MOST, RING, WIDTH, PAGES, NULL_PAGE = 5, 7, 16, 40, 6, 99
 
 
 @pytest.fixture(params=["torch", NATIVE, "triton"])
@@ -85,7 +85,7 @@ def test_drafts_are_what_followed_the_longest_and_latest_match(run, ngram_min, n
 
 
 @pytest.mark.parametrize("queries", [2, 4, 8])
-def test_queries_stand_behind_their_rows_and_others_in_the_trash(run, queries) -> None:
+def test_queries_stand_behind_their_rows_and_others_in_the_null_page(run, queries) -> None:
     rng = torch.Generator().manual_seed(queries)
     spread = (
         torch.full((ROWS * queries,), -1),
@@ -99,7 +99,7 @@ def test_queries_stand_behind_their_rows_and_others_in_the_trash(run, queries) -
     live = torch.tensor([4], dtype=torch.int32)
     given = state(0) | {"tokens": tokens, "pre_step_seqlens": before, "finished": finished, "drafts": drafts}
     given |= {"num_drafts": count, "live_rows": live}
-    run("spread_queries", *spread, *rows_of(given), table, queries, TRASH)
+    run("spread_queries", *spread, *rows_of(given), table, queries, NULL_PAGE)
     assert int(spread[3]) == 4 * queries
     for row in range(ROWS):
         used = 0 if row == 4 else 1 if row == 2 else 1 + min(int(count[row]), queries - 1)
@@ -110,7 +110,7 @@ def test_queries_stand_behind_their_rows_and_others_in_the_trash(run, queries) -
                 expected = int(tokens[row]) if behind == 0 else int(drafts[row, behind - 1])
                 assert (token, position, pages) == (expected, int(before[row]) + behind, table[row].tolist())
             else:
-                assert (token, position, pages) == (DEAD_TOKEN, 0, [TRASH] * PAGES)
+                assert (token, position, pages) == (DEAD_TOKEN, 0, [NULL_PAGE] * PAGES)
 
 
 def state(seed: int) -> dict[str, torch.Tensor]:

@@ -24,12 +24,12 @@ class DrivenDecoder:
         self.model = model
         config, device = model.config, model.device
         pages_per_row = -(-max_length // PAGE_SIZE)
-        self.trash_page = rows * pages_per_row
+        self.null_page = rows * pages_per_row
         self.caches: list[LayerState] = []
         for kept, keys in zip(config.recurrent or [None] * model.num_layers, config.kept_keys, strict=True):
             kept = Recurrent(()) if keys is None and kept is None else kept
             held = keys or Keys(1, 1)  # in place of none, which are not made
-            shape = (self.trash_page + 1, PAGE_SIZE, held.heads, held.head_dim)
+            shape = (self.null_page + 1, PAGE_SIZE, held.heads, held.head_dim)
             pages = partial(LayerCache.zeros, shape, model.dtype, device, latent_rank=held.latent_rank)
             self.caches.append(layer_state(kept, pages, rows, device))
             for tensor in self.caches[-1]:
@@ -49,7 +49,7 @@ class DrivenDecoder:
             Slot("tokens", ("batch",), torch.int64, pad=1),
             Slot("pre_step_seqlens", ("batch",), torch.int32),
             Slot("rows", ("batch",), torch.int32),
-            Slot("page_table", ("batch", pages_per_row), torch.int32, pad=self.trash_page),
+            Slot("page_table", ("batch", pages_per_row), torch.int32, pad=self.null_page),
             Slot("logits", ("batch", config.vocab_size), torch.float32),
             Slot("state_rows", ("batch",), torch.int32, pad=rows),
         ]
@@ -59,7 +59,7 @@ class DrivenDecoder:
                 self.buffers.adopt(f"{name}_{layer}", tensor)
         for index, tensor in enumerate(self.attention.workspace):
             self.buffers.adopt(f"workspace_{index}", tensor)
-        order = torch.randperm(self.trash_page, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(self.null_page, generator=torch.Generator().manual_seed(seed))
         self._page_table = order.to(torch.int32).view(rows, pages_per_row).to(device)
 
     def step(self, batch: Batch) -> None:

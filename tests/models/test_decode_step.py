@@ -33,7 +33,7 @@ def driven(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], de
 
 
 def live_state(driven: DrivenDecoder, count: int) -> list[Tensor]:
-    """Return the logits of the live rows and all pages but the trash page."""
+    """Return the logits of the live rows and all pages but the null page."""
     caches = [cache[:-1].clone() for layer in driven.caches for cache in layer]
     return [driven.buffers.logits[:count].clone(), *caches]
 

@@ -43,7 +43,7 @@ def stage(driven: DrivenDecoder) -> None:
 
 
 def state(driven: DrivenDecoder) -> list[Tensor]:
-    """Return the rows' logits, and all pages but the trash page."""
+    """Return the rows' logits, and all pages but the null page."""
     return [driven.buffers.logits[:ROWS].clone(), *(cache[:-1].clone() for layer in driven.caches for cache in layer)]
 
 

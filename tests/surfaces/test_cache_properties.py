@@ -304,7 +304,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert manager.pool.free == model.total - len(owners)
 
     @invariant()
-    def the_page_table_names_the_batch_and_else_the_trash_page(self):
+    def the_page_table_names_the_batch_and_else_the_null_page(self):
         if not self.paged or not hasattr(self, "params") or not self.written:
             return
         table = self.manager.page_table.tolist()

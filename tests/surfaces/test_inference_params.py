@@ -45,14 +45,14 @@ def test_buffers_keep_their_addresses(device, paged):
     assert params.cu_seqlens_kv.tolist() == [0] * 5
 
 
-def test_the_cache_is_zero_filled_and_one_page_is_trash(device):
+def test_the_cache_is_zero_filled_and_one_page_is_null(device):
     rows = make(device, False, head_dim_v=5).cache_manager.cache[1]
     pages = make(device, True, head_dim_v=5).cache_manager.cache[1]
     assert [tuple(t.shape) for t in (*rows, *pages)] == [(4, 16, 2, 3), (4, 16, 2, 5), (13, 4, 2, 3), (13, 4, 2, 5)]
     assert not any(t.any() for t in (*rows, *pages))
 
 
-def test_unused_entries_of_the_page_table_name_the_trash_page(device):
+def test_unused_entries_of_the_page_table_name_the_null_page(device):
     params = make(device, True)
     table = params.cache_manager.page_table
     assert table.tolist() == [[12] * 4] * 4

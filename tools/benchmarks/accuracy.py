@@ -121,7 +121,7 @@ class Scored:
         )
         cache = make_runner(model, config, kv_cache_dtype=kv_cache_dtype, prefix_cache=False).cache
         self._caches = cache.layers
-        setting = StepSetting(model, cache.layers, cache.trash_page, cache.dtype, PAGE, self._pages, config)
+        setting = StepSetting(model, cache.layers, cache.null_page, cache.dtype, PAGE, self._pages, config)
         self._attention = decode_attention_of(setting, rows, batch_invariant=False)
 
     def _int32(self, values: Any) -> Tensor:

@@ -130,7 +130,7 @@ def _rope_append(
     rope: QKNormRope,
     **_scales: object,
 ) -> None:
-    """The operator of this name in torch's operators; padding goes to the trash page."""
+    """The operator of this name in torch's operators; padding goes to the null page."""
     tokens, qo_heads, head_dim = q_out.shape
     pages, page_size, kv_heads = k_cache.shape[:3]
     q, k, v = qkv.view(tokens, -1, head_dim).split([qo_heads, kv_heads, kv_heads], dim=1)

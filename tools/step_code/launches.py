@@ -369,14 +369,14 @@ def recorded_step(
             layer_keys=shape.layer_keys,
             state_rows=config.max_batch_size if shape.recurrent else 0,
         )
-        places = (cache.layers, cache.trash_page, cache.dtype, config.page_size, pages)
-        setting = StepSetting(decoder, *places, config, False, trash_state_row=cache.trash_state_row)
+        places = (cache.layers, cache.null_page, cache.dtype, config.page_size, pages)
+        setting = StepSetting(decoder, *places, config, False, null_state_row=cache.null_state_row)
         step = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
             step.run(StepShape(rows, has_adapters=adapters > 0), batch)
     states = sum(state.nbytes for state in shape.recurrent if state is not None)
-    of_states = (cache.trash_state_row + 1) * states
+    of_states = (cache.null_state_row + 1) * states
     products = {} if decoder.adapters is None else decoder.adapters.products
     of_keys = sum(layer.nbytes for layer in cache.layers) - of_states
     return RecordedStep(

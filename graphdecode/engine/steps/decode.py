@@ -164,9 +164,9 @@ class DecodeStep(Step):
             Slot("finished", ("batch",), int32, staged=_ROWS),
             Slot("rows", ("batch",), int32, staged=_ROWS),
             Slot("automaton", ("batch",), int32, staged=_ROWS),
-            Slot("state_rows", ("batch",), int32, pad=setting.trash_state_row, staged=_ROWS),
+            Slot("state_rows", ("batch",), int32, pad=setting.null_state_row, staged=_ROWS),
             Slot("automaton_state", ("batch",), int32, pad=NO_AUTOMATON, staged=_ROWS),
-            Slot("page_table", ("batch", pages), int32, pad=setting.trash_page, staged=_PAGES),
+            Slot("page_table", ("batch", pages), int32, pad=setting.null_page, staged=_PAGES),
             Slot("logits", ("batch", vocab_size), float32),
             Slot("sampled", ("batch",), int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), int32),
@@ -183,7 +183,7 @@ class DecodeStep(Step):
         if self._model.adapters is not None:
             slots.append(Slot("adapters", ("batch",), int32, pad=NO_ADAPTER, staged=_ROWS))
         if rolling is not None:
-            slots.append(Slot("rolling_table", ("batch", pages), int32, pad=rolling.trash_page, staged=_ROLLING))
+            slots.append(Slot("rolling_table", ("batch", pages), int32, pad=rolling.null_page, staged=_ROLLING))
         if self._automata is not None:
             slots += self._automata.slots
         return slots + [
@@ -235,7 +235,7 @@ class DecodeStep(Step):
         staged["finished"][:count] = 0
         staged["rows"][:count] = np.arange(count, dtype=np.int32)
         rolling = self._setting.rolling
-        state_rows = [or_trash(each.memory.state_row, self._setting.trash_state_row) for each in rows]
+        state_rows = [or_null(each.memory.state_row, self._setting.null_state_row) for each in rows]
         staged["state_rows"][:count] = state_rows
         if self._model.adapters is not None:
             staged["adapters"][:count] = [inputs.memory.adapter for inputs in rows]
@@ -290,7 +290,7 @@ class DecodeStep(Step):
         """Write the page table."""
         table = self.buffers.staging(_PAGES)["page_table"]
         for row, owned in enumerate(pages):
-            fill_page_row(table[row], owned, self._setting.trash_page)
+            fill_page_row(table[row], owned, self._setting.null_page)
         self.buffers.upload(_PAGES, len(pages))
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
@@ -326,9 +326,9 @@ def slots_of(record: type[_Record], batch: Batch) -> _Record:
     return record(*(getattr(batch, name) for name in record._fields))  # type: ignore[attr-defined]
 
 
-def or_trash(state_row: int | None, trash_row: int) -> int:
-    """Return a sequence's state row, or the trash row."""
-    return trash_row if state_row is None else state_row
+def or_null(state_row: int | None, null_row: int) -> int:
+    """Return a sequence's state row, or the null row."""
+    return null_row if state_row is None else state_row
 
 
 def _block_of(flag: int) -> str:

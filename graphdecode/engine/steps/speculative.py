@@ -99,7 +99,7 @@ class ModelDrafts(DraftSource):
                 f"a draft model needs the target's vocabulary of {setting.model.config.vocab_size} tokens, got "
                 f"{config.vocab_size}"
             )
-        pages = setting.trash_page + 1
+        pages = setting.null_page + 1
         self._model, self._num_drafts = model, num_drafts
         dtype = setting.kv_dtype if setting.kv_dtype.itemsize == 1 else model.dtype
         self._caches: list[LayerState] = [
@@ -252,7 +252,7 @@ class SpeculativeStep(DecodeStep):
         sizes = ((count,), (count, table.shape[1]), (1,))
         spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
         of_rows, rolling = slots_of(DraftRows, batch), self._setting.rolling
-        spread_queries(spread, of_rows, table, queries=queries, trash_page=self._setting.trash_page)
+        spread_queries(spread, of_rows, table, queries=queries, null_page=self._setting.null_page)
         rows = {
             "tokens": spread.query_tokens,
             "rows": batch.query_rows[:count],
@@ -268,7 +268,7 @@ class SpeculativeStep(DecodeStep):
             rows["adapters"] = batch.adapters.repeat_interleave(queries)
         if rolling is not None:
             rolled = spread._replace(query_pages=torch.empty_like(spread.query_pages))
-            spread_queries(rolled, of_rows, batch.rolling_table, queries=queries, trash_page=rolling.trash_page)
+            spread_queries(rolled, of_rows, batch.rolling_table, queries=queries, null_page=rolling.null_page)
             rows["rolling_table"] = rolled.query_pages
         return Batch(count, rows)
 

@@ -173,7 +173,7 @@ class SequenceMemory(NamedTuple):
     """A sequence's device memory."""
 
     pages: Sequence[int] = ()  # in order, for cached tokens and some next ones
-    state_row: int | None = None  # row of its recurrent states and rolling pages; None: the trash row
+    state_row: int | None = None  # row of its recurrent states and rolling pages; None: the null row
     adapter: int = NO_ADAPTER  # slot of its adapter
 
 
@@ -221,7 +221,7 @@ class StepSetting:
 
     model: Model
     caches: Sequence[LayerState]  # keys and values, or states, of each layer
-    trash_page: int  # page of padding rows
+    null_page: int  # page of padding rows
     kv_dtype: torch.dtype  # dtype of the cache
     page_size: int  # tokens of a page
     max_pages_per_row: int  # width of the page table
@@ -229,7 +229,7 @@ class StepSetting:
     batch_invariant: bool = False  # a row's bits do not depend on other rows or the bucket
     prefill_tokens: int = 1  # largest prefill pass
     mixes: bool = False  # whether to use mixed steps if the model can
-    trash_state_row: int = 0  # state row of padding rows
+    null_state_row: int = 0  # state row of padding rows
     rolling: RollingPages | None = None  # pages of layers with a window, by state row
     draft_state_row: int = 0  # first state row for drafts; there are as many as a step has queries
 

@@ -368,16 +368,16 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
 
 
 class PagedKVCacheManager(StagedKVCacheManager):
-    """Keys `[pages + 1, page_size, heads, d_k]` and values with `d_v` a layer; the last page is the trash page.
+    """Keys `[pages + 1, page_size, heads, d_k]` and values with `d_v` a layer; the last page is the null page.
 
     Args:
-        total_num_pages: pages that sequences can own, >= 1; the trash page is one more.
+        total_num_pages: pages that sequences can own, >= 1; the null page is one more.
         page_size: tokens in a page.
         others: see `StagedKVCacheManager`.
 
     Attributes:
-        page_table: int32 [max_batch, max_pages_per_row] on the device; unused entries are the trash page.
-        trash_page: the page for padding, `total_num_pages`.
+        page_table: int32 [max_batch, max_pages_per_row] on the device; unused entries are the null page.
+        null_page: the page for padding, `total_num_pages`.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ class PagedKVCacheManager(StagedKVCacheManager):
     ) -> None:
         require_positive(total_num_pages=total_num_pages, page_size=page_size, max_seqlen=max_seqlen)
         self.page_size, self.total_num_pages = page_size, total_num_pages
-        self.trash_page = total_num_pages
+        self.null_page = total_num_pages
         self.max_pages_per_row = -(-max_seqlen // page_size)
         self._ledger = PageLedger(total_num_pages, page_size, prefix_caching=False)
         self.pool = self._ledger.pool  # counts pages: `free`, `used` and `shared`
@@ -409,11 +409,11 @@ class PagedKVCacheManager(StagedKVCacheManager):
 
     def _make_metadata(self) -> StepMetadata:
         return StepMetadata(
-            self.max_batch_size, self.device, pages_per_row=self.max_pages_per_row, trash_page=self.trash_page
+            self.max_batch_size, self.device, pages_per_row=self.max_pages_per_row, null_page=self.null_page
         )
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Allocate a layer's pages and its trash page, zero-filled; a layer that exists is left as it is."""
+        """Allocate a layer's pages and its null page, zero-filled; a layer that exists is left as it is."""
         self._allocate(layer_number, (self.total_num_pages + 1, self.page_size))
 
     def pages_of(self, sequence_id: Hashable) -> tuple[int, ...]:

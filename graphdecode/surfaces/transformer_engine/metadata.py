@@ -17,12 +17,12 @@ class StepMetadata:
     """Int32 buffers at fixed addresses on the device, and their staging block.
 
     `upload` copies the front of the block, as far as it has changed: the lengths, followed by the page table (if
-    `pages_per_row` is not 0; unused entries are `trash_page`). `host` has the staged arrays, to be written after
+    `pages_per_row` is not 0; unused entries are `null_page`). `host` has the staged arrays, to be written after
     `wait`; see `InferenceParams` and `NonPagedKVCacheManager`.
     """
 
     def __init__(
-        self, max_batch_size: int, device: torch.device, *, pages_per_row: int = 0, trash_page: int = 0
+        self, max_batch_size: int, device: torch.device, *, pages_per_row: int = 0, null_page: int = 0
     ) -> None:
         slots = [Slot(name, (size,), torch.int32) for name, size in (_FRONT | _TAGS).items()]
         if pages_per_row:
@@ -35,12 +35,12 @@ class StepMetadata:
         self.row_tags, self.row_origins = (self._views[name] for name in _TAGS)
         self._table_bytes = _INT32_BYTES * max_batch_size * pages_per_row
         self._row_bytes = _INT32_BYTES * pages_per_row
-        self._trash_page = trash_page
-        self._filled = [0] * max_batch_size  # entries of each row that are not the trash page
+        self._null_page = null_page
+        self._filled = [0] * max_batch_size  # entries of each row that are not the null page
         self._dirty_rows = max_batch_size  # rows of the page table to upload
         if pages_per_row:
             self.page_table = self._views["page_table"]
-            self.host["page_table"][:] = trash_page
+            self.host["page_table"][:] = null_page
         self.upload()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -59,10 +59,10 @@ class StepMetadata:
         self.widest_step = int(steps.max()) if n else 0
 
     def set_pages(self, row: int, pages: Sequence[int], *, start: int = 0) -> None:
-        """Write a row of the page table from entry `start` on; entries past its pages are the trash page."""
+        """Write a row of the page table from entry `start` on; entries past its pages are the null page."""
         count, table = len(pages), self.host["page_table"][row]
         table[start:count] = pages[start:] if start else pages
-        table[count : self._filled[row]] = self._trash_page
+        table[count : self._filled[row]] = self._null_page
         self._filled[row] = count
         self._dirty_rows = max(self._dirty_rows, row + 1)
 
