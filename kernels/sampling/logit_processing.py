@@ -13,7 +13,7 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from .sampling_slots import (
     BAD_WORD_LENGTH,
-    CONSTANTS,
+    COUNT_MASK,
     FLAG_BAD_WORDS,
     FLAG_BIAS,
     FLAG_PENALTIES,
@@ -119,7 +119,7 @@ def process_row(
         repetition, presence, frequency = (penalty.numpy()[row] for penalty in penalties)
         counts = token_counts.numpy()[row]
         seen = np.flatnonzero(counts)
-        values, generated = line[seen], (counts[seen] & CONSTANTS.COUNT_MASK).astype(np.float32)
+        values, generated = line[seen], (counts[seen] & COUNT_MASK).astype(np.float32)
         values = np.where(values > 0, values / repetition, values * repetition)
         line[seen] = values - (presence * (generated > 0) + frequency * generated)
     if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:

@@ -22,6 +22,7 @@ TOO_COLD = -4  # the largest leaves the range of float32 when it is divided by t
 
 # token_counts has for each token how often it was generated (low 30 bits), and whether it is in the prompt (this bit).
 PROMPT_BIT = 1 << 30
+COUNT_MASK = PROMPT_BIT - 1
 
 # Bits of `sampling_flags`. A row without any is greedy, and its other slots are not read.
 FLAG_SAMPLE = 1
@@ -32,31 +33,12 @@ FLAG_LOGPROBS = 16
 FLAG_TOKEN_MASK = 32
 FLAG_BAD_WORDS = 64
 
-
 # Bits of an automaton's `automaton_ends`.
 ACCEPTS = 1  # the answer may end here
 COMPLETES = 2  # nothing can follow
 
-
-_NAMED = {  # the constants above, by their names in Triton and C
-    "ACCEPTS": ACCEPTS,
-    "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
-    "COMPLETES": COMPLETES,
-    "COUNT_MASK": PROMPT_BIT - 1,
-    "DEAD_TOKEN": DEAD_TOKEN,
-    "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
-    "FLAG_BIAS": FLAG_BIAS,
-    "FLAG_LOGPROBS": FLAG_LOGPROBS,
-    "FLAG_PENALTIES": FLAG_PENALTIES,
-    "FLAG_SAMPLE": FLAG_SAMPLE,
-    "FLAG_STOP_MASK": FLAG_STOP_MASK,
-    "FLAG_TOKEN_MASK": FLAG_TOKEN_MASK,
-    "MASK_BITS": MASK_BITS,
-    "TOO_COLD": TOO_COLD,
-    "WITHOUT_FINITE": WITHOUT_FINITE,
-    "WITHOUT_NUMBERS": WITHOUT_NUMBERS,
-}
-CONSTANTS: Any = namedtuple("SamplingConstants", _NAMED)(**_NAMED)
+_ABOVE = {name: value for name, value in dict(globals()).items() if name.isupper()}
+CONSTANTS: Any = namedtuple("SamplingConstants", _ABOVE)(**_ABOVE)  # for Triton and C
 
 
 class SamplingCapacity(NamedTuple):
@@ -140,40 +122,3 @@ class LogprobOutputs(NamedTuple):
 def held_back(token: int) -> int:
     """Encode a token in `stop_ids` that is masked below `min_position` but does not end the row; its own inverse."""
     return -2 - token
-
-
-def sampling_flags(
-    *,
-    temperature: float = 0.0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    num_biases: int = 0,
-    masks_stops: bool = False,
-    num_logprobs: int = -1,
-    is_masked: bool = False,
-    num_bad_words: int = 0,
-) -> int:
-    """Return a row's `sampling_flags`; all defaults are off.
-
-    Args:
-        temperature: 0 is greedy.
-        repetition_penalty: 1 is off.
-        presence_penalty: 0 is off.
-        frequency_penalty: 0 is off.
-        num_biases: used entries of bias_ids.
-        masks_stops: the row has stop ids, and a min_position beyond its first generated position.
-        num_logprobs: top tokens to report.
-        is_masked: the row has a token mask.
-        num_bad_words: used entries of bad_words.
-    """
-    is_penalized = repetition_penalty != 1.0 or presence_penalty != 0.0 or frequency_penalty != 0.0
-    return (
-        FLAG_SAMPLE * (temperature > 0)
-        | FLAG_PENALTIES * is_penalized
-        | FLAG_BIAS * (num_biases > 0)
-        | FLAG_STOP_MASK * masks_stops
-        | FLAG_LOGPROBS * (num_logprobs >= 0)
-        | FLAG_TOKEN_MASK * is_masked
-        | FLAG_BAD_WORDS * (num_bad_words > 0)
-    )

@@ -27,16 +27,8 @@ HELD = 2  # `finished` of a row that skips the rest of the step; 1: the row has 
 DRAFT_COLUMNS = 4  # columns of an entry in the ring of drafts:
 VERIFIED, ACCEPTED, FOUND, MATCHED = range(DRAFT_COLUMNS)
 
-
-_NAMED = {  # the constants above, by their names in Triton and C
-    "ACCEPTED": ACCEPTED,
-    "DRAFT_COLUMNS": DRAFT_COLUMNS,
-    "FOUND": FOUND,
-    "HELD": HELD,
-    "MATCHED": MATCHED,
-    "VERIFIED": VERIFIED,
-}
-CONSTANTS: Any = namedtuple("DraftConstants", _NAMED)(**_NAMED)
+_NAMES = ("ACCEPTED", "DRAFT_COLUMNS", "FOUND", "HELD", "MATCHED", "VERIFIED")
+CONSTANTS: Any = namedtuple("DraftConstants", _NAMES)(*(globals()[name] for name in _NAMES))  # for Triton and C
 
 
 class DraftSizes(NamedTuple):

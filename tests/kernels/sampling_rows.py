@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.engine.steps.step import token_mask
+from graphdecode.engine.steps.step import RowSampling, token_mask
 from graphdecode.kernels.model.advance import AdvanceState
 from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES
 from graphdecode.kernels.sampling.sample_and_advance import BLOCK, sample_and_advance_triton
@@ -16,7 +16,6 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingCapacity,
     SamplingSlots,
     held_back,
-    sampling_flags,
     sampling_slots,
 )
 
@@ -59,13 +58,15 @@ def set_row(
         for name, value in values.items()
         if name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "num_logprobs")
     }
-    slots.sampling_flags[row] = sampling_flags(
-        **asked,  # type: ignore[arg-type]
-        num_biases=len(biases),
-        masks_stops=bool(stops) and min_position > 0,
-        is_masked=allowed is not None,
-        num_bad_words=len(bad_words or []),
+    given = RowSampling(
+        **asked,
+        bias_ids=tuple(biases),
+        stop_ids=stops,
+        min_position=min_position,
+        token_mask=None if allowed is None else slots.token_mask[row].numpy(),
+        bad_words=tuple(map(tuple, bad_words or [])),
     )
+    slots.sampling_flags[row] = given.sampling_flags
 
 
 def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, SamplingSlots, Tensor, Tensor]:

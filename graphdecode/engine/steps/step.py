@@ -23,14 +23,19 @@ from graphdecode.graphs import Loop
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
+    FLAG_BAD_WORDS,
+    FLAG_BIAS,
+    FLAG_LOGPROBS,
     FLAG_PENALTIES,
+    FLAG_SAMPLE,
+    FLAG_STOP_MASK,
+    FLAG_TOKEN_MASK,
     MASK_BITS,
     TOO_COLD,
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
     SamplingCapacity,
     held_back,
-    sampling_flags,
     sampling_slots,
 )
 from graphdecode.models import Chunks, MixingModel, Model
@@ -109,12 +114,14 @@ class RowSampling(_CopiedParams):
     sampling_flags: int = field(init=False)
 
     def __post_init__(self) -> None:
-        flags = sampling_flags(
-            **{name: getattr(self, name) for name in ("temperature", "num_logprobs", *_PENALTIES)},
-            num_biases=len(self.bias_ids),
-            masks_stops=bool(self.stop_ids) and self.min_position > 0,
-            is_masked=self.token_mask is not None,
-            num_bad_words=len(self.bad_words),
+        flags = (
+            FLAG_SAMPLE * (self.temperature > 0)
+            | FLAG_PENALTIES * any(getattr(self, name) != _COPIED[name] for name in _PENALTIES)
+            | FLAG_BIAS * bool(self.bias_ids)
+            | FLAG_STOP_MASK * (bool(self.stop_ids) and self.min_position > 0)
+            | FLAG_LOGPROBS * (self.num_logprobs >= 0)
+            | FLAG_TOKEN_MASK * (self.token_mask is not None)
+            | FLAG_BAD_WORDS * bool(self.bad_words)
         )
         object.__setattr__(self, "sampling_flags", flags)
 
