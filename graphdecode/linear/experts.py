@@ -16,14 +16,13 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.linear.linear import can_panel
-from graphdecode.kernels.linear.quantized_linear import QuantizedPanels
+from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, joined_panels
 from graphdecode.kernels.linear.small_linear import tiled_config
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, joined_tiles, moved_tiles
 from graphdecode.kernels.moe.expert_linear import (
     Routed,
     expert_linear,
     expert_panels,
-    interleaved_panels,
     quantized_expert_linear,
     stacked_panels,
     tiled_expert_linear,
@@ -184,7 +183,7 @@ class ExpertPanels(ExpertForm):
                     yield None
                     return
                 firsts.append(parts[0])
-                yield panels[0] if len(panels) == 1 else interleaved_panels(*panels)
+                yield joined_panels(panels, interleaved=True)
 
         weight = stacked_panels(made(), names.experts)
         columns = [first.order.int() for first in firsts if first.order is not None]

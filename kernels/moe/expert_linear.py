@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..linear.linear import to_panels
-from ..linear.quantized_linear import PANEL, QuantizedPanels, are_blocks_of, by_panel, dequantized_panels, joined_panels
+from ..linear.quantized_linear import PANEL, QuantizedPanels, are_blocks_of, by_panel, dequantized_panels
 from ..linear.small_linear import SmallLinearConfig, block_rows
 from ..linear.tiled_linear import TileForm, Words, tiled_sums
 from ..linear.weight_tiles import WeightTiles, columns_of, dequantized
-from ..model.act_mul import ACTIVATIONS
+from ..model.act_mul import ACTIVATIONS, activated, gated
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Float32, Int32, OneOf, Wide, Written, operator
 
@@ -82,12 +82,8 @@ class _Form(NamedTuple):
 @triton.jit
 def gate_times_up(gate, up, alpha, limit, GATE: tl.constexpr):
     """Return `activation(gate) * up`, in fp32."""
-    if GATE == "silu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    if GATE == "gelu_tanh":  # see `act_mul`
-        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
-    if GATE == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    if GATE != "swiglu_clamped":
+        return activated(gate, GATE) * up
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
@@ -205,15 +201,15 @@ def _plain(weight: Tensor, expert: int, experts: int, width: int, depth: int, is
     return flat[:, :width, :depth].flatten(0, 1)
 
 
-def gated(product: Tensor, gate: str, alpha: float, limit: float) -> Tensor:
+def _gated(product: Tensor, pairs: Routed) -> Tensor:
     """Return `activation(gate) * up` of a product [rows, 2 * width], computed with torch operators."""
-    left, up = product.chunk(2, dim=1)
-    if gate == "swiglu_clamped":
-        left, up = left.clamp(max=limit), up.clamp(-limit, limit)
-        return left * torch.sigmoid(alpha * left) * (up + 1.0)
-    if gate == "silu":
-        return torch.nn.functional.silu(left) * up
-    return torch.nn.functional.gelu(left, approximate="tanh" if gate == "gelu_tanh" else "none") * up
+    gate, up = product.chunk(2, dim=1)
+    if pairs.gate == "swiglu_clamped":
+        gate, up = gate.clamp(max=pairs.limit), up.clamp(-pairs.limit, pairs.limit)
+        return gate * torch.sigmoid(pairs.alpha * gate) * (up + 1.0)
+    result = torch.empty_like(gate)
+    gated(result, product, pairs.gate)
+    return result
 
 
 def write_products(
@@ -232,7 +228,7 @@ def write_products(
             product += bias[expert].float()
         if pairs.added is not None:
             product += pairs.added[own]
-        result = product if pairs.gate == "none" else gated(product, pairs.gate, pairs.alpha, pairs.limit)
+        result = product if pairs.gate == "none" else _gated(product, pairs)
         out.index_copy_(0, own, result.to(out.dtype))
 
 
@@ -267,11 +263,6 @@ def expert_linear(
         return _plain(weight, expert, count, out.shape[1], x.shape[1], is_gated).float()
 
     write_products(out, x, plain, bias, pairs)
-
-
-def interleaved_panels(gate: QuantizedPanels, up: QuantizedPanels) -> QuantizedPanels:
-    """Interleave the panels of gate and `up` of one expert."""
-    return joined_panels((gate, up), interleaved=True)
 
 
 def stacked_panels(made: Iterable[QuantizedPanels | None], count: int) -> QuantizedPanels | None:
