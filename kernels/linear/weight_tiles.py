@@ -188,7 +188,9 @@ def _six_bits(words: Tensor) -> Tensor:
 def _of_groups(tiles: WeightTiles) -> tuple[Tensor, Tensor | None]:
     """Return factor and summand of each group's values, float32 [units, rows, groups]."""
     scales, seconds, kind = tiles.scales, tiles.seconds, tiles.second_kind
-    wide = exponent_scales(scales) if scales.dtype == torch.uint8 else scales.float()
+    wide = scales.float()
+    if scales.dtype == torch.uint8:  # exponents, e8m0
+        wide = torch.ldexp(torch.ones_like(wide), scales.int() - 127)
     if seconds is None:
         return wide, None
     if kind == "six bits":
@@ -197,11 +199,6 @@ def _of_groups(tiles: WeightTiles) -> tuple[Tensor, Tensor | None]:
     if kind == "parts":
         return wide * seconds.float(), None
     return wide, -wide * seconds.float() if kind == "zeros" else seconds.float()
-
-
-def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return e8m0 bytes as powers of two, float32."""
-    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
 
 
 def dequantized(tiles: WeightTiles) -> Tensor:

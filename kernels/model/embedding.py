@@ -26,6 +26,12 @@ def _table_row(tokens, live, rows):
     return tl.where((row >= 0) & (row < rows), row, 0)
 
 
+def _table_rows(tokens: Tensor, live: Tensor, count: int) -> Tensor:
+    """Return the tokens' rows of a table of `count`; row 0 for dead tokens and invalid ids."""
+    alive = torch.arange(tokens.shape[0], device=tokens.device) < live
+    return torch.where(alive & (tokens >= 0) & (tokens < count), tokens, 0)
+
+
 # One program copies one tile of one row into the residual; with a norm the tile is the whole row, and the norm goes
 # into `out`. It reads tile * itemsize bytes, a token id, the live count and the gain, and writes the tile once or
 # twice.
@@ -86,9 +92,7 @@ def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, sc
         live: int32 [1], how many of the tokens are live.
         scale: multiplies the rows, in fp32.
     """
-    alive = torch.arange(tokens.shape[0], device=tokens.device) < live
-    known = alive & (tokens >= 0) & (tokens < weight.shape[0])
-    rows = torch.index_select(weight, 0, torch.where(known, tokens, 0))
+    rows = torch.index_select(weight, 0, _table_rows(tokens, live, weight.shape[0]))
     out.copy_(rows if scale == 1.0 else rows.float().mul_(scale))
 
 
@@ -152,9 +156,7 @@ def quantized_embedding(
         vocab_size: rows of the weight.
         scale: multiplies the rows, in fp32.
     """
-    alive = torch.arange(tokens.shape[0]) < live
-    known = alive & (tokens >= 0) & (tokens < vocab_size)
-    rows = dequantized_panels(weight)[torch.where(known, tokens, 0)].to(out.dtype)
+    rows = dequantized_panels(weight)[_table_rows(tokens, live, vocab_size)].to(out.dtype)
     out.copy_(rows.float() * scale)
 
 
@@ -287,7 +289,5 @@ def tiled_embedding(out: Written[Tensor], tokens: Int64, tiles: WeightTiles, liv
         live: int32 [1], how many of the tokens are live.
         scale: multiplies the rows, in fp32.
     """
-    alive = torch.arange(tokens.shape[0], device=tokens.device) < live
-    known = alive & (tokens >= 0) & (tokens < tiles.words.shape[1])
-    table = dequantized(tiles)[:, : out.shape[1]]
-    out.copy_(table[torch.where(known, tokens, 0)].to(out.dtype).float() * scale)
+    rows = dequantized(tiles)[_table_rows(tokens, live, tiles.words.shape[1]), : out.shape[1]].to(out.dtype)
+    out.copy_(rows.float() * scale)
