@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.kv_format import PageScales, decoded, format_of
+from ..cache.kv_format import PageScales, as_bytes, decoded, format_of
 from ..native.registration import OneOf
 from .attention_records import AttentionOptions
 
@@ -132,8 +132,7 @@ def _view(cache: Tensor, page: int, begin: int, end: int) -> Tensor:
 
 
 def _gathered(cache: Tensor, chosen: Tensor, begin: int, end: int) -> Tensor:
-    source = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
-    copy = source.index_select(0, chosen).view(cache.dtype).view(1, -1, *cache.shape[2:])
+    copy = as_bytes(cache).index_select(0, chosen).view(cache.dtype).view(1, -1, *cache.shape[2:])
     return copy[:, begin:end].transpose(1, 2)
 
 

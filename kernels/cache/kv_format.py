@@ -28,6 +28,11 @@ class PageScales(NamedTuple):
     v_scales: Bfloat16  # the same for values
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """Return 8-bit values as bytes, which can be indexed and copied (torch has few operators of fp8); others as is."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
+
+
 def _plain(x: Tensor) -> Tensor:
     return x
 
@@ -76,7 +81,7 @@ class KVFormat(NamedTuple):
         if scales is not None:
             cache[at], scales[at[0], :, at[1]] = encoded(new)
             return
-        entries = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch has no index_put of fp8
+        entries = as_bytes(cache)
         entries[at] = self.store(new / unit if unit != 1.0 else new).to(self.dtype).view(entries.dtype)
 
     def fill(self, tensor: Tensor, pages: Tensor) -> None:
@@ -85,7 +90,7 @@ class KVFormat(NamedTuple):
         if not self.dtype.is_floating_point:
             tensor[pages] = torch.randint(-MOST_INT8, MOST_INT8 + 1, shape, dtype=self.dtype, device=tensor.device)
             return
-        entries = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        entries = as_bytes(tensor)
         entries[pages] = torch.rand(shape, device=tensor.device).to(self.dtype).view(entries.dtype)
 
 

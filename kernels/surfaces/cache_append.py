@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ..cache.kv_format import as_bytes
 from ..native.optional_triton import tl, triton
 from ..native.registration import Int32, Written, operator
 
@@ -32,8 +33,7 @@ class Entries(NamedTuple):
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> Self:
         """Return the record of a cache or new tokens; packed tokens [tokens, heads, channels] are one row."""
-        if keys.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
-            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        keys, values = as_bytes(keys), as_bytes(values)
         if keys.stride(-1) != 1 or values.stride(-1) != 1:
             keys, values = keys.contiguous(), values.contiguous()
         is_packed = keys.dim() == 3
@@ -189,10 +189,7 @@ def paged_append_triton(
 
 def _write(cache: Tensor, new: Tensor, slots: Tensor, places: Tensor) -> None:
     """Write `new` [n, heads, channels] to slots of a cache."""
-    new = new.to(cache.dtype)
-    if cache.element_size() == 1:
-        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
-    cache[slots, places] = new
+    as_bytes(cache)[slots, places] = as_bytes(new.to(cache.dtype))
 
 
 @operator(triton_version=cache_append_triton)
@@ -245,8 +242,7 @@ def cache_append(
         slot = page_table[row, entry.clamp(0, page_table.shape[1] - 1)].long()
         alive = alive & (slot >= 0) & (slot < k_cache.shape[0])
     for cache, new in ((k_cache, new_k), (v_cache, new_v)):
-        chosen = (new.view(torch.uint8) if new.element_size() == 1 else new)[alive]
-        _write(cache, chosen.view(new.dtype), slot[alive], place[alive])
+        _write(cache, as_bytes(new)[alive].view(new.dtype), slot[alive], place[alive])
 
 
 @operator(triton_version=paged_append_triton)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..cache.kv_format import as_bytes
 from ..native.registration import Int32, Written, operator
 
 
@@ -16,8 +17,7 @@ def page_gather(out: Written[Tensor], cache: Tensor, page_table: Int32, cu_seqle
         page_table: int32 [>= b, pages a row].
         cu_seqlens_kv: int32 [>= b + 1], sums of the rows' lengths.
     """
-    if out.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
-        out, cache = out.view(torch.uint8), cache.view(torch.uint8)
+    out, cache = as_bytes(out), as_bytes(cache)
     rows, max_length = out.shape[:2]
     position = torch.arange(max_length, device=out.device)
     length = cu_seqlens_kv.diff()[:rows, None]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.kv_format import as_bytes
 from ..native.optional_triton import tl, triton
 from ..native.registration import Written, operator
 
@@ -140,7 +141,6 @@ def slot_shift(cache: Written[Tensor], new: Tensor, slots: Tensor | None = None)
     row_of = torch.full((count + 1,), -1, device=cache.device)  # by slot; the last entry is for invalid slots
     row_of[torch.where((slot >= 0) & (slot < count), slot, count)] = index
     row_of = row_of[:count]
-    if cache.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
-        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+    cache, new = as_bytes(cache), as_bytes(new)
     shifted = torch.cat([cache[:, :, tokens:], new[row_of.clamp(min=0)]], dim=2)
     cache.copy_(torch.where((row_of >= 0).view(-1, 1, 1, 1), shifted, cache))
