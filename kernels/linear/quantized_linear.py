@@ -1,8 +1,7 @@
 """Linear layers with a quantized weight in panels, which is never dequantized in memory.
 
 A weight has codes of 2 to 6 or 8 bits: indices into a table of integers, or float8. A group of adjacent input features
-    has
-a scale per output feature, and perhaps a minimum: weight = scale * value + minimum. Both may be int8 times a factor
+has a scale per output feature, and perhaps a minimum: weight = scale * value + minimum. Both may be int8 times a factor
 that adjacent groups share. This covers GGUF blocks, and integers and float8 with the usual groups.
 
 A panel is 32 output features, a block 32 input features. Layout of codes: int16 `[panels, blocks, 64 * bits]`. The low

@@ -1,27 +1,20 @@
 """Linear layers of a few rows on a GPU, `out = x @ weight.T + bias`, at the full bandwidth of the weight.
 
 Two kernels: one multiplies tiles of 16 to 64 rows on the tensor cores, the other one or two rows on the CUDA cores.
-    Both
-distribute blocks of the weight's rows, and `splits` parts of its columns, over programs, so that there is work for the
-whole GPU; the last program of a block to arrive adds the parts in order. The result does not depend on which that is:
-the same inputs give the same bits. The tensor-core kernel adds in the same order for any number of rows, so that one
-configuration is batch-invariant.
+Both distribute blocks of the weight's rows, and `splits` parts of its columns, over programs that fill the GPU. The
+last program of a block to arrive adds the parts in order: the same inputs give the same bits. The tensor-core kernel
+adds in the same order for any number of rows, so that one configuration is batch-invariant. Its sums are [weight rows,
+activation rows]: the weight is the tensor cores' first operand (64 rows at a time on sm_90), the activations are the
+second, which may be narrow.
 
 The launch can include RMSNorm of the activations, and after the product the gate of an MLP or the sum with the
 residual. With an early start (`optional_triton`) a program prefetches its part of the weight before it waits for the
 activations.
 
-A program multiplies a tile of activation rows with a block of weight rows over one part of the columns. Its sums are
-[weight rows, activation rows]: the weight is the tensor cores' first operand (64 rows at a time on sm_90), the
-activations are the second, which may be narrow.
-
-RMSNorm before the product needs no extra launch or pass over the activations. Its factor, 1 / rms(x), is the same for a
-whole row and can be applied to the sum, `sum(x g w) / rms(x)`: squares and products are summed together. For more than
-16 rows a separate launch may be better, since each program does the arithmetic of all rows.
-
-The gain multiplies the activations and is not folded into the weight on load: that would round the weights again. It
-costs 4 bytes per column from the L2 cache, an eighth of the 16-bit weights of a block of 16 rows, and nothing if rows
-are normed separately.
+RMSNorm needs no further pass over the activations. Its factor, 1 / rms(x), is the same for a whole row and is applied
+to the sum, `sum(x g w) / rms(x)`; squares and products are summed together. For more than 16 rows a separate launch
+may be better, since each program does the arithmetic of all rows. The gain multiplies the activations: folded into the
+weight on load, it would round the weights again. It costs 4 bytes per column from the L2 cache.
 """
 
 from typing import Annotated, Any, NamedTuple

@@ -4,9 +4,8 @@ A row's new token goes to the output ring, into its counts, and, unless it ended
 feed, at the next position. A step depends only on device memory, so a loop of steps on the device needs no host.
 
 A finished row does not advance: its token is in the ring, and further steps over the row write the same key and value
-    at
-the same position again. It needs no page past the last token that it was fed. A row without a choice in `sample` ends
-in the same way: the ring has the code, which is neither counted nor fed.
+at the same position again. It needs no page past the last token that it was fed. A row without a choice in `sample`
+ends in the same way: the ring has the code, which is neither counted nor fed.
 """
 
 from typing import Any, NamedTuple

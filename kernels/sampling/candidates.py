@@ -1,8 +1,7 @@
 """The candidates of a row's threshold, so that top-k and top-p search only a few logits.
 
 Each block of a row has a sketch: a histogram of its logits' distances from the block's maximum, with bins of an eighth,
-    a
-quarter and a half. The sketches and the blocks' maxima bound the tokens, or the weight, above any logit. Logits that
+a quarter and a half. The sketches and the blocks' maxima bound the tokens, or the weight, above any logit. Logits that
 are surely above the threshold are only summed, those surely below it are dropped; the rest, a bin or two, are the
 candidates. The bounds are verified by sums of integers, so their rounding cannot change a token.
 """

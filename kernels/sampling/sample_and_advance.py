@@ -2,8 +2,7 @@
 
 On a GPU it is two launches: the first summarizes each block of a row's logits; in the second, programs choose the rows'
 tokens, for rows with a temperature from the weights of their candidates. The program that has a row's token also
-advances
-the row. On a CPU the operators run one after another.
+advances the row. On a CPU the operators run one after another.
 """
 
 from typing import Any, NamedTuple
