@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.paged_decode import PagedDecodeAttention
-from graphdecode.cache import require_choice
+from graphdecode.cache.errors import require_choice
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.extend_attention import extend_attention
 
@@ -96,9 +96,9 @@ def _decode(
     attention = PagedDecodeAttention(
         max_batch_size=rows, num_qo_heads=heads, num_kv_heads=k_cache.shape[2], head_dim=head_dim,
         head_dim_v=v_cache.shape[-1], page_size=k_cache.shape[1], max_pages_per_row=page_table.shape[1],
-        dtype=q.dtype, kv_dtype=k_cache.dtype, options=options, device=q.device,
+        dtype=q.dtype, kv_dtype=k_cache.dtype, windows=(options.window_left,), device=q.device,
     )  # fmt: skip
     new, known = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
     before = torch.where(new > 0, known, 0) - 1  # -1: the row attends to nothing
     attention.plan(before, torch.full((1,), rows, dtype=torch.int32, device=q.device))
-    attention.run(out, q, k_cache, v_cache, page_table[:rows])
+    attention.run(out, q, k_cache, v_cache, page_table[:rows], options)

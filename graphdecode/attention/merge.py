@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphdecode.cache import require_tensors
+from graphdecode.cache.errors import require_tensors
 from graphdecode.kernels.surfaces import merge_states as kernel
 
 

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from graphdecode.cache import CacheScales, require_positive
+from graphdecode.cache import CacheScales
+from graphdecode.cache.errors import require_positive
 from graphdecode.kernels.attention.append_attention import append_attention
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions, QKNormRope
@@ -68,8 +69,7 @@ class PagedDecodeAttention:
         max_pages_per_row: width of the page table.
         dtype: queries' and outputs'.
         kv_dtype: keys' and values'; None: dtype.
-        options: the default of `run`.
-        windows: the layers' windows, -1 for none; each has a plan. None: the options'.
+        windows: the layers' windows, -1 for none; each has a plan.
         batch_invariant: split at fixed positions, so that a row's bits do not depend on the rest of the batch.
         device: where the cache is.
 
@@ -94,8 +94,7 @@ class PagedDecodeAttention:
         max_pages_per_row: int,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
-        options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
-        windows: Iterable[int] | None = None,
+        windows: Iterable[int] = (-1,),
         batch_invariant: bool = False,
         device: torch.device | str,
     ) -> None:
@@ -106,8 +105,6 @@ class PagedDecodeAttention:
         if num_qo_heads % num_kv_heads:
             raise ValueError(f"num_qo_heads={num_qo_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         self.max_batch_size = max_batch_size
-        self.dtype = dtype
-        self.options = options
         self.device = torch.device(device)
         value_dim = head_dim if head_dim_v is None else head_dim_v
         self._wave_items = wave_items_for(
@@ -123,7 +120,7 @@ class PagedDecodeAttention:
         self._fixed_split = FIXED_SPLIT if batch_invariant else 0
         self._max_splits = -(-page_size * max_pages_per_row // FIXED_SPLIT) if batch_invariant else 0
         work = new_split_plan(self.device, max_batch_size, self._items(max_batch_size), num_qo_heads, value_dim)
-        chosen = [options.window_left] if windows is None else sorted(set(windows))
+        chosen = sorted(set(windows))
         plans = torch.zeros(len(chosen), work.plan.shape[0], dtype=torch.int32, device=self.device)
         self._work = {window: work._replace(plan=plan) for window, plan in zip(chosen, plans, strict=True)}
 
@@ -133,7 +130,7 @@ class PagedDecodeAttention:
     @property
     def workspace(self) -> list[Tensor]:
         """All tensors that a captured step reads and writes here."""
-        kv_lens, _, *workspace = self._work_for(self.options.window_left)
+        kv_lens, _, *workspace = next(iter(self._work.values()))
         return [*self._rows, kv_lens, *(work.plan for work in self._work.values()), *workspace]
 
     def plan(self, pre_step_seqlens: Tensor, live_rows: Tensor) -> None:
@@ -161,8 +158,8 @@ class PagedDecodeAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         page_table: Tensor,
-        options: AttentionOptions | None = None,
-        scales: CacheScales = CacheScales(),  # noqa: B008 (immutable)
+        options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
+        scales: CacheScales = CacheScales(),  # noqa: B008
     ) -> None:
         """Write one layer's attention into `out`; padding rows get 0.
 
@@ -172,10 +169,9 @@ class PagedDecodeAttention:
             k_cache: [pages, page_size, num_kv_heads, head_dim].
             v_cache: [pages, page_size, num_kv_heads, head_dim_v].
             page_table: int32 [rows, max_pages_per_row].
-            options: this layer's; None: the defaults.
+            options: this layer's.
             scales: an 8-bit cache's.
         """
-        options = self.options if options is None else options
         work, options = self._work_for(options.window_left), options.scaled(q.shape[-1], scales.key)
         decode_attention(
             out, None, q, k_cache, v_cache, page_table, None, work,
@@ -190,7 +186,7 @@ class PagedDecodeAttention:
         v_cache: Tensor,
         page_table: Tensor,
         rope: QKNormRope,
-        options: AttentionOptions | None = None,
+        options: AttentionOptions = AttentionOptions(),  # noqa: B008
         scales: CacheScales = CacheScales(),  # noqa: B008
     ) -> None:
         """Append each row's new token to one layer's cache and write its attention into `out`.
@@ -208,7 +204,6 @@ class PagedDecodeAttention:
             options: this layer's.
             scales: the cache's.
         """
-        options = self.options if options is None else options
         if self.appends_apart and self._planned is not None:
             q, count = torch.empty_like(out), out.shape[0]
             lens, live = self._planned

@@ -1,17 +1,6 @@
 """Who owns which page of the key-value cache: the pool, the ledger of sequences over it, and pages found by prefix."""
 
-from .errors import (
-    CacheFullError,
-    UnknownSequenceError,
-    require_choice,
-    require_fit,
-    require_hashable,
-    require_integers,
-    require_numbers,
-    require_positive,
-    require_range,
-    require_tensors,
-)
+from .errors import CacheFullError, UnknownSequenceError
 from .layer_cache import (
     CacheScales,
     Keys,
@@ -49,14 +38,6 @@ __all__ = [
     "fill_page_row",
     "layer_state",
     "paged",
-    "require_choice",
-    "require_fit",
-    "require_hashable",
-    "require_integers",
-    "require_numbers",
-    "require_positive",
-    "require_range",
-    "require_tensors",
     "stateful",
     "untouched_zeros",
 ]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
+from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT
-from graphdecode.cache import require_choice, require_fit, require_tensors
+from graphdecode.cache.errors import require_choice, require_fit, require_tensors
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
     check_page_lists,
@@ -71,7 +71,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        check_layout(kv_layout)
+        require_choice("kv_layout", kv_layout, KV_LAYOUTS)
         require_choice("backend", backend, BACKENDS)
         if jit_args is not None:
             raise ValueError(f"jit_args must be None: custom kernels are not supported, got {jit_args!r}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.paged_decode import wave_items_for
-from graphdecode.cache import require_choice, require_fit, require_numbers, require_range, require_tensors
+from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_range, require_tensors
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import POSITION_MODES, Positions
 

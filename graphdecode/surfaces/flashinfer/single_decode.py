@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphdecode.attention.layouts import check_layout
+from graphdecode.attention.append import KV_LAYOUTS
 from graphdecode.attention.paged_decode import new_split_plan
-from graphdecode.cache import require_tensors
+from graphdecode.cache.errors import require_choice, require_tensors
 from graphdecode.kernels.attention.attention_plan import attention_plan, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
@@ -43,7 +43,7 @@ def single_decode_with_kv_cache(
         The output [num_qo_heads, head_dim_v] in q's dtype; with return_lse also the base-2 log-sum-exp of the logits,
         fp32 [num_qo_heads].
     """
-    check_layout(kv_layout)
+    require_choice("kv_layout", kv_layout, KV_LAYOUTS)
     require_tensors(q=q)
     require_tensors(q.device, k=k, v=v)
     if q.dim() != 2 or k.dim() != 3 or v.dim() != 3:

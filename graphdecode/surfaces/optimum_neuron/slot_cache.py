@@ -14,7 +14,8 @@ from torch import Tensor
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.buffers import default_device
-from graphdecode.cache import require_choice, require_fit, require_positive, require_tensors, untouched_zeros
+from graphdecode.cache import untouched_zeros
+from graphdecode.cache.errors import require_choice, require_fit, require_positive, require_tensors
 from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.slot_cache import slot_scatter, slot_shift
 

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from graphdecode.buffers import default_device
-from graphdecode.cache import (
-    PageLedger,
-    UnknownSequenceError,
-    copy_page,
-    require_choice,
-    require_fit,
-    require_hashable,
-    require_positive,
-    require_tensors,
-    untouched_zeros,
-)
+from graphdecode.cache import PageLedger, UnknownSequenceError, copy_page, untouched_zeros
+from graphdecode.cache.errors import require_choice, require_fit, require_hashable, require_positive, require_tensors
 from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.cache_append import cache_append
 from graphdecode.kernels.surfaces.cache_moves import move_rows, plan_row_moves, plan_words

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdecode.attention import cached_attention
-from graphdecode.cache import require_choice
+from graphdecode.cache.errors import require_choice
 
 from .cache_managers import QKV_FORMATS
 from .inference_params import OUTPUT_FORMATS, InferenceParams

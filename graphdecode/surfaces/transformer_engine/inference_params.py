@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.buffers import default_device
-from graphdecode.cache import require_choice, require_positive
+from graphdecode.cache.errors import require_choice, require_positive
 from graphdecode.kernels.surfaces.page_gather import page_gather
 
 from .cache_managers import QKV_FORMATS, NonPagedKVCacheManager, PagedKVCacheManager, layer_of

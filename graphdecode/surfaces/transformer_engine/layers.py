@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphdecode.buffers import default_device
-from graphdecode.cache import require_choice
+from graphdecode.cache.errors import require_choice
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.norm.rms_norm import rms_norm
 
