@@ -7,7 +7,7 @@ block of host memory (pinned with a GPU) that mirrors one block of device memory
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -352,31 +352,25 @@ class StepBuffers:
 
     def pad(self, live_rows: int, rows: int | None = None) -> None:
         """Set every slot's rows from `live_rows` up to `rows`, or the capacity, to padding."""
-        for slot in self.slots.values():
-            tail = self._tail(slot, live_rows, rows)
-            if tail is not None:
-                tail.fill_(slot.pad)
+        for slot, tail in self.tails(live_rows, rows):
+            tail.fill_(slot.pad)
 
     def poison(self, live_rows: int) -> None:
         """Set every slot's rows past `live_rows` to NaN or extreme integers, for tests."""
-        for slot in self.slots.values():
-            tail = self._tail(slot, live_rows)
-            if tail is None or not tail.numel():
-                continue
+        for slot, tail in self.tails(live_rows):
             if slot.dtype.is_floating_point or slot.dtype == torch.bool:
                 tail.fill_(float("nan"))
-            else:
+            elif tail.numel():
                 values = torch.full(tail.shape, torch.iinfo(slot.dtype).max, dtype=slot.dtype)
                 values.view(-1)[::2] = torch.iinfo(slot.dtype).min
                 tail.copy_(values)
 
-    def _tail(self, slot: Slot, live_rows: int, rows: int | None = None) -> Tensor | None:
-        dim = slot.batch_dim
-        if dim is None:
-            return None
-        tensor, start = self._tensors[slot.name], slot.rows(live_rows)
-        end = tensor.shape[dim] if rows is None else slot.rows(rows)
-        return tensor.narrow(dim, start, end - start)
+    def tails(self, live_rows: int, rows: int | None = None) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield each slot that has rows, with its rows from `live_rows` up to `rows`, or the capacity."""
+        for slot in self.slots.values():
+            if slot.batch_dim is not None:
+                start, end = slot.rows(live_rows), slot.rows(self.max_batch_size if rows is None else rows)
+                yield slot, self._tensors[slot.name].narrow(slot.batch_dim, start, end - start)
 
     def freeze(self) -> None:
         """Raise FrozenError from now on for what would allocate or move a tensor of the step."""

@@ -199,17 +199,16 @@ def layer_state(
     return KeysAndState(pages(), states) if recurrent.beside_keys else states
 
 
-def paged(layers: Iterable[LayerState]) -> Iterator[LayerCache]:
-    """Yield the keys and values of layers that have them."""
-    for layer in layers:
-        pages = layer.pages if isinstance(layer, KeysAndState) else layer
-        if isinstance(pages, LayerCache):
-            yield pages
+def paged(layers: Iterable[LayerState]) -> list[LayerCache]:
+    """Return the keys and values of layers that have them."""
+    return [part for part in _parts(layers) if isinstance(part, LayerCache)]
 
 
-def stateful(layers: Iterable[LayerState]) -> Iterator[RecurrentState]:
-    """Yield the recurrent states of layers that have them."""
+def stateful(layers: Iterable[LayerState]) -> list[RecurrentState]:
+    """Return the recurrent states of layers that have them."""
+    return [part for part in _parts(layers) if isinstance(part, RecurrentState)]
+
+
+def _parts(layers: Iterable[LayerState]) -> Iterator[LayerState]:
     for layer in layers:
-        states = layer.states if isinstance(layer, KeysAndState) else layer
-        if isinstance(states, RecurrentState):
-            yield states
+        yield from (layer.pages, layer.states) if isinstance(layer, KeysAndState) else (layer,)

@@ -208,7 +208,7 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
     live_rows = max(buffers.max_batch_size // 2, 1)
     if live_rows == buffers.max_batch_size:
         return
-    with_rows = {slot.name: slot.batch_dim for slot in buffers.slots.values() if slot.batch_dim is not None}
+    with_rows = {slot.name for slot, _ in buffers.tails(live_rows)}
     saved = {name: tensor.clone() for name, tensor in buffers.tensors.items() if name not in with_rows}
 
     def restore() -> None:
@@ -220,10 +220,7 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
         _fill(buffers, 0)
         numbers = torch.Generator().manual_seed(seed)
         buffers.set_live_rows(live_rows)
-        for name, dim in with_rows.items():
-            slot, tensor = buffers.slots[name], buffers.tensors[name]
-            start = slot.rows(live_rows)
-            tail = tensor.narrow(dim, start, tensor.shape[dim] - start)
+        for slot, tail in buffers.tails(live_rows):
             if slot.dtype.is_floating_point:
                 tail.copy_(((torch.rand(tail.shape, generator=numbers) * 2 - 1) * hostile).to(slot.dtype))
             else:
