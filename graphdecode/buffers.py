@@ -30,19 +30,14 @@ class FrozenError(GraphdecodeError, RuntimeError):
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of the step.
+    """One tensor of the step."""
 
-    Args:
-        name: the attribute of the step's batch.
-        shape: sizes; `"batch"` is the number of rows of the bucket, `"batch+1"` one more (cumulative lengths).
-        pad: value of rows past the live ones.
-        staged: the staging block through which the host writes it; None: the device or the caller writes it.
-    """
-
-    name: str
+    name: str  # the attribute of the step's batch
+    # sizes; `"batch"` is the number of rows of the bucket, `"batch+1"` one more (cumulative lengths)
     shape: tuple[int | str, ...]
     dtype: torch.dtype
-    pad: float | int | bool = 0
+    pad: float | int | bool = 0  # value of rows past the live ones
+    # the staging block through which the host writes it; None: the device or the caller writes it
     staged: str | None = None
 
     def __post_init__(self) -> None:

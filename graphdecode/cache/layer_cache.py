@@ -128,15 +128,11 @@ class Keys:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Declares a layer's recurrent state.
+    """Declares a layer's recurrent state."""
 
-    Attributes:
-        shapes: name -> shape of the float32 tensors of one sequence's state; empty: the layer has no state.
-        beside_keys: whether the layer has keys and values too.
-    """
-
+    # name -> shape of the float32 tensors of one sequence's state; empty: the layer has no state
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    beside_keys: bool = False
+    beside_keys: bool = False  # whether the layer has keys and values too
 
     @property
     def nbytes(self) -> int:
@@ -146,15 +142,10 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class RecurrentState(_State):
-    """The recurrent states of one layer, which never move: rows of sequences, one for padding, checkpoints, and drafts.
+    """A layer's recurrent states, which never move: rows of sequences, one for padding, checkpoints, and drafts."""
 
-    Attributes:
-        tensors: float32 [rows + 1 + checkpoints + drafts, ...] each, by name.
-        null_row: the row for padding.
-    """
-
-    tensors: dict[str, Tensor]
-    null_row: int = 0
+    tensors: dict[str, Tensor]  # float32 [rows + 1 + checkpoints + drafts, ...] each, by name
+    null_row: int = 0  # the row for padding
 
 
 @dataclass(frozen=True)

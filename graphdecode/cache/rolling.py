@@ -12,23 +12,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RollingPages:
-    """The rings of all rows, the same in each layer that has them.
+    """The rings of all rows, the same in each layer that has them."""
 
-    Attributes:
-        layers: whether the pages of each layer are rings.
-        rows: rings, one for each sequence.
-        pages: number of pages of a ring.
-        page_size: tokens in a page.
-        window: most keys before its own that a query attends to.
-        ahead: most tokens that steps in flight may have written past those that the host has read.
-    """
-
-    layers: tuple[bool, ...]
-    rows: int
-    pages: int
-    page_size: int
-    window: int
-    ahead: int
+    layers: tuple[bool, ...]  # whether the pages of each layer are rings
+    rows: int  # rings, one for each sequence
+    pages: int  # number of pages of a ring
+    page_size: int  # tokens in a page
+    window: int  # most keys before its own that a query attends to
+    ahead: int  # most tokens that steps in flight may have written past those that the host has read
 
     @property
     def null_page(self) -> int:

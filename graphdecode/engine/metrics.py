@@ -13,23 +13,14 @@ _STEP_TIMES_KEPT = 100_000
 
 @dataclass
 class RequestMetrics:
-    """Times of a request, in seconds of `time.perf_counter` (None: not yet), and counts.
+    """Times of a request, in seconds of `time.perf_counter` (None: not yet), and counts."""
 
-    Attributes:
-        arrival_time: the request was added.
-        first_scheduled_time: it first got a row and pages.
-        first_token_time: its first token was read by the host.
-        finished_time: its last output was finished.
-        num_cached_tokens: prompt tokens found in the prefix cache.
-        num_preemptions: how often it was preempted.
-    """
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
+    arrival_time: float  # the request was added
+    first_scheduled_time: float | None = None  # it first got a row and pages
+    first_token_time: float | None = None  # its first token was read by the host
+    finished_time: float | None = None  # its last output was finished
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_preemptions: int = 0  # how often it was preempted
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -47,27 +38,18 @@ class DraftCounts(NamedTuple):
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made; `spec_decode_*` are named as in vLLM.
+    """Counts since the engine was made; `spec_decode_*` are named as in vLLM."""
 
-    Attributes:
-        generated_tokens: sampled tokens that were kept.
-        prefilled_tokens: tokens computed by prefill.
-        prefill_seconds: host time of prefills.
-        mixed_steps: decode steps with prompt chunks.
-        batch_sizes: live rows -> decode steps.
-        bucket_steps: bucket -> decode steps.
-        step_seconds: times of the last decode steps: from the launch, or the previous read if later, to the read.
-        launch_seconds: host times of the last launches; on a CPU, of the whole step.
-    """
-
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # sampled tokens that were kept
     finished_answers: int = 0
-    prefilled_tokens: int = 0
-    prefill_seconds: float = 0.0
-    mixed_steps: int = 0
-    batch_sizes: Counter[int] = field(default_factory=Counter)
-    bucket_steps: Counter[int] = field(default_factory=Counter)
+    prefilled_tokens: int = 0  # tokens computed by prefill
+    prefill_seconds: float = 0.0  # host time of prefills
+    mixed_steps: int = 0  # decode steps with prompt chunks
+    batch_sizes: Counter[int] = field(default_factory=Counter)  # live rows -> decode steps
+    bucket_steps: Counter[int] = field(default_factory=Counter)  # bucket -> decode steps
+    # times of the last decode steps: from the launch, or the previous read if later, to the read
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
+    # host times of the last launches; on a CPU, of the whole step
     launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0

@@ -24,28 +24,19 @@ class ContextLengthError(RequestError):
 
 @dataclass(frozen=True)
 class Request:
-    """One output to be generated.
+    """One output to be generated."""
 
-    Args:
-        prompt_token_ids: at least one token, each in the model's vocabulary.
-        sampling_params: with `n` 1, and without stop texts, bad words, structured outputs and truncation, which the
-            caller resolves. Without a seed, one is derived from the engine's and the request's id.
-        bad_words_token_ids: the tokens of `bad_words`.
-        grammar: grammar of the structured output, for the engine's `constrain`.
-        priority: the lowest is served first and preempted last.
-        start_tag: within a priority, the lowest is served first (start-time fair queuing); ties: the first added.
-        adapter: name of a loaded adapter, or None.
-        is_checked: whether the engine's `rules` were already checked.
-    """
-
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int]  # at least one token, each in the model's vocabulary
+    # with `n` 1, and without stop texts, bad words, structured outputs and truncation, which the caller resolves.
+    # Without a seed, one is derived from the engine's and the request's id
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
-    grammar: str | None = None
-    priority: int = 0
+    bad_words_token_ids: Sequence[Sequence[int]] = ()  # the tokens of `bad_words`
+    grammar: str | None = None  # grammar of the structured output, for the engine's `constrain`
+    priority: int = 0  # the lowest is served first and preempted last
+    # within a priority, the lowest is served first (start-time fair queuing); ties: the first added
     start_tag: float = 0.0
-    adapter: str | None = None
-    is_checked: bool = False
+    adapter: str | None = None  # name of a loaded adapter, or None
+    is_checked: bool = False  # whether the engine's `rules` were already checked
 
 
 class TokenLogprobs(NamedTuple):
@@ -61,31 +52,19 @@ class TokenLogprobs(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One step's output for one request.
+    """One step's output for one request."""
 
-    Attributes:
-        request_id: what `Engine.add` returned.
-        token_ids: the new tokens, including the one that ended the output.
-        logprobs: one entry per token, if requested.
-        finish_reason: "stop" or "length" with the last tokens, "error" if the request failed, else None.
-        stop_reason: the token of `stop_token_ids` that ended the output; None for end-of-sequence.
-        metrics: the request's times and counts so far.
-        error: the error message.
-        prompt_logprobs: with the first tokens, if requested: of each prompt token from the second.
-        error_code: "form_too_complex" if the structured output could not be followed further.
-        completes: the last token completed the structured output, and is text, not an end-of-sequence token.
-    """
-
-    request_id: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
-    stop_reason: int | None
-    metrics: RequestMetrics
-    error: str | None = None
+    request_id: int  # what `Engine.add` returned
+    token_ids: list[int]  # the new tokens, including the one that ended the output
+    logprobs: list[TokenLogprobs] | None  # one entry per token, if requested
+    finish_reason: str | None  # "stop" or "length" with the last tokens, "error" if the request failed, else None
+    stop_reason: int | None  # the token of `stop_token_ids` that ended the output; None for end-of-sequence
+    metrics: RequestMetrics  # the request's times and counts so far
+    error: str | None = None  # the error message
+    # with the first tokens, if requested: of each prompt token from the second
     prompt_logprobs: list[TokenLogprobs] | None = None
-    completes: bool = False
-    error_code: str | None = None
+    completes: bool = False  # the last token completed the structured output, and is text, not an end-of-sequence token
+    error_code: str | None = None  # "form_too_complex" if the structured output could not be followed further
 
     @property
     def is_part(self) -> bool:

@@ -22,15 +22,10 @@ _ROWS_AT_ONCE = 4096  # rows packed at a time, which bounds scratch memory
 
 
 class Code(NamedTuple):
-    """One kind of code.
-
-    Attributes:
-        bits: bits of a code.
-        zero: subtracted from an integer; None: the code is a float.
-    """
+    """One kind of code."""
 
     bits: int
-    zero: int | None
+    zero: int | None  # subtracted from an integer; None: the code is a float
 
     @property
     def per_word(self) -> int:

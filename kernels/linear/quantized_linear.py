@@ -32,39 +32,23 @@ _SCALE_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.flo
 
 
 class QuantizedPanels(NamedTuple):
-    """A weight in panels; see above.
+    """A weight in panels; see above."""
 
-    Attributes:
-        panels: int16 [panels, blocks, words], the codes.
-        scales: [panels, groups, 32], of scale_dtype; int8 if there are factors.
-        table: int8 [2 ** bits], values of the codes; None for codes of 8 bits, which are values.
-        mins: likewise, or None.
-        factors: [panels, groups of factors, 32], of scale_dtype, or None.
-        min_factors: likewise, for the minima.
-        scale_dtype: "float16", "bfloat16" or "float32".
-        code: "e4m3" for float8, else "integer".
-    """
-
-    panels: AnyElement
-    scales: AnyElement
-    table: AnyElement | None
-    mins: AnyElement | None
-    factors: AnyElement | None
-    min_factors: AnyElement | None
+    panels: AnyElement  # int16 [panels, blocks, words], the codes
+    scales: AnyElement  # [panels, groups, 32], of scale_dtype; int8 if there are factors
+    table: AnyElement | None  # int8 [2 ** bits], values of the codes; None for codes of 8 bits, which are values
+    mins: AnyElement | None  # likewise, or None
+    factors: AnyElement | None  # [panels, groups of factors, 32], of scale_dtype, or None
+    min_factors: AnyElement | None  # likewise, for the minima
     scale_dtype: Annotated[str, OneOf(("float16", "bfloat16", "float32"))]
-    code: Annotated[str, OneOf(("integer", "e4m3"))] = "integer"
+    code: Annotated[str, OneOf(("integer", "e4m3"))] = "integer"  # "e4m3": float8
 
 
 class Numbers(NamedTuple):
-    """Scales or minima by output feature.
+    """Scales or minima by output feature."""
 
-    Attributes:
-        values: [out_features, groups]; int8 if there are factors, else float16, bfloat16 or float32.
-        factors: [out_features, groups of factors], float16, bfloat16 or float32.
-    """
-
-    values: Tensor
-    factors: Tensor | None = None
+    values: Tensor  # [out_features, groups]; int8 if there are factors, else float16, bfloat16 or float32
+    factors: Tensor | None = None  # [out_features, groups of factors], float16, bfloat16 or float32
 
 
 def quantized_panels(

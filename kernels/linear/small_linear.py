@@ -60,31 +60,18 @@ _WAVES = (1, 2, 4)  # programs per multiprocessor that splits aim at
 
 
 class SmallLinearConfig(NamedTuple):
-    """Launch configuration of one product shape.
+    """Launch configuration of one product shape."""
 
-    Attributes:
-        kind: "dot" (tensor cores, any number of rows in tiles) or "gemv" (CUDA cores, one or two rows).
-        block_n: weight rows per program.
-        block_k: weight columns read at a time.
-        splits: parts of the columns.
-        num_warps: warps per program.
-        num_stages: weight tiles in flight.
-        pdl: whether it starts before the previous kernel ends (sm_90 and later).
-        block_m: activation rows of a tensor-core tile.
-        prefetch: with pdl, whether it prefetches some of the weight before it waits.
-        norms_apart: whether a norm before it is a separate launch.
-    """
-
-    kind: str
-    block_n: int
-    block_k: int
-    splits: int
-    num_warps: int
-    num_stages: int
-    pdl: bool = False
-    block_m: int = TILE_ROWS
-    prefetch: bool = True
-    norms_apart: bool = False
+    kind: str  # "dot" (tensor cores, any number of rows in tiles) or "gemv" (CUDA cores, one or two rows)
+    block_n: int  # weight rows per program
+    block_k: int  # weight columns read at a time
+    splits: int  # parts of the columns
+    num_warps: int  # warps per program
+    num_stages: int  # weight tiles in flight
+    pdl: bool = False  # whether it starts before the previous kernel ends (sm_90 and later)
+    block_m: int = TILE_ROWS  # activation rows of a tensor-core tile
+    prefetch: bool = True  # with pdl, whether it prefetches some of the weight before it waits
+    norms_apart: bool = False  # whether a norm before it is a separate launch
 
     def __str__(self) -> str:
         rows = f" of {self.block_m} rows" if self.block_m > TILE_ROWS else ""

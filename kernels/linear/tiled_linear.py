@@ -292,31 +292,18 @@ class Words(NamedTuple):
 
 
 class TileForm(NamedTuple):
-    """Constants of a kernel over a weight in tiles.
+    """Constants of a kernel over a weight in tiles."""
 
-    Attributes:
-        ASSEMBLY: PTX that dequantizes a tile, for each tile of a step.
-        PER_WORD: codes per word.
-        PER_HIGH: spans per word of higher bits.
-        SPAN: words of a tile's row.
-        GROUP: columns that share a scale; 0: all.
-        SCALES: type of the scales.
-        SECONDS: kind of the second numbers; see `weight_tiles`.
-        SCALE_WORDS: words of scales per row and step.
-        SECOND_WORDS: words of second numbers per row and step.
-        BLOCK_K: columns of a step.
-    """
-
-    ASSEMBLY: tuple[Any, ...]
-    PER_WORD: int
-    PER_HIGH: int
-    SPAN: int
-    GROUP: int
-    SCALES: str
-    SECONDS: str
-    SCALE_WORDS: int
-    SECOND_WORDS: int
-    BLOCK_K: int
+    ASSEMBLY: tuple[Any, ...]  # PTX that dequantizes a tile, for each tile of a step
+    PER_WORD: int  # codes per word
+    PER_HIGH: int  # spans per word of higher bits
+    SPAN: int  # words of a tile's row
+    GROUP: int  # columns that share a scale; 0: all
+    SCALES: str  # type of the scales
+    SECONDS: str  # kind of the second numbers; see `weight_tiles`
+    SCALE_WORDS: int  # words of scales per row and step
+    SECOND_WORDS: int  # words of second numbers per row and step
+    BLOCK_K: int  # columns of a step
 
     @classmethod
     def of(cls, tiles: WeightTiles, weight: Words, x: Tensor) -> Self:

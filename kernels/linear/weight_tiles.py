@@ -35,21 +35,13 @@ _OF_SUPER = {"six bits": (2, 3), "parts": (1, 16)}  # scales and seconds for 256
 
 
 class TileLayout(NamedTuple):
-    """The layout of a tiled weight.
+    """The layout of a tiled weight."""
 
-    Attributes:
-        code: one of CODES.
-        second_kind: one of SECOND_KINDS.
-        group: columns that share a scale; 0: all.
-        span: adjacent columns of a tile.
-        step: columns that a product reads at a time.
-    """
-
-    code: str
-    second_kind: str
-    group: int
-    span: int
-    step: int
+    code: str  # one of CODES
+    second_kind: str  # one of SECOND_KINDS
+    group: int  # columns that share a scale; 0: all
+    span: int  # adjacent columns of a tile
+    step: int  # columns that a product reads at a time
 
     @property
     def has_totals(self) -> bool:
@@ -58,19 +50,12 @@ class TileLayout(NamedTuple):
 
 
 class WeightTiles(NamedTuple):
-    """A weight in tiles; see above, and `TileLayout`.
+    """A weight in tiles; see above, and `TileLayout`."""
 
-    Attributes:
-        words: int16 [tiles, rows, span].
-        high: int16 [tiles of higher bits, rows, span]; None: there are none.
-        scales: [steps, rows, scales per step]; one per group if groups are larger than a step.
-        seconds: likewise, or None.
-    """
-
-    words: AnyElement
-    high: AnyElement | None
-    scales: AnyElement
-    seconds: AnyElement | None
+    words: AnyElement  # int16 [tiles, rows, span]
+    high: AnyElement | None  # int16 [tiles of higher bits, rows, span]; None: there are none
+    scales: AnyElement  # [steps, rows, scales per step]; one per group if groups are larger than a step
+    seconds: AnyElement | None  # likewise, or None
     code: Annotated[str, OneOf(tuple(CODES))]
     second_kind: Annotated[str, OneOf(SECOND_KINDS)]
     group: int

@@ -34,24 +34,15 @@ _MANY = 32  # average pairs per expert from which the larger tile is faster
 
 
 class Routed(NamedTuple):
-    """The pairs to compute, and the activation of their products.
+    """The pairs to compute, and the activation of their products."""
 
-    Attributes:
-        order: int32 [pairs], the pairs by expert, from `moe_route`.
-        offsets: int32 [experts + 1], offset of each expert's pairs.
-        slots: pairs that share a row of x.
-        gate: one of `GATES`; "none": the plain product.
-        alpha: see `swiglu_clamped` above.
-        limit: see `swiglu_clamped` above.
-        added: float32 [pairs, out_features], contiguous, added to the products before the gate; None: nothing.
-    """
-
-    order: Int32
-    offsets: Int32
-    slots: int
-    gate: Annotated[str, GATES] = "none"
-    alpha: float = 1.0
-    limit: float = 0.0
+    order: Int32  # int32 [pairs], the pairs by expert, from `moe_route`
+    offsets: Int32  # int32 [experts + 1], offset of each expert's pairs
+    slots: int  # pairs that share a row of x
+    gate: Annotated[str, GATES] = "none"  # one of `GATES`; "none": the plain product
+    alpha: float = 1.0  # see `swiglu_clamped` above
+    limit: float = 0.0  # see `swiglu_clamped` above
+    # float32 [pairs, out_features], contiguous, added to the products before the gate; None: nothing
     added: Float32 | None = None
 
 
