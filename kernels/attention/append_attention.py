@@ -251,18 +251,7 @@ def step_tile(group: int, head_dim: int, q: torch.dtype, cache: torch.dtype) -> 
 
 
 def append_attention_triton(
-    out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qkv: Tensor,
-    page_table: Tensor,
-    work: SplitPlan,
-    rope: QKNormRope,
-    max_items: int,
-    options: AttentionOptions,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    scales: PageScales | None = None,
+    out, k_cache, v_cache, qkv, page_table, work, rope, max_items, options, k_scale=1.0, v_scale=1.0, scales=None
 ) -> None:
     """Launch the kernel; see `append_attention`.
 
@@ -287,7 +276,7 @@ def append_attention_triton(
     )  # fmt: skip
 
 
-def _is_served(out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor) -> bool:
+def _is_served(out, k_cache, v_cache, qkv, page_table) -> bool:
     return k_cache.shape == v_cache.shape and can_compile(out, k_cache, v_cache, qkv, page_table)
 
 

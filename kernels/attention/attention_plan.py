@@ -139,31 +139,14 @@ def _launch(
     )  # fmt: skip
 
 
-def attention_plan_triton(
-    kv_lens: Tensor,
-    plan: Tensor,
-    pre_step_seqlens: Tensor,
-    live_rows: Tensor,
-    wave_items: int,
-    fixed_split: int,
-    window_left: int,
-) -> None:
+def attention_plan_triton(kv_lens, plan, pre_step_seqlens, live_rows, wave_items, fixed_split, window_left) -> None:
     """Launch the kernel; see `attention_plan`."""
     sizes = PlanSizes(1, wave_items, fixed_split, window_left, 1)
     _launch(kv_lens, plan, pre_step_seqlens, live_rows, None, pre_step_seqlens.shape[0], sizes)
 
 
 def paged_attention_plan_triton(
-    kv_lens: Tensor,
-    plan: Tensor,
-    indptr: Tensor,
-    last_page_len: Tensor,
-    num_indices: int,
-    page_size: int,
-    wave_items: int,
-    fixed_split: int,
-    window_left: int,
-    q_len: int,
+    kv_lens, plan, indptr, last_page_len, num_indices, page_size, wave_items, fixed_split, window_left, q_len
 ) -> None:
     """Launch the kernel; see `paged_attention_plan`."""
     sizes = PlanSizes(page_size, wave_items, fixed_split, window_left, q_len)

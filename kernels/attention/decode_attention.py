@@ -95,20 +95,7 @@ def _decode_attention_kernel(
 
 
 def decode_attention_triton(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    indptr: Tensor | None,
-    work: SplitPlan,
-    q_len: int,
-    max_items: int,
-    options: AttentionOptions,
-    v_scale: float = 1.0,
-    positions: Positions = Positions(),  # noqa: B008 (immutable)
-    scales: PageScales | None = None,
+    out, lse, q, k_cache, v_cache, table, indptr, work, q_len, max_items, options, v_scale, positions, scales
 ) -> None:
     """Launch the kernel; see `decode_attention` for the arguments."""
     heads = Heads(q_len, q.shape[1] // k_cache.shape[2], k_cache.shape[2])
@@ -131,16 +118,7 @@ def decode_attention_triton(
     )  # fmt: skip
 
 
-def _is_served(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    indptr: Tensor | None,
-    positions: Positions,
-) -> bool:
+def _is_served(out, lse, q, k_cache, v_cache, table, indptr, positions) -> bool:
     is_plain = positions.position_mode == "NONE" and lse is None and indptr is None
     return is_plain and can_compile(q, k_cache, v_cache, out, table)
 

@@ -131,17 +131,7 @@ def queries_at_once(device: torch.device) -> int:
 
 
 def extend_attention_triton(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
-    options: AttentionOptions,
-    v_scale: float = 1.0,
-    scales: PageScales | None = None,
+    out, lse, q, k_cache, v_cache, cu_seqlens_q, cu_seqlens_kv, page_table, options, v_scale=1.0, scales=None
 ) -> None:
     """Launch the kernel; see `extend_attention`."""
     count = cu_seqlens_q.shape[0] - 1
@@ -167,9 +157,7 @@ def extend_attention_triton(
     )  # fmt: skip
 
 
-def _is_served(
-    out: Tensor, lse: Tensor | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None
-) -> bool:
+def _is_served(out, lse, q, k_cache, v_cache, page_table) -> bool:
     is_plain = lse is None and page_table is not None and q.dim() == 3
     return is_plain and can_compile(q, k_cache, v_cache, out, page_table)  # type: ignore[arg-type]
 

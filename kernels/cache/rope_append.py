@@ -143,18 +143,7 @@ def _rope_append_kernel(
 
 
 def rope_append_triton(
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qkv: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    live: Tensor,
-    page_table: Tensor,
-    rope: QKNormRope,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    scales: PageScales | None = None,
+    q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, rope, k_scale=1.0, v_scale=1.0, scales=None
 ) -> None:
     """Launch the kernel; see `rope_append`."""
     tokens, qo_heads, head_dim = q_out.shape
@@ -173,9 +162,7 @@ def rope_append_triton(
     )  # fmt: skip
 
 
-def _is_served(
-    q_out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, page_table: Tensor, rope: QKNormRope
-) -> bool:
+def _is_served(q_out, k_cache, v_cache, qkv, page_table, rope) -> bool:
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q_out.dtype, *CODES):
         return False
     return all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, rope.cos_sin))

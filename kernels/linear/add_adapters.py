@@ -152,9 +152,7 @@ def _sharing(count: int) -> int:
     return min(count, _TOKENS) if count <= _FEW_TOKENS else 1
 
 
-def add_adapters_triton(
-    out: Tensor, x: Tensor, down: Tensor, up: Tensor, inner: Tensor, ends: Tensor, tokens: AdapterTokens
-) -> None:
+def add_adapters_triton(out, x, down, up, inner, ends, tokens) -> None:
     """Launch the two kernels; see `add_adapters`."""
     _, parts, rank, in_features = down.shape
     count, rank_block = len(x), max(triton.next_power_of_2(rank), 16)
@@ -166,7 +164,7 @@ def add_adapters_triton(
     _add_up(out, inner, up, tokens, parts=parts, ends=ends)
 
 
-def _is_served(out: Tensor, x: Tensor, down: Tensor, up: Tensor, inner: Tensor) -> bool:
+def _is_served(out, x, down, up, inner) -> bool:
     return out.stride(1) == 1 and x.stride(1) == 1 and all(each.is_contiguous() for each in (down, up, inner))
 
 
@@ -199,9 +197,7 @@ def add_adapters(
             out[at, begin:end] = (out[at, begin:end] + mid[:, part] @ up[slot, :rank, begin:end].float()).to(out.dtype)
 
 
-def add_embedding_adapters_triton(
-    out: Tensor, ids: Tensor, table: Tensor, up: Tensor, tokens: AdapterTokens, scale: float
-) -> None:
+def add_embedding_adapters_triton(out, ids, table, up, tokens, scale) -> None:
     """Launch the kernel; see `add_embedding_adapters`."""
     _add_up(out, table, up, tokens, ids=ids, scale=scale, vocab=table.shape[1])
 

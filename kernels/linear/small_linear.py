@@ -506,19 +506,7 @@ def lines_ahead(block_n: int, row_bytes: int, num_warps: int) -> tuple[int, int]
     return lines, PREFETCH_BYTES_IN_ALL // (block_n * lines * LINE_BYTES)
 
 
-def small_linear_triton(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gain: Tensor | None,
-    partial: Tensor | None,
-    counters: Tensor | None,
-    eps: float,
-    epilogue: str,
-    scale: float,
-    config: SmallLinearConfig,
-) -> None:
+def small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config) -> None:
     """Launch the kernel; see `small_linear` for the arguments."""
     rows, depth = x.shape
     kind, block_n, block_k, splits, num_warps, num_stages, pdl, block_m, *_ = config

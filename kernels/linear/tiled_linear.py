@@ -324,19 +324,7 @@ class TileForm(NamedTuple):
         )
 
 
-def tiled_linear_triton(
-    out: Tensor,
-    x: Tensor,
-    tiles: WeightTiles,
-    bias: Tensor | None,
-    gain: Tensor | None,
-    partial: Tensor | None,
-    counters: Tensor | None,
-    eps: float,
-    epilogue: str,
-    scale: float,
-    config: SmallLinearConfig,
-) -> None:
+def tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, config) -> None:
     """Launch the kernel; see `tiled_linear` for the arguments."""
     rows, depth = x.shape
     weight_rows, span = tiles.words.shape[1:]

@@ -41,7 +41,7 @@ def _act_mul_kernel(out, gate_up, width, stride, ACTIVATION: tl.constexpr, BLOCK
     tl.store(out + row * width + columns, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
-def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
+def act_mul_triton(out, gate_up, activation) -> None:
     """Launch the kernel; see `act_mul`."""
     rows, width = out.shape
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)

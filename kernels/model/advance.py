@@ -10,8 +10,6 @@ ends in the same way: the ring has the code, which is neither counted nor fed.
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Int32, Int64, Written, operator
 from ..sampling.sampling_slots import (
@@ -208,9 +206,7 @@ def _skip_steps_kernel(
     tl.store(step_index, step + tl.maximum(skipped, 0))
 
 
-def skip_steps_triton(
-    step_index: Tensor, ring_tokens: Tensor, loop_limit: Tensor, loop_count: Tensor, step_entries: Tensor | None = None
-) -> None:
+def skip_steps_triton(step_index, ring_tokens, loop_limit, loop_count, step_entries=None) -> None:
     """Launch the kernel; see `skip_steps`."""
     _skip_steps_kernel[(1,)](
         step_index, ring_tokens, loop_limit, loop_count, step_entries, *ring_tokens.shape,

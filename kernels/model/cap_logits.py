@@ -21,7 +21,7 @@ def _cap_logits_kernel(logits, width, cap, BLOCK: tl.constexpr, PDL: tl.constexp
     tl.store(at, values.to(logits.dtype.element_ty), mask=columns < width)
 
 
-def cap_logits_triton(logits: Tensor, cap: float) -> None:
+def cap_logits_triton(logits, cap) -> None:
     """Launch the kernel; see `cap_logits`."""
     rows, width = logits.shape
     grid = (rows, triton.cdiv(width, _BLOCK))

@@ -71,7 +71,7 @@ def _embedding_kernel(
         tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
 
 
-def embedding_triton(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor, scale: float) -> None:
+def embedding_triton(out, tokens, weight, live, scale) -> None:
     """Launch the kernel; see `embedding`."""
     vocab, hidden = weight.shape
     block = min(triton.next_power_of_2(hidden), _MAX_BLOCK)
@@ -96,9 +96,7 @@ def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, sc
     out.copy_(rows if scale == 1.0 else rows.float().mul_(scale))
 
 
-def embedding_norm_triton(
-    out: Tensor, residual: Tensor, tokens: Tensor, table: Tensor, live: Tensor, weight: Tensor, scale: float, eps: float
-) -> None:
+def embedding_norm_triton(out, residual, tokens, table, live, weight, scale, eps) -> None:
     """Launch the kernel; see `embedding_norm`."""
     vocab, hidden = table.shape
     block = triton.next_power_of_2(hidden)
@@ -265,7 +263,7 @@ def _tiled_embedding_kernel(
     tl.store(out + tl.program_id(0).to(tl.int64) * hidden + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-def tiled_embedding_triton(out: Tensor, tokens: Tensor, tiles: WeightTiles, live: Tensor, scale: float = 1.0) -> None:
+def tiled_embedding_triton(out, tokens, tiles, live, scale=1.0) -> None:
     """Launch the kernel; see `tiled_embedding` for the arguments."""
     words, high, scales, seconds, code, second_kind, group, step = tiles
     kind, hidden = CODES[code], out.shape[1]

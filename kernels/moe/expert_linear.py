@@ -150,9 +150,7 @@ def _expert_linear_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=inside_rows)
 
 
-def expert_linear_triton(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Routed, batch_invariant: bool
-) -> None:
+def expert_linear_triton(out, x, weight, bias, pairs, batch_invariant) -> None:
     """Launch the kernel; see `expert_linear`."""
     (count, width), depth = out.shape, x.shape[1]
     experts = weight.shape[0]
@@ -375,9 +373,7 @@ def tiled_expert_linear_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=there[None, :] & (n < width)[:, None])
 
 
-def tiled_expert_linear_triton(
-    out: Tensor, x: Tensor, tiles: WeightTiles, bias: Tensor | None, pairs: Routed, config: SmallLinearConfig
-) -> None:
+def tiled_expert_linear_triton(out, x, tiles, bias, pairs, config) -> None:
     """Launch the kernel; see `tiled_expert_linear` for the arguments."""
     (count, width), depth = out.shape, x.shape[1]
     experts = pairs.offsets.shape[0] - 1

@@ -85,9 +85,7 @@ def _list_kernel(order, offsets, ids, pairs, BLOCK: tl.constexpr, PDL: tl.conste
     tl.store(offsets + expert + 1, begin)
 
 
-def moe_route_triton(
-    ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, logits: Tensor, live: Tensor, renormalize: bool
-) -> None:
+def moe_route_triton(ids, weights, order, offsets, logits, live, renormalize) -> None:
     """Launch the two kernels; see `moe_route`."""
     (rows, slots), experts = ids.shape, logits.shape[1]
     early = early_start_options(ids.device)
@@ -187,7 +185,7 @@ def _combine_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def moe_combine_triton(out: Tensor, parts: Tensor, ids: Tensor, weights: Tensor, gate: Tensor | None) -> None:
+def moe_combine_triton(out, parts, ids, weights, gate) -> None:
     """Launch the kernel; see `moe_combine`."""
     rows, hidden = out.shape
     block = min(triton.next_power_of_2(hidden), _MAX_BLOCK)

@@ -5,7 +5,6 @@ Without a weight there is no norm, and the gate may be `sigmoid(gate)` (gated at
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import silu
 
 from ..native.optional_triton import tl, triton
@@ -36,9 +35,7 @@ def _gated_rms_norm_kernel(
     tl.store(out + row * groups * GROUP + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_rms_norm_triton(
-    out: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group: int, norm_first: bool, sigmoid: bool
-) -> None:
+def gated_rms_norm_triton(out, x, gate, weight, eps, group, norm_first, sigmoid) -> None:
     """Launch the kernel; see `gated_rms_norm`."""
     rows, width = out.shape
     block = triton.next_power_of_2(group)

@@ -57,16 +57,7 @@ def _rms_norm_kernel(
     tl.store(out + row * hidden + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm_triton(
-    out: Tensor,
-    residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    post_weight: Tensor | None = None,
-    post_eps: float = 0.0,
-    scale: float = 1.0,
-) -> None:
+def add_rms_norm_triton(out, residual, x, weight, eps, post_weight=None, post_eps=0.0, scale=1.0) -> None:
     """Launch the kernel; see `add_rms_norm`. None for `residual`: see `rms_norm`."""
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
@@ -78,7 +69,7 @@ def add_rms_norm_triton(
     )  # fmt: skip
 
 
-def rms_norm_triton(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm_triton(out, x, weight, eps) -> None:
     """Launch the kernel without a residual; see `rms_norm`."""
     add_rms_norm_triton(out, None, x, weight, eps)
 

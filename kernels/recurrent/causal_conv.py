@@ -6,7 +6,6 @@ state. Used by Mamba2, gated delta nets and LFM2, whose gated form convolves `b 
 """
 
 import torch
-from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Float32, Wide, Written, operator
@@ -97,15 +96,7 @@ def _causal_conv_kernel(
                 tl.store(to + j * channel_count + channels, value, mask=inside)
 
 
-def causal_conv_triton(
-    out: Tensor,
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    tokens: StateTokens,
-) -> None:
+def causal_conv_triton(out, x, state, weight, bias, silu, tokens) -> None:
     """Launch the kernel; see `causal_conv`."""
     count, channels = out.shape
     block = min(triton.next_power_of_2(channels), _MAX_BLOCK)
@@ -117,7 +108,7 @@ def causal_conv_triton(
     )  # fmt: skip
 
 
-def _is_served(out: Tensor, x: Tensor, state: Tensor, weight: Tensor) -> bool:
+def _is_served(out, x, state, weight) -> bool:
     return x.stride(1) == 1 and is_contiguous(out, state, weight) and weight.shape[0] <= MAX_CONV_WIDTH
 
 

@@ -79,9 +79,7 @@ def _gated_delta_kernel(
         tl.store(own, s, mask=inside)
 
 
-def gated_delta_triton(
-    out: Tensor, qkv: Tensor, state: Tensor, gates: DeltaGates, tokens: StateTokens, strength: float
-) -> None:
+def gated_delta_triton(out, qkv, state, gates, tokens, strength) -> None:
     """Launch the kernel; see `gated_delta`."""
     _, heads, key_dim, value_dim = state.shape
     block = min(triton.next_power_of_2(value_dim), _VALUE_BLOCK)
@@ -93,7 +91,7 @@ def gated_delta_triton(
     )  # fmt: skip
 
 
-def _is_served(out: Tensor, qkv: Tensor, state: Tensor, gates: DeltaGates) -> bool:
+def _is_served(out, qkv, state, gates) -> bool:
     return qkv.stride(1) == 1 == gates.ab.stride(1) and is_contiguous(out, state)
 
 

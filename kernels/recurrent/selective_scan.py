@@ -7,7 +7,6 @@ With a head's state `S` [state channels, head channels] and a token's step `dt =
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..native.optional_triton import tl, triton
@@ -73,16 +72,7 @@ def _selective_scan_kernel(
         tl.store(own, s, mask=inside)
 
 
-def selective_scan_triton(
-    out: Tensor,
-    xbc: Tensor,
-    state: Tensor,
-    dt: Tensor,
-    weights: ScanWeights,
-    tokens: StateTokens,
-    least: float,
-    most: float,
-) -> None:
+def selective_scan_triton(out, xbc, state, dt, weights, tokens, least, most) -> None:
     """Launch the kernel; see `selective_scan`."""
     _, heads, state_dim, head_dim = state.shape
     block = min(triton.next_power_of_2(head_dim), _CHANNEL_BLOCK)
@@ -94,7 +84,7 @@ def selective_scan_triton(
     )  # fmt: skip
 
 
-def _is_served(out: Tensor, xbc: Tensor, state: Tensor, dt: Tensor) -> bool:
+def _is_served(out, xbc, state, dt) -> bool:
     return xbc.stride(1) == 1 == dt.stride(1) and is_contiguous(out, state)
 
 

@@ -112,15 +112,7 @@ def _row_logprobs_kernel(
             row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, FORM)
 
 
-def token_logprobs_triton(
-    outputs: LogprobOutputs,
-    logits: Tensor,
-    sampled: Tensor,
-    live_rows: Tensor,
-    sampling_flags: Tensor,
-    num_logprobs: Tensor,
-    block: int = _BLOCK,
-) -> None:
+def token_logprobs_triton(outputs, logits, sampled, live_rows, sampling_flags, num_logprobs, block=_BLOCK) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program; see `token_logprobs`."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, block)

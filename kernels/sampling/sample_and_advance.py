@@ -283,15 +283,7 @@ CAPACITY = 16384  # listed candidates per row
 
 
 def sample_and_advance_triton(
-    state: AdvanceState,
-    sampled: Tensor,
-    outputs: LogprobOutputs,
-    logits: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    guides: Guides | None = None,
-    block: int = BLOCK,
-    capacity: int = CAPACITY,
+    state, sampled, outputs, logits, live_rows, slots, guides=None, block=BLOCK, capacity=CAPACITY
 ) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program; see `sample_and_advance`."""
     form = SamplerForm.of(logits.shape[1], state, outputs, slots, guides, block, capacity)

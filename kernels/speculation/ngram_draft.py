@@ -5,7 +5,6 @@ text continues.
 """
 
 import numpy as np
-from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Int32, Written, operator
@@ -57,15 +56,7 @@ def _ngram_draft_kernel(
 
 
 def ngram_draft_triton(
-    drafts: Tensor,
-    num_drafts: Tensor,
-    match_lengths: Tensor,
-    history: Tensor,
-    positions: Tensor,
-    live_rows: Tensor,
-    *,
-    ngram_min: int,
-    ngram_max: int,
+    drafts, num_drafts, match_lengths, history, positions, live_rows, *, ngram_min, ngram_max
 ) -> None:
     """Launch the kernel; see `ngram_draft`."""
     rows, most = drafts.shape

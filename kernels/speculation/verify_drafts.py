@@ -17,7 +17,6 @@ from collections import namedtuple
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import Int32, Int64, Written, operator
@@ -108,9 +107,7 @@ def _spread_queries_kernel(
         tl.store(spread.query_pages + query.to(tl.int64) * pages + columns, owned, mask=columns < pages)
 
 
-def spread_queries_triton(
-    spread: Queries, rows: DraftRows, page_table: Tensor, *, queries: int, null_page: int
-) -> None:
+def spread_queries_triton(spread, rows, page_table, *, queries, null_page) -> None:
     """Launch the kernel; see `spread_queries`."""
     most, pages = rows.drafts.shape[1], page_table.shape[1]
     _spread_queries_kernel[(spread.query_tokens.shape[0],)](
@@ -178,7 +175,7 @@ def _judge_drafts_kernel(
     tl.store(given.active_rows, tl.max(tl.where(still, rows + 1, 0), axis=0))
 
 
-def judge_drafts_triton(rows: DraftRows, *, index: int, queries: int) -> None:
+def judge_drafts_triton(rows, *, index, queries) -> None:
     """Launch the kernel; see `judge_drafts`."""
     sizes = DraftSizes.of(rows)
     padded = triton.next_power_of_2(sizes.ring_rows)
@@ -254,7 +251,7 @@ def _settle_drafts_kernel(given, sizes, queries, ADAPTS: tl.constexpr, K: tl.con
     tl.store(given.step_entries, queries)
 
 
-def settle_drafts_triton(rows: DraftRows, *, queries: int, adapts: bool) -> None:
+def settle_drafts_triton(rows, *, queries, adapts) -> None:
     """Launch the kernel; see `settle_drafts`."""
     sizes = DraftSizes.of(rows)
     padded = triton.next_power_of_2(sizes.ring_rows)

@@ -139,15 +139,7 @@ def _paged_append_kernel(
     _copy_token(cache, page, position % page_size, new, 0, token, heads, FORM)
 
 
-def cache_append_triton(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    new_k: Tensor,
-    new_v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
-) -> None:
+def cache_append_triton(k_cache, v_cache, new_k, new_v, cu_seqlens_q, cu_seqlens_kv, page_table) -> None:
     """Launch the kernel; see `cache_append`."""
     if new_k.numel() == 0:
         return
@@ -165,16 +157,7 @@ def cache_append_triton(
     )  # fmt: skip
 
 
-def paged_append_triton(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch_indices: Tensor,
-    positions: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-) -> None:
+def paged_append_triton(k_cache, v_cache, key, value, batch_indices, positions, indices, indptr) -> None:
     """Launch the kernel; see `paged_append`."""
     tokens, heads, _ = key.shape
     if not tokens:

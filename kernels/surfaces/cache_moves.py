@@ -89,9 +89,7 @@ def _move_rows_kernel(
             _move_columns(v_cache, source, rows, length * token_v, whole * token_v, ROWS, BLOCK)
 
 
-def plan_row_moves_triton(
-    plan: Tensor, owners: Tensor, tags: Tensor, origins: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor
-) -> None:
+def plan_row_moves_triton(plan, owners, tags, origins, cu_seqlens_q, cu_seqlens_kv) -> None:
     """Launch the kernel; see `plan_row_moves`."""
     rows = owners.shape[0]
     block = max(triton.next_power_of_2(rows), _TILE)
@@ -100,7 +98,7 @@ def plan_row_moves_triton(
     )
 
 
-def move_rows_triton(k_cache: Tensor, v_cache: Tensor, plan: Tensor) -> None:
+def move_rows_triton(k_cache, v_cache, plan) -> None:
     """Launch the kernel; see `move_rows`."""
     as_int = _INT_OF_SIZE[k_cache.element_size()]
     rows, max_length = k_cache.shape[:2]

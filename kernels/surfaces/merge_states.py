@@ -77,7 +77,7 @@ def _merge_state_kernel(v, s, v_other, s_other, mask, heads, dim, HAS_MASK: tl.c
     tl.store(s + place, top + tl.log2(norm))
 
 
-def merge_states_triton(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
+def merge_states_triton(v_out, s_out, v, s) -> None:
     """Launch the kernel; see `merge_states`."""
     rows, states, heads, dim = v.shape
     if v.stride(-1) != 1:
@@ -88,7 +88,7 @@ def merge_states_triton(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> N
     )
 
 
-def merge_state_in_place_triton(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None) -> None:
+def merge_state_in_place_triton(v, s, v_other, s_other, mask) -> None:
     """Launch the kernel; see `merge_state_in_place`."""
     rows, heads, dim = v.shape
     block = triton.next_power_of_2(dim)

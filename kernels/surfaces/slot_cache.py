@@ -63,15 +63,7 @@ def _slot_scatter_kernel(
     tl.store(cache + target + d, tl.load(new + source + d, mask=inside), mask=inside)
 
 
-def slot_scatter_triton(
-    cache: Tensor,
-    new: Tensor,
-    slots: Tensor | None,
-    positions: Tensor | None,
-    owned: Tensor | None,
-    shards: int,
-    offset: int,
-) -> None:
+def slot_scatter_triton(cache, new, slots, positions, owned, shards, offset) -> None:
     """Launch the kernel; see `slot_scatter`."""
     if not new.numel():
         return

@@ -19,6 +19,7 @@ from graphdecode.kernels.attention import append_attention as append_attention_m
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
+from graphdecode.kernels.attention.attention_torch import Positions
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.cache.kv_format import PageScales
@@ -230,7 +231,9 @@ def two_launches(out, k_cache, v_cache, qkv, table, work, rope, items, options, 
     q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
     live = (kv_lens[: len(out)] > 0).sum().to(torch.int32).view(1)
     rope_append_triton(q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, rope, scales=scales)
-    decode_attention_triton(out, None, q, k_cache, v_cache, table, None, work, 1, items, options, scales=scales)
+    decode_attention_triton(
+        out, None, q, k_cache, v_cache, table, None, work, 1, items, options, 1.0, Positions(), scales
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -50,6 +50,7 @@ from graphdecode.kernels.attention import (
     extend_attention,
     work_item,
 )
+from graphdecode.kernels.attention.attention_torch import Positions
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.linear import add_adapters, small_linear
@@ -174,7 +175,7 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     def decode(*options: Any) -> None:
         decode_attention.decode_attention_triton(
             q, None, q, cache, cache, table, None, work, 1, 33,
-            attention_records.AttentionOptions(None, *options), scales=scales,
+            attention_records.AttentionOptions(None, *options), 1.0, Positions(), scales,
         )  # fmt: skip
 
     qkv = torch.empty(ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -248,7 +249,7 @@ def latent_cases() -> dict[str, Callable[[], None]]:
 
     return {
         "decode-latent": lambda: decode_attention.decode_attention_triton(
-            out, None, q, keys, keys[..., rope_dim:], table, None, work, 1, 33, options
+            out, None, q, keys, keys[..., rope_dim:], table, None, work, 1, 33, options, 1.0, Positions(), None
         ),
         "extend-latent": lambda: extend_attention.extend_attention_triton(
             out, None, q, keys, keys[..., rope_dim:], cumulative, cumulative, table, options
