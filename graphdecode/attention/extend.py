@@ -46,10 +46,7 @@ class TokenByTokenAttention:
     """Attention of prompt chunks that computes each token as a row of a decode step, with the same bits.
 
     A token's result does not depend on how its prompt was cut into chunks. It is slower than `extend_over`, which reads
-    a row's keys once for many queries.
-
-    Args:
-        attention: planned and run for slices of its batch size.
+    a row's keys once for many queries. `attention` is planned and run for slices of its batch size.
     """
 
     def __init__(self, attention: PagedDecodeAttention) -> None:

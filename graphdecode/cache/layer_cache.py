@@ -80,15 +80,8 @@ class LayerCache(_State):
     ) -> "LayerCache":
         """Return a cache of zeros, each tensor of which `zeros` makes.
 
-        Args:
-            shape: shape of keys, and of values unless they are latent.
-            dtype: of both; int8 has scales in addition.
-            device: where it is.
-            key_scale: divides keys of fp8.
-            value_scale: divides values of fp8.
-            is_rolling: whether its pages are rings; see `RollingPages`.
-            zeros: makes a tensor.
-            latent_rank: see `Keys`.
+        `shape` is that of keys, and of values unless they are latent (see `Keys`). Scales divide keys and values of
+        fp8; int8 has its own in addition.
         """
         held, keys = format_of(dtype), zeros(shape, dtype, device)
         if latent_rank:
@@ -172,15 +165,9 @@ def layer_state(
     others: int = 0,
     zeros: Zeros = untouched_zeros,
 ) -> LayerState:
-    """Return a layer's state; recurrent ones are zeros.
+    """Return a layer's state: what `pages` makes, and zeros for its recurrent state, if it declares one.
 
-    Args:
-        recurrent: the layer's declaration; None: only keys and values.
-        pages: makes keys and values.
-        rows: recurrent states of sequences.
-        device: where recurrent states are.
-        others: further recurrent states, of checkpoints and drafts.
-        zeros: makes a tensor of them.
+    There is a recurrent state for each of `rows` sequences, for padding, and for `others`: checkpoints and drafts.
     """
     if recurrent is None:
         return pages()

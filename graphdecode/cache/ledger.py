@@ -118,11 +118,7 @@ class PageLedger:
     A page that a sequence may still write to (its partial last page and those past it) has no other owner and is not
     in the index. Full pages may have many owners.
 
-    Args:
-        total_num_pages: pages in the pool.
-        page_size: tokens in a page.
-        prefix_caching: whether full pages are indexed by their tokens.
-        checkpoints: of recurrent states, if there are any; see `PrefixIndex`.
+    With `prefix_caching`, full pages are indexed by their tokens. `checkpoints`: see `PrefixIndex`.
     """
 
     def __init__(

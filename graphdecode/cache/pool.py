@@ -11,9 +11,6 @@ class PagePool:
 
     A page is free, used (one owner or more), or evictable: without an owner, but with cached contents. `share` makes
     evictable pages used again, `evict` frees the oldest ones.
-
-    Args:
-        total_num_pages: >= 1.
     """
 
     def __init__(self, total_num_pages: int) -> None:

@@ -364,8 +364,7 @@ class Engine:
     def _while_idle(self, what: str) -> Iterator[None]:
         """Block steps meanwhile; raise EngineStateError if there is work."""
         with self._stepping:
-            if self._closed:
-                raise ClosedError("this engine was closed")
+            self._check_open()
             self._take_inbox()
             if self.has_work:
                 count = self.num_running + self.num_waiting

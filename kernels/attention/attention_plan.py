@@ -46,10 +46,8 @@ class PlanForm(NamedTuple):
 def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
     """Return how many work items a plan over `rows` rows may hold: what grids and workspaces are sized by.
 
-    Args:
-        rows: rows of the bucket.
-        wave_items: work items (times kv heads: programs) that run at the same time on the chip.
-        max_splits: with a fixed split size, the most splits that the longest row could be dealt in; 0 without.
+    `wave_items` (times kv heads: programs) run at the same time. `max_splits`: with a fixed split size, the most splits
+    of the longest row; 0 without.
     """
     if max_splits > 0:
         return rows * min(max_splits, MOST_SPLITS)
@@ -154,14 +152,7 @@ def paged_attention_plan_triton(
 
 
 def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices: int, page_size: int) -> None:
-    """Raise ValueError for page lists that no row could have.
-
-    Args:
-        indptr: [rows + 1], where each row's pages begin.
-        last_page_len: [rows], tokens in each row's last page.
-        num_indices: pages that are listed.
-        page_size: tokens a page.
-    """
+    """Raise ValueError for page lists that no row could have; see `paged_attention_plan`."""
     pages = np.diff(indptr)
     if indptr[0] != 0 or (pages < 0).any() or indptr[-1] > num_indices:
         raise ValueError(

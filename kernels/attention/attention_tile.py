@@ -382,12 +382,7 @@ def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
 def tile_sizes(rows: int, head_dim: int, value_dim: int, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
     """Return the tile of an attention kernel: BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, num_warps and num_stages.
 
-    Args:
-        rows: queries times heads of the group that one program could take.
-        head_dim: of keys.
-        value_dim: of values.
-        q_dtype: of queries.
-        kv_dtype: of the cache.
+    `rows`: queries times heads of the group that one program could take.
     """
     kv_itemsize, compute_itemsize = kv_dtype.itemsize, compute_dtype(q_dtype, kv_dtype).primitive_bitwidth // 8
     has_scales = format_of(kv_dtype).own_scale is not None  # they take registers for every tile in flight
@@ -430,15 +425,9 @@ def registers(most: int = _MOST_REGISTERS) -> dict[str, int]:
 
 
 def programs_per_processor(device: torch.device, tile: dict[str, int], kv_itemsize: int) -> int:
-    """Return how many programs with such tiles one multiprocessor of a GPU holds at a time.
-
-    Args:
-        device: a CUDA device.
-        tile: of `tile_sizes`.
-        kv_itemsize: bytes of a cached value.
-    """
-    held = torch.cuda.get_device_properties(device)
+    """Return how many programs with a tile of `tile_sizes` one multiprocessor of a GPU holds at a time."""
+    properties = torch.cuda.get_device_properties(device)
     in_flight = max(tile["num_stages"] - 1, 1) * tile["BLOCK_N"] * (tile["BLOCK_D"] + tile["BLOCK_V"]) * kv_itemsize
-    by_memory = held.shared_memory_per_multiprocessor // (in_flight + _OTHER_BYTES)
+    by_memory = properties.shared_memory_per_multiprocessor // (in_flight + _OTHER_BYTES)
     by_registers = _PROCESSOR_REGISTERS // (PROGRAM_REGISTERS * 32 * tile["num_warps"])
     return max(min(by_memory, by_registers), 1)

@@ -183,12 +183,7 @@ def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, FORM: tl.
 
 
 def merge_sizes(queries: int, tile: dict[str, int]) -> dict[str, int]:
-    """Return how many queries' partial results a program merges, and of how many splits at a time.
-
-    Args:
-        queries: times heads of a group.
-        tile: of the attention kernel.
-    """
+    """Return how many queries' (times heads of a group) partial results a program merges, and of how many splits."""
     merged = min(triton.next_power_of_2(queries), tile["BLOCK_M"])
     room = MERGED_VALUES if tile["BLOCK_V"] <= 128 else MERGED_VALUES // 2  # wider ones would spill
     return {"MERGE_M": merged, "MERGE_S": max(room // (merged * tile["BLOCK_V"]), 1)}

@@ -61,11 +61,7 @@ def can_panel(weight: Tensor) -> bool:
 
 
 def to_panels(weight: Tensor) -> Tensor:
-    """Return a weight [out_features, in_features] in panels; missing features are zeros.
-
-    Args:
-        weight: float32, bfloat16, float16 or int8.
-    """
+    """Return a weight [out_features, in_features] of floats or int8 in panels; missing features are zeros."""
     out_features, in_features = weight.shape
     step = _STEPS[weight.dtype]
     panels, steps = -(-out_features // PANEL), -(-in_features // step)

@@ -94,17 +94,10 @@ def _split(in_features: int, block_k: int, blocks: int, programs: int) -> int:
 def candidates(
     out_features: int, in_features: int, itemsize: int, rows: int, units: int, is_normed: bool = False
 ) -> list[SmallLinearConfig]:
-    """Return the configurations that may be fastest; none for more rows than the tiles have.
+    """Return the configurations that may be fastest; none for more activation rows than the tiles have.
 
-    Each has programs for at least seven of eight multiprocessors, if any does.
-
-    Args:
-        out_features: rows of the weight.
-        in_features: columns of the weight.
-        itemsize: bytes of a weight.
-        rows: activation rows.
-        units: multiprocessors of the GPU.
-        is_normed: whether a norm comes before the product.
+    Each has programs for at least seven of eight multiprocessors (`units`), if any does. `itemsize`: of the weight;
+    `is_normed`: whether a norm comes before the product.
     """
     of_rows = DOT_TILES[itemsize]
     if rows > max(of_rows):
@@ -125,15 +118,9 @@ def candidates(
 
 
 def fixed_config(out_features: int, in_features: int, itemsize: int, pdl: bool = False) -> SmallLinearConfig:
-    """Return one configuration for any number of rows, from the shape alone.
+    """Return one configuration for any number of rows, from the weight's shape and itemsize alone.
 
-    A row's result then has the same bits in any batch, on any GPU of the same kind.
-
-    Args:
-        out_features: rows of the weight.
-        in_features: columns of the weight.
-        itemsize: bytes of a weight.
-        pdl: whether the GPU lets kernels begin early.
+    A row's result then has the same bits in any batch, on any GPU of the same kind. See `candidates`.
     """
     block_n, block_k, num_warps, num_stages = DOT_TILES[itemsize][TILE_ROWS][0]
     splits = _split(in_features, block_k, -(-out_features // block_n), _FIXED_PROGRAMS)
@@ -154,12 +141,10 @@ def tiled_config(
 
     Args:
         rows: activation rows; None: one configuration for any number of rows, on any GPU of the same kind.
-        out_features: weight rows.
+        out_features, layout, is_normed: of the weight and the product, as for `candidates`.
         columns: weight columns, in whole steps.
-        layout: the weight's layout.
         units: multiprocessors of the GPU.
         pdl: whether the GPU lets kernels begin early.
-        is_normed: the product is that of a norm.
         major: major compute capability. On 10, tensor memory holds the sums of all groups of a step; a kernel that
             needs more cannot be launched. On 12 the compiler spills if groups are small and rows many.
     """
@@ -492,12 +477,8 @@ def parts_at_once(sums: int, num_warps: int) -> int:
 def lines_ahead(block_n: int, row_bytes: int, num_warps: int) -> tuple[int, int]:
     """Return how many cache lines of each row a program prefetches, and how many programs do.
 
-    A program with fewer lines than threads prefetches none: several threads would request each.
-
-    Args:
-        block_n: weight rows per program.
-        row_bytes: bytes that it reads of each row.
-        num_warps: warps per program.
+    A program reads `row_bytes` of each of `block_n` weight rows. One with fewer lines than threads prefetches none:
+    several threads would request each.
     """
     lines = min(row_bytes, PREFETCH_BYTES // block_n) // LINE_BYTES
     lines = 1 << lines.bit_length() - 1 if lines else 0

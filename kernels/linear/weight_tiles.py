@@ -80,16 +80,7 @@ def can_tile(group: int) -> bool:
 
 
 def layout_of(code: str, group: int, second_kind: str = "none") -> TileLayout:
-    """Return the tile layout.
-
-    Args:
-        code: one of CODES.
-        group: columns that share a scale; 0: all.
-        second_kind: one of SECOND_KINDS.
-
-    Raises:
-        ValueError: products do not support the group size.
-    """
+    """Return the layout for these fields; a ValueError if products do not support the group size."""
     if second_kind not in _OF_SUPER and not can_tile(group):
         raise ValueError(f"group is {group}; it must be 0 or a power of two >= {_LEAST_GROUP}")
     bits = CODES[code].bits
@@ -104,11 +95,9 @@ def tiled(
 
     Args:
         codes: uint8 [rows, columns].
-        code: kind of the codes.
         scales: [rows, groups], or the scales of all blocks of 256 columns.
-        group: columns that share a scale; 0: all.
         seconds: likewise, the second numbers; None: none.
-        second_kind: one of SECOND_KINDS.
+        code, group, second_kind: see `TileLayout`.
     """
     layout = layout_of(code, group, second_kind)
     rows, columns = codes.shape
