@@ -44,30 +44,30 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # for a rank to end
 
 
-class Terms(NamedTuple):
+class GroupSettings(NamedTuple):
     """The settings that all ranks of a group share."""
 
     count: int  # type: ignore[assignment] # ranks
     device: str  # "cpu" or "cuda": rank i has the i-th GPU of its machine
-    how: str  # "shared", "gloo" or "nccl"
+    backend: str  # "shared", "gloo" or "nccl"
     limit_seconds: float  # without a heartbeat, or in a collective, after which a rank counts as stalled
     threads: int  # per rank, on a CPU
     store: tuple[str, int] | None = None  # address and port of torch.distributed's store, if there is one
 
     @classmethod
-    def chosen(cls, count: int, device: str, how: str, limit_seconds: float) -> Terms:
-        """Return the terms of ranks that share torch's threads of this process; `how` may be "auto"."""
-        if how == "auto":
+    def chosen(cls, count: int, device: str, backend: str, limit_seconds: float) -> GroupSettings:
+        """Return the settings of ranks that share torch's threads of this process; `backend` may be "auto"."""
+        if backend == "auto":
             on_cpu = "gloo" if native.library() is None else "shared"
-            how = "nccl" if device == "cuda" else on_cpu
-        return cls(count, device, how, limit_seconds, max(torch.get_num_threads() // count, 1))
+            backend = "nccl" if device == "cuda" else on_cpu
+        return cls(count, device, backend, limit_seconds, max(torch.get_num_threads() // count, 1))
 
     def to_bytes(self) -> bytes:
         """Serialize for another rank."""
         return json.dumps(self).encode()
 
     @classmethod
-    def of_bytes(cls, data: bytes) -> Terms:
+    def of_bytes(cls, data: bytes) -> GroupSettings:
         """Parse `to_bytes`."""
         return cls(*json.loads(data))
 
@@ -77,11 +77,11 @@ class Ranks(ABC):
 
     collectives: Collectives
 
-    def __init__(self, rank: int, terms: Terms) -> None:
-        self.rank, self.terms, self.count = rank, terms, terms.count
+    def __init__(self, rank: int, settings: GroupSettings) -> None:
+        self.rank, self.settings, self.count = rank, settings, settings.count
         self.device = torch.device("cpu")
-        if terms.device == "cpu":
-            torch.set_num_threads(terms.threads)
+        if settings.device == "cpu":
+            torch.set_num_threads(settings.threads)
         else:
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
 
@@ -109,14 +109,14 @@ class Ranks(ABC):
         if board is not None:
             return SharedCollectives(self.rank, self.count, self.agree, board)
         self.agree("joins the group")  # a rank may start late, and joining has a time limit
-        if not dist.is_initialized() and self.terms.store is not None:
+        if not dist.is_initialized() and self.settings.store is not None:
             on_gpu = self.device if self.device.type == "cuda" else None  # NCCL connects now, not in a capture
             if on_gpu is not None:
                 torch.cuda.set_device(on_gpu)
-            limit, (rank, count) = timedelta(seconds=self.terms.limit_seconds), (self.rank, self.count)
-            store = dist.TCPStore(*self.terms.store, count, is_master=False, timeout=limit)
+            limit, (rank, count) = timedelta(seconds=self.settings.limit_seconds), (self.rank, self.count)
+            store = dist.TCPStore(*self.settings.store, count, is_master=False, timeout=limit)
             whole = {"store": store, "timeout": limit, "rank": rank, "world_size": count, "device_id": on_gpu}
-            dist.init_process_group(self.terms.how, **whole)  # type: ignore[arg-type]
+            dist.init_process_group(self.settings.backend, **whole)  # type: ignore[arg-type]
         return GroupCollectives(self.rank, self.count, self.agree)
 
 
@@ -125,19 +125,19 @@ class Leader(Ranks):
 
     def __init__(
         self,
-        terms: Terms,
+        settings: GroupSettings,
         links: list[Link],
         heartbeats: list[socket.socket],
         board: torch.Tensor | None,
         processes: list[subprocess.Popen[bytes]],
     ) -> None:
         self._own_threads = torch.get_num_threads()
-        super().__init__(0, terms)
+        super().__init__(0, settings)
         self._tried: dict[int, str] = {}  # what other ranks said of the attempt
         self._links, self._processes = links, processes
         self._failure: str | None = None
         self._closed = False
-        self._watch = Watch(dict(enumerate(heartbeats, 1)), terms.limit_seconds, self._lost)
+        self._watch = Watch(dict(enumerate(heartbeats, 1)), settings.limit_seconds, self._lost)
         self._watch.start()
         at_exit = weakref.WeakMethod(self.close)
         atexit.register(lambda: (close := at_exit()) and close())
@@ -260,14 +260,14 @@ class Leader(Ranks):
             late = self.collectives.late() if hasattr(self, "collectives") else None
             if late is None:
                 return
-            self.fail(f"{late} within {self.terms.limit_seconds:g} s")
+            self.fail(f"{late} within {self.settings.limit_seconds:g} s")
         raise RankError(str(self._failure))
 
     def explain(self, error: BaseException) -> None:
         """End the group because of an error here; raises RankError if the loss of another rank is the cause."""
         if isinstance(error, Exception) and not isinstance(error, GraphdecodeError):
             # gloo may raise before the watch has noticed that a rank is gone
-            self._await_failure(2 * min(self.terms.limit_seconds, 1.0))
+            self._await_failure(2 * min(self.settings.limit_seconds, 1.0))
             if self._failure is not None:
                 raise RankError(self._failure) from error
         self.fail(f"rank 0 of {self.count} failed: {type(error).__name__}: {error}")
@@ -296,18 +296,18 @@ class Leader(Ranks):
         for process in self._processes:
             process.wait()
         torch.set_num_threads(self._own_threads)
-        leave_group(self.terms)
+        leave_group(self.settings)
 
 
 class Follower(Ranks):
     """Another rank's end of the group; its process ends when rank 0 is gone."""
 
     def __init__(
-        self, rank: int, terms: Terms, link: Link, heartbeats: socket.socket, board: torch.Tensor | None
+        self, rank: int, settings: GroupSettings, link: Link, heartbeats: socket.socket, board: torch.Tensor | None
     ) -> None:
-        super().__init__(rank, terms)
+        super().__init__(rank, settings)
         self._link = link
-        self._watch = Watch({0: heartbeats}, terms.limit_seconds, self._lost)
+        self._watch = Watch({0: heartbeats}, settings.limit_seconds, self._lost)
         self._watch.start()
         self.collectives = self.collectives_over(board)
 
@@ -368,12 +368,12 @@ class Follower(Ranks):
         """Leave the group."""
         self._watch.close()
         self._link.close()
-        leave_group(self.terms)
+        leave_group(self.settings)
 
 
-def leave_group(terms: Terms) -> None:
+def leave_group(settings: GroupSettings) -> None:
     """Destroy torch.distributed's default group, if these ranks made it."""
-    if terms.store is not None and dist.is_initialized():
+    if settings.store is not None and dist.is_initialized():
         dist.destroy_process_group()
 
 

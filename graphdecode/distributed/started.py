@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphdecode.child import signal_at_end_of, start_child
 from graphdecode.distributed.link import Link, Message
-from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms
+from graphdecode.distributed.ranks import SAID, Follower, GroupSettings, Leader
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.collective.shared_collectives import LIMIT_MS, board_words
 
@@ -47,13 +47,14 @@ def mapped_board(descriptor: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.int64)
 
 
-def start_ranks(count: int, device: str, how: str, limit_seconds: float, module: str) -> Leader:
+def start_ranks(count: int, device: str, backend: str, limit_seconds: float, module: str) -> Leader:
     """Start the other ranks as processes of this machine, and return rank 0's end.
 
-    Arguments are those of `Terms.chosen`, and the module that the processes run, whose arguments are the descriptors of
-    link, heartbeats and board (-1: none).
+    Arguments are those of `GroupSettings.chosen`, and the module that the processes run. Its arguments are the
+    descriptors of link, heartbeats and board (-1: none).
     """
-    terms, descriptor, board, _store = _meeting_point(Terms.chosen(count, device, how, limit_seconds), "127.0.0.1")
+    settings = GroupSettings.chosen(count, device, backend, limit_seconds)
+    settings, descriptor, board, _store = _meeting_point(settings, "127.0.0.1")
     links, heartbeats, processes = [], [], []
     for rank in range(1, count):
         (link, their_link), (heartbeat, their_heartbeat) = socket.socketpair(), socket.socketpair()
@@ -61,21 +62,20 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
             processes.append(start_child(module, [their_link.fileno(), their_heartbeat.fileno(), descriptor]))
         links.append(Link(link))
         heartbeats.append(heartbeat)
-        links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms.to_bytes()))
+        links[-1].send(Message(SAID, (rank, os.getpid(), 0), settings.to_bytes()))
     if descriptor >= 0:
         os.close(descriptor)
-    return Leader(terms, links, heartbeats, board, processes)
+    return Leader(settings, links, heartbeats, board, processes)
 
 
-def _meeting_point(terms: Terms, host: str) -> tuple[Terms, int, Tensor | None, dist.TCPStore | None]:
-    """Return the terms, and what ranks join through: a board and its descriptor, or a store, to keep until they have.
-
-    Without a board the descriptor is -1.
-    """
-    if terms.how == "shared":
-        return terms, *new_board(terms.count, terms.limit_seconds), None
-    store = dist.TCPStore(host, 0, terms.count, is_master=True, wait_for_workers=False)
-    return terms._replace(store=(host, store.port)), -1, None, store
+def _meeting_point(
+    settings: GroupSettings, host: str
+) -> tuple[GroupSettings, int, Tensor | None, dist.TCPStore | None]:
+    """Return the settings, and what ranks join through: a descriptor and board (else -1, None), or a store to keep."""
+    if settings.backend == "shared":
+        return settings, *new_board(settings.count, settings.limit_seconds), None
+    store = dist.TCPStore(host, 0, settings.count, is_master=True, wait_for_workers=False)
+    return settings._replace(store=(host, store.port)), -1, None, store
 
 
 def follower_of(descriptors: list[int]) -> Follower:
@@ -86,7 +86,7 @@ def follower_of(descriptors: list[int]) -> Follower:
     rank, leader, _ = hello.numbers
     signal_at_end_of(leader, signal.SIGCONT)  # else a stopped process would stay
     mapped = mapped_board(board) if board >= 0 else None
-    return Follower(rank, Terms.of_bytes(hello.payload), connected, socket.socket(fileno=heartbeats), mapped)
+    return Follower(rank, GroupSettings.of_bytes(hello.payload), connected, socket.socket(fileno=heartbeats), mapped)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class LaunchedRank:
         has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(int(env["RANK"]), count, env["MASTER_ADDR"], int(env["MASTER_PORT"]), has_store)
 
-    def meet(self, device: str, how: str, limit_seconds: float) -> Leader | Follower:
-        """Join the other ranks, and return this one's end of the group; for arguments see `Terms`."""
+    def meet(self, device: str, backend: str, limit_seconds: float) -> Leader | Follower:
+        """Join the other ranks, and return this one's end of the group; for arguments see `GroupSettings`."""
         limit = timedelta(seconds=_MEET_SECONDS)
         is_master = self.rank == 0 and not self.has_store
         store = dist.PrefixStore(
@@ -121,14 +121,14 @@ class LaunchedRank:
         )
         store.set(f"machine/{self.rank}", _machine())
         machines = {store.get(f"machine/{rank}") for rank in range(self.count)}
-        if how in ("auto", "shared") and device == "cpu" and len(machines) > 1:
-            how = "gloo"
-        terms = Terms.chosen(self.count, device, how, limit_seconds)
-        return self._follow(store) if self.rank else self._lead(store, terms)
+        if backend in ("auto", "shared") and device == "cpu" and len(machines) > 1:
+            backend = "gloo"
+        settings = GroupSettings.chosen(self.count, device, backend, limit_seconds)
+        return self._follow(store) if self.rank else self._lead(store, settings)
 
-    def _lead(self, store: dist.Store, terms: Terms) -> Leader:
+    def _lead(self, store: dist.Store, settings: GroupSettings) -> Leader:
         token = os.urandom(_TOKEN_BYTES)
-        terms, descriptor, board, _store = _meeting_point(terms, self.host)
+        settings, descriptor, board, _store = _meeting_point(settings, self.host)
         connected: dict[tuple[int, int], socket.socket] = {}
         with socket.create_server((self.host, 0)) as server:
             server.settimeout(_MEET_SECONDS)
@@ -145,8 +145,8 @@ class LaunchedRank:
                 connected[rank, which] = end
         links = [Link(connected[rank, 0]) for rank in range(1, self.count)]
         for rank, link in enumerate(links, 1):
-            link.send(Message(SAID, (rank, 0, 0), terms.to_bytes()))
-        leader = Leader(terms, links, [connected[rank, 1] for rank in range(1, self.count)], board, [])
+            link.send(Message(SAID, (rank, 0, 0), settings.to_bytes()))
+        leader = Leader(settings, links, [connected[rank, 1] for rank in range(1, self.count)], board, [])
         leader.least(0)  # all have mapped the board
         if descriptor >= 0:
             os.close(descriptor)
@@ -161,12 +161,12 @@ class LaunchedRank:
             end.sendall(bytes.fromhex(token.decode()) + bytes((self.rank, which)))
             ends.append(end)
         link = Link(ends[0])
-        terms = Terms.of_bytes(link.receive().payload)
+        settings = GroupSettings.of_bytes(link.receive().payload)
         board: torch.Tensor | None = None
         if place:
             with open(place[0], "r+b") as file:
                 board = mapped_board(file.fileno())
-        follower = Follower(self.rank, terms, link, ends[1], board)
+        follower = Follower(self.rank, settings, link, ends[1], board)
         follower.least(0)
         return follower
 

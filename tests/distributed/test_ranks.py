@@ -11,7 +11,7 @@ import torch
 
 from graphdecode.distributed import Follower, Leader, RankError, RefusedError
 from graphdecode.distributed.link import Link, Message, Watch
-from graphdecode.distributed.ranks import SAID, Terms
+from graphdecode.distributed.ranks import SAID, GroupSettings
 from graphdecode.distributed.started import new_board
 from graphdecode.errors import ArgumentError
 
@@ -21,11 +21,11 @@ Pair = tuple[Leader, Follower]
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """The two ends of a group of two."""
-    terms = Terms(2, "cpu", "shared", 60.0, 1)
+    settings = GroupSettings(2, "cpu", "shared", 60.0, 1)
     (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
     _, board = new_board(2, 60.0)
-    follower = Follower(1, terms, Link(there), their_life, board)
-    leader = Leader(terms, [Link(here)], [life], board, [])
+    follower = Follower(1, settings, Link(there), their_life, board)
+    leader = Leader(settings, [Link(here)], [life], board, [])
     yield leader, follower
     leader.close()
     follower.close()
@@ -49,11 +49,11 @@ def both(pair: Pair, work: Callable[[int, Leader | Follower], None]) -> list[str
 
 
 def test_ranks_that_agree_on_nothing_before_they_have_collectives_say_so() -> None:
-    terms = Terms(2, "cpu", "gloo", 60.0, 1, ("127.0.0.1", 1))
+    settings = GroupSettings(2, "cpu", "gloo", 60.0, 1, ("127.0.0.1", 1))
     (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
     Link(there).send(Message(SAID, (0, 0, 0), b"leaves the group"))
     with pytest.raises(RankError, match="rank 0 joins the group, and rank 1 leaves the group"):
-        Leader(terms, [Link(here)], [life], None, [])
+        Leader(settings, [Link(here)], [life], None, [])
     there.close()
     their_life.close()
 
@@ -147,10 +147,10 @@ def test_messages_arrive_as_they_were_sent() -> None:
 
 def test_a_rank_that_is_stopped_and_reads_nothing_holds_nobody_up() -> None:
     """Its sockets are full: rank 0 waits to tell it something, and the watch to say why it ends."""
-    terms = Terms(2, "cpu", "shared", 60.0, 1)
+    settings = GroupSettings(2, "cpu", "shared", 60.0, 1)
     (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
     _, board = new_board(2, 60.0)
-    leader = Leader(terms, [Link(here)], [life], board, [])
+    leader = Leader(settings, [Link(here)], [life], board, [])
     threading.Timer(0.2, their_life.close).start()
     with pytest.raises(RankError, match="rank 1 of 2 died"):
         leader.send(3, payload=bytes(1 << 24))
