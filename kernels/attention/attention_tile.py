@@ -25,7 +25,7 @@ _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.fl
 
 @triton.jit
 def dequantize(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
-    """Widen cached values to the compute type; what comes as bytes is decoded by its bits, on any architecture."""
+    """Convert cached values to the compute type; what comes as bytes is decoded by its bits, on any architecture."""
     if KV_BITS == "int8" and tl.float16 == COMPUTE:  # integers of fp16 from 1024 on; conversions are four times as slow
         return ((x.to(tl.uint16) ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
     if KV_BITS == "int8":
@@ -43,7 +43,7 @@ def dequantize(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def quantize(x, KV_BITS: tl.constexpr, element):
-    """Narrow fp32 values to those of a cache, the inverse of `dequantize`; fp8 e4m3 takes what is too large as 448."""
+    """Convert fp32 values to those of a cache, the inverse of `dequantize`; fp8 e4m3 takes what is too large as 448."""
     if KV_BITS == "e4m3":
         bits = x.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
@@ -364,7 +364,7 @@ def with_sinks(acc, total, top, sinks, head, taken):
 def compute_dtype(q: torch.dtype, cache: torch.dtype) -> Any:
     """Return the Triton type of the matrix products: q's where the cache's values fit into it exactly, else fp32.
 
-    8 bits are widened to fp16, which holds them exactly and to which hardware converts fp8 two at a time; bf16 takes
+    8 bits become fp16, which holds them exactly and to which hardware converts fp8 two at a time; bf16 takes
     five instructions for each value.
     """
     if cache.itemsize == 1:

@@ -60,7 +60,7 @@ def flash_attention(
 
 
 _FOLDED_QUERIES = 16  # up to so many queries a row, the group is folded into the query dimension
-_WIDENED_VALUES = 1 << 19  # of keys, and as many of values, that are widened at a time: 2 MiB each
+_FLOAT32_VALUES = 1 << 19  # of keys, and as many of values, that are converted at a time: 2 MiB each
 _SCORE_BLOCK = 1 << 22  # most scores that the general path holds at once
 
 
@@ -93,7 +93,7 @@ def row_entries(
         pages: the row's page table, on the host.
         begin: first position.
         end: one past the last position.
-        scales: of an int8 cache, whose entries are widened to fp32.
+        scales: of an int8 cache, whose entries become fp32.
 
     Returns:
         [1, heads, end - begin, d] and [1, heads, end - begin, dv].
@@ -199,12 +199,12 @@ def _attend_keys(
         if queries == 1:
             one = q.view(1, heads, group, dim)
             if is_slow(q.dtype, group) or k.dtype != q.dtype:
-                out, lse = _widened(one, k, v, options.scale_of(dim))
+                out, lse = _attend_in_float32(one, k, v, options.scale_of(dim))
             else:
                 out, lse = flash_attention(one, k, v, scale=options.scale_of(dim))
             out, lse = out.unsqueeze(2), lse.unsqueeze(2)
         elif q.dtype == torch.float16 or k.dtype != q.dtype:
-            out, lse = _fused_causal(q.float(), widen(k), widen(v), kv_len, options)
+            out, lse = _fused_causal(q.float(), to_float32(k), to_float32(v), kv_len, options)
         else:
             out, lse = _fused_causal(q, k, v, kv_len, options)
         if v_scale != 1.0:
@@ -213,7 +213,7 @@ def _attend_keys(
     out = q.new_empty(1, heads, queries, group, v.shape[-1])
     lse = torch.empty(1, heads, queries, group, dtype=torch.float32, device=q.device)
     block = max(_SCORE_BLOCK // max(heads * group * keys, 1), 1)
-    wide_k, wide_v = widen(k[0]), widen(v[0])
+    wide_k, wide_v = to_float32(k[0]), to_float32(v[0])
     if positions.position_mode == "ROPE_LLAMA":
         at = torch.arange(kv_len - keys, kv_len, device=q.device)
         wide_k = rotate_half(wide_k, at, positions.rope_scale, positions.rope_theta)
@@ -227,27 +227,27 @@ def _attend_keys(
 
 
 def is_slow(dtype: torch.dtype, group: int) -> bool:
-    """Return whether a CPU is faster at widening a cache of this dtype to fp32 than at multiplying it as it is.
+    """Return whether a CPU is faster at converting a cache of this dtype to fp32 than at multiplying it as it is.
 
     So it is with fp16, and with bf16 where each product is with one vector: 3 to 8 times, on a server of 2024.
     """
     return dtype == torch.float16 or (dtype == torch.bfloat16 and group == 1)
 
 
-def widen(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """Return values of a cache, or of queries, in fp32."""
     return format_of(x.dtype).load(x)
 
 
-def _widened(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """Attend in fp32, over pieces of the keys that the caches hold while they are widened and multiplied."""
+def _attend_in_float32(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """Attend in fp32, over pieces of the keys that the caches hold while they are converted and multiplied."""
     _, heads, keys, dim = k.shape
-    piece = max(_WIDENED_VALUES // (heads * dim), 1)
+    piece = max(_FLOAT32_VALUES // (heads * dim), 1)
     wide = q.float()
     outs, lses = [], []
     for begin in range(0, keys, piece):
         part = slice(begin, min(begin + piece, keys))
-        out, lse = flash_attention(wide, widen(k[:, :, part]), widen(v[:, :, part]), scale=sm_scale)
+        out, lse = flash_attention(wide, to_float32(k[:, :, part]), to_float32(v[:, :, part]), scale=sm_scale)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:

@@ -37,7 +37,7 @@ def _plain(x: Tensor) -> Tensor:
     return x
 
 
-def _widened(x: Tensor) -> Tensor:
+def _to_float32(x: Tensor) -> Tensor:
     return x.float()
 
 
@@ -54,7 +54,7 @@ class KVFormat(NamedTuple):
     is_mixed: bool = False  # keys, and queries over them, are `mixed`
     # prepares values for torch's conversion to the dtype, fp32
     store: Callable[[Tensor], Tensor] = _plain
-    load: Callable[[Tensor], Tensor] = _widened  # returns entries in fp32
+    load: Callable[[Tensor], Tensor] = _to_float32  # returns entries in fp32
 
     def entry_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's key or value of one token, with its scale."""

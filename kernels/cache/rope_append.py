@@ -81,18 +81,18 @@ def _rope_append_kernel(
 
     is_query = head < qo_heads
     is_key = (head >= qo_heads) & (head < qo_heads + kv_heads)
-    turned = (is_query | is_key)[:, None] & (dims < HEAD_DIM)[None, :]
+    is_rotated = (is_query | is_key)[:, None] & (dims < HEAD_DIM)[None, :]
     other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
-    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=turned, other=0.0).to(tl.float32)
-    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=turned, other=0.0).to(tl.float32)
+    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_rotated, other=0.0).to(tl.float32)
+    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=is_rotated, other=0.0).to(tl.float32)
     if ROPE.NORMS_ALL:
         q_scale = heads_scale(source, qo_heads, rope.eps, HEAD_DIM, HEADS, BLOCK_D)
         k_scale = heads_scale(source + qo_heads * HEAD_DIM, kv_heads, rope.eps, HEAD_DIM, HEADS, BLOCK_D)
         scale = tl.where(is_query, q_scale, k_scale)[:, None]
         q_at = rope.q_norm + head[:, None] * HEAD_DIM
         k_at = rope.k_norm + (head - qo_heads)[:, None] * HEAD_DIM
-        for_q = is_query[:, None] & turned
-        for_k = is_key[:, None] & turned
+        for_q = is_query[:, None] & is_rotated
+        for_k = is_key[:, None] & is_rotated
         gain = tl.load(q_at + dims[None, :], mask=for_q, other=0.0) + tl.load(
             k_at + dims[None, :], mask=for_k, other=0.0
         )
@@ -122,12 +122,12 @@ def _rope_append_kernel(
     tl.store(
         q_out + (token.to(tl.int64) * qo_heads + head)[:, None] * HEAD_DIM + dims[None, :],
         to_compute(rotated, element) if KV_BITS == "int8" else rotated.to(element),
-        mask=is_query[:, None] & turned,
+        mask=is_query[:, None] & is_rotated,
     )
     scales_at = page * cache.scales_page_stride + place
     k_at = cache.k_cache + page * cache.k_page_stride + place * cache.k_token_stride
     key_head = head - qo_heads
-    inside = is_key[:, None] & turned
+    inside = is_key[:, None] & is_rotated
     k_at = k_at + (key_head * cache.k_head_stride)[:, None] + dims[None, :]
     k_scales = scales_at + key_head * cache.scales_head_stride
     _keep(rotated, k_at, inside, cache.k_unit, cache.k_scales, k_scales, is_key, KV_BITS, ROPE.IS_FP8)

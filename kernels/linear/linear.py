@@ -18,7 +18,7 @@ from torch import Tensor
 from ..native.library import ELEMENTS, fits
 from ..native.registration import AnyElement, Wide, Written, operator
 
-_WIDENED = 1 << 20  # weight values widened at a time, which stay in the cache until they are multiplied
+_CONVERTED = 1 << 20  # weight values converted at a time, which stay in the cache until they are multiplied
 
 
 def plain_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -31,7 +31,7 @@ def plain_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
     elif x.is_cuda:
         torch.mm(x, weight.to(x.dtype).t(), out_dtype=out.dtype, out=out)
     else:
-        wide, rows = x.to(out.dtype), max(1, _WIDENED // weight.shape[1])
+        wide, rows = x.to(out.dtype), max(1, _CONVERTED // weight.shape[1])
         for columns, part in zip(out.split(rows, dim=1), weight.split(rows), strict=True):
             torch.mm(wide, part.to(out.dtype).t(), out=columns)
     if bias is not None:

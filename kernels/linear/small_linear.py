@@ -177,7 +177,7 @@ class ProductSizes(NamedTuple):
     part: int
     eps: float
     factor: float
-    asking: int = 0
+    prefetchers: int = 0
     weight_rows: int = 0
     columns: int = 0
     out_stride: int = 0
@@ -215,9 +215,9 @@ def block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr, STEP
 
 
 @triton.jit
-def asks_ahead(asking):
+def should_prefetch(prefetchers):
     """Whether a tensor-core program prefetches its part of the weight: the first programs, once for all of x."""
-    return (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1) < asking) & (tl.program_id(0) == 0)
+    return (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1) < prefetchers) & (tl.program_id(0) == 0)
 
 
 @triton.jit
@@ -365,7 +365,7 @@ def dot_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if FORM.AHEAD > 0 and asks_ahead(sizes.asking):
+    if FORM.AHEAD > 0 and should_prefetch(sizes.prefetchers):
         _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
@@ -413,7 +413,7 @@ def gemv_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if FORM.AHEAD > 0 and block + tl.program_id(2) * tl.num_programs(0) < sizes.asking:
+    if FORM.AHEAD > 0 and block + tl.program_id(2) * tl.num_programs(0) < sizes.prefetchers:
         _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
@@ -496,9 +496,9 @@ def small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epil
     splits = triton.cdiv(depth, part)  # no part is empty
     is_even, is_dot = depth % block_k == 0, kind == "dot"
     tile_rows = block_m if is_dot else rows
-    asks = pdl and is_even and config.prefetch
-    ahead, asking = lines_ahead(block_n, part * weight.element_size(), num_warps) if asks else (0, 0)
-    sizes = ProductSizes(width, depth, x.stride(0), part, eps, scale, asking)
+    prefetches = pdl and is_even and config.prefetch
+    ahead, prefetchers = lines_ahead(block_n, part * weight.element_size(), num_warps) if prefetches else (0, 0)
+    sizes = ProductSizes(width, depth, x.stride(0), part, eps, scale, prefetchers)
     form = ProductForm(
         BLOCK_M=tile_rows,
         BLOCK_N=block_n,

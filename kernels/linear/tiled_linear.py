@@ -26,20 +26,20 @@ from .small_linear import (
     ProductSizes,
     SmallLinearConfig,
     activations,
-    asks_ahead,
     block_rows,
     finish,
     held_sums,
     lines_ahead,
     partial_sums,
     parts_at_once,
+    should_prefetch,
     write_epilogue,
 )
 from .weight_tiles import WeightTiles, columns_of, dequantized
 
 
 @triton.jit
-def _undone(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
+def _dequantized_bits(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
     """Dequantize a tile's codes to the bits of 16-bit floats: one int16 tensor per span, in order."""
     if PER_WORD == 2:
         found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int16, tl.int16), True, 2)
@@ -156,7 +156,7 @@ def tiled_sums(
     SECOND_WORDS: tl.constexpr = WEIGHT.SECOND_WORDS
     BLOCK_K: tl.constexpr = WEIGHT.BLOCK_K
     TILE: tl.constexpr = PER_WORD * SPAN
-    UNDONE: tl.constexpr = tl.float16 if x_rows.dtype.element_ty == tl.float16 else tl.bfloat16
+    FLOAT: tl.constexpr = tl.float16 if x_rows.dtype.element_ty == tl.float16 else tl.bfloat16
     UNIT: tl.constexpr = max(GROUP, BLOCK_K)
     HAS_TOTALS: tl.constexpr = SECONDS == "least" or SECONDS == "zeros" or SECONDS == "six bits"
     k = tl.arange(0, SPAN)
@@ -181,13 +181,13 @@ def tiled_sums(
             elif tile * PER_WORD % PER_HIGH == 0:
                 own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
                 h = tl.load(weight.high + own * plane + w_rows, eviction_policy="evict_first")
-            codes = _undone(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
+            codes = _dequantized_bits(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
             for span in tl.static_range(PER_WORD):
                 a, squares = activations(
                     x_step + (tile * PER_WORD + span) * SPAN, gain, squares, there,
                     at + (tile * PER_WORD + span) * SPAN + k, depth, RANGE, EVEN_K,
                 )  # fmt: skip
-                code = codes[span].to(UNDONE, bitcast=True).to(a.dtype)
+                code = codes[span].to(FLOAT, bitcast=True).to(a.dtype)
                 a = tl.trans(a)
                 if GROUP == 0:
                     acc = tl.dot(code, a, acc, input_precision="ieee")
@@ -242,7 +242,7 @@ def tiled_linear_kernel(
     k = tl.arange(0, SPAN)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # words of one tile
-    if AHEAD > 0 and asks_ahead(sizes.asking):
+    if AHEAD > 0 and should_prefetch(sizes.prefetchers):
         first = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add", max(64 // SPAN, 1))
         tiles = begin // TILE + tl.arange(0, AHEAD)
         lines = weight.words + tiles.to(tl.int64)[None, :] * plane + first.to(tl.int64)[:, None] * SPAN
@@ -326,19 +326,19 @@ class TileForm(NamedTuple):
 
 def tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, config) -> None:
     """Launch the kernel; see `tiled_linear` for the arguments."""
-    rows, depth = x.shape
+    (rows, depth), width = x.shape, out.shape[1]
     weight_rows, span = tiles.words.shape[1:]
     tile, columns, step = CODES[tiles.code].per_word * span, columns_of(tiles), tiles.step
     block_m, block_n, pdl = config.block_m, config.block_n, config.pdl
     part = triton.cdiv(columns // step, config.splits) * step
     splits = triton.cdiv(columns, part)  # none is empty
     row_lines = block_n * span * 2 // LINE_BYTES  # of a tile
-    ahead, asking = lines_ahead(row_lines, part // tile * LINE_BYTES, config.num_warps) if pdl else (0, 0)
+    ahead, prefetchers = lines_ahead(row_lines, part // tile * LINE_BYTES, config.num_warps) if pdl else (0, 0)
     weight = Words.of(tiles)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, weight, bias, gain, partial, counters, rows, splits,
-        ProductSizes(out.shape[1], depth, x.stride(0), part, eps, scale, asking, weight_rows, columns, out.stride(0)),
+        ProductSizes(width, depth, x.stride(0), part, eps, scale, prefetchers, weight_rows, columns, out.stride(0)),
         WEIGHT=TileForm.of(tiles, weight, x),
         FORM=ProductForm(
             BLOCK_M=block_m,

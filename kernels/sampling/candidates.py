@@ -30,7 +30,7 @@ def bin_begin(bins):
 
 
 @triton.jit
-def candidate_window(sketch, block_max, block_sum, temperature, largest, k, share, by_count, FORM: tl.constexpr):
+def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_p, by_count, FORM: tl.constexpr):
     """Return the range of logits that contains a row's threshold; larger ones are kept.
 
     A token 25 below the largest logit has weight 0, and is never a candidate.
@@ -43,8 +43,8 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, shar
         temperature: the row's temperature.
         largest: largest logit over the temperature, finite.
         k: required tokens.
-        share: required share of the weight, in [0, 1).
-        by_count: whether `k` applies, not `share`.
+        top_p: required share of the weight, in [0, 1).
+        by_count: whether `k` applies, not `top_p`.
     """
     places = tl.arange(0, FORM.BLOCKS_PADDED * FORM.BINS)
     bins, blocks = places % FORM.BINS, places // FORM.BINS
@@ -58,7 +58,7 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, shar
     block_largest = tl.load(block_max + each, mask=each < FORM.BLOCKS, other=float("-inf"))
     sums = tl.load(block_sum + each, mask=each < FORM.BLOCKS, other=0.0)
     total = tl.sum(tl.exp(tl.div_rn(block_largest, temperature) - largest) * sums, axis=0)
-    light = (1.0 - share) * total  # weight that may be left out; weights are multiples of 2^-36
+    light = (1.0 - top_p) * total  # weight that may be left out; weights are multiples of 2^-36
     few = FORM.BLOCKS * FORM.BLOCK - k + 0.5  # ids past the vocabulary are in the last bin
     rest = tl.where(by_count, few, light * 0.9999 - total * 4e-6)
     rest_above = tl.where(by_count, few, light * 1.0001 + total * 4e-6)

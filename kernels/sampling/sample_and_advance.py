@@ -44,7 +44,7 @@ def _block_max_kernel(
     live = tl.load(live_rows)
     flags = tl.load(slots.sampling_flags + row)
     position = tl.load(state.pre_step_seqlens + row) + 1
-    warmth = tl.load(slots.temperature + row)
+    temperature = tl.load(slots.temperature + row)
     if row < live:
         columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
         inside = columns < sizes.vocab
@@ -63,9 +63,9 @@ def _block_max_kernel(
         tl.store(memory.block_max + place, largest)
         tl.store(memory.block_id + place, tl.min(tl.where(values == largest, columns, 2147483647), axis=0))
         if (flags & K.FLAG_SAMPLE) != 0:
-            values = tl.div_rn(values, warmth)
+            values = tl.div_rn(values, temperature)
             tl.store(memory.scaled + wide_row * sizes.scaled_stride + columns, values, mask=inside)
-            distances = tl.where(values > float("-inf"), tl.div_rn(largest, warmth) - values, 32.0)
+            distances = tl.where(values > float("-inf"), tl.div_rn(largest, temperature) - values, 32.0)
             tl.store(
                 memory.block_sum + place, tl.sum(tl.where(values > float("-inf"), tl.exp(-distances), 0.0), axis=0)
             )
@@ -75,7 +75,7 @@ def _block_max_kernel(
 
 @triton.jit
 def draw_token(
-    sums, scaled, candidate_ids, count, vocab, largest, least, most, k, share, lowest_weight, bits, FORM: tl.constexpr
+    sums, scaled, candidate_ids, count, vocab, largest, least, most, k, top_p, lowest_weight, bits, FORM: tl.constexpr
 ):
     """Return the token of one row, whose blocks are summed and whose `count` candidates are listed.
 
@@ -85,7 +85,7 @@ def draw_token(
     blocks = tl.arange(0, PADDED)
     is_block = blocks < FORM.BLOCKS
     by_count = (k > 0) & (k < vocab)
-    by_weight = share < 1.0
+    by_weight = top_p < 1.0
     lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
     any_weight = tl.full([], 1, dtype=tl.int64)
     list_begin = FORM.BLOCKS * FORM.BLOCK
@@ -95,7 +95,7 @@ def draw_token(
         above = tl.sum(tl.load(sums + FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
         between = tl.sum(tl.load(sums + 2 * FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
         total = tl.sum(tl.load(sums + 3 * FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
+        needed = tl.maximum(fraction_of_total(total, (top_p * 16777216.0).to(tl.int64)), 1)
         needed = tl.where(by_count, k.to(tl.int64), needed)
         between = tl.where(by_count, count.to(tl.int64), between)
         has_all = least <= largest - 25.0  # unlisted logits have no weight
@@ -116,7 +116,7 @@ def draw_token(
             )
         if by_count & by_weight:
             total = kept_total(line, listed, largest, lowest_key, any_weight, FORM.LIST_BLOCK)
-            needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
+            needed = tl.maximum(fraction_of_total(total, (top_p * 16777216.0).to(tl.int64)), 1)
             lowest_key = threshold_key(
                 line, listed, largest, lowest_key, ordered_key(largest), needed, False, FORM.LIST_BLOCK
             )
@@ -147,13 +147,13 @@ def draw_token(
 PROGRAMS = 128  # programs that share the rows of a batch: as many as a large GPU runs at once
 
 
-class Wish(NamedTuple):
+class RowParameters(NamedTuple):
     """A row's sampling parameters and position."""
 
     temperature: Any
     k: Any
-    share: Any
-    minimum: Any
+    top_p: Any
+    min_p: Any
     seed: Any
     position: Any
 
@@ -167,24 +167,24 @@ def count_row(counter, goes_on):
 
 
 @triton.jit
-def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
+def _drawn_token(row, given, top, memory, sizes, FORM: tl.constexpr):
     """Sum a program's blocks of a row; return whether it was the last program, and then the row's token."""
     wide_row = row.to(tl.int64)
     line = memory.scaled + wide_row * sizes.scaled_stride
     row_sums = memory.sums + wide_row * (4 * FORM.BLOCKS)
     ids = memory.candidate_ids + wide_row * FORM.CAPACITY
-    lowest_weight = tl.maximum((wish.minimum * 68719476736.0).to(tl.int64), 1)
-    lowest_weight = tl.where(wish.minimum > 0.0, lowest_weight, 1)
-    by_count = (wish.k > 0) & (wish.k < sizes.vocab)
-    is_filtered = by_count | (wish.share < 1.0)
+    lowest_weight = tl.maximum((given.min_p * 68719476736.0).to(tl.int64), 1)
+    lowest_weight = tl.where(given.min_p > 0.0, lowest_weight, 1)
+    by_count = (given.k > 0) & (given.k < sizes.vocab)
+    is_filtered = by_count | (given.top_p < 1.0)
     least = tl.full([], float("inf"), dtype=tl.float32)
     most = tl.full([], float("-inf"), dtype=tl.float32)
     if is_filtered:
         least, most = candidate_window(
             memory.sketch + wide_row * (FORM.BLOCKS * FORM.BINS), memory.block_max + row * FORM.BLOCKS,
-            memory.block_sum + row * FORM.BLOCKS, wish.temperature, top, wish.k, wish.share, by_count, FORM,
+            memory.block_sum + row * FORM.BLOCKS, given.temperature, top, given.k, given.top_p, by_count, FORM,
         )  # fmt: skip
-        if by_count & (wish.share < 1.0):
+        if by_count & (given.top_p < 1.0):
             most = top  # top-p weighs all tokens kept by top-k
     take_blocks(
         row_sums, line + FORM.BLOCKS * FORM.BLOCK, ids, memory.counters + 2 * row + 1, line, sizes.vocab,
@@ -195,9 +195,9 @@ def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
     token = tl.full([], 0, dtype=tl.int32)
     if is_last:
         count = tl.load(memory.counters + 2 * row + 1, cache_modifier=".cg")
-        bits = uniform_bits_of(wish.seed, wish.position)
+        bits = uniform_bits_of(given.seed, given.position)
         token = draw_token(
-            row_sums, line, ids, count, sizes.vocab, top, least, most, wish.k, wish.share, lowest_weight, bits, FORM
+            row_sums, line, ids, count, sizes.vocab, top, least, most, given.k, given.top_p, lowest_weight, bits, FORM
         )
         token = tl.minimum(token, sizes.vocab - 1)
     return is_last, token
@@ -227,10 +227,10 @@ def _choose_kernel(
     rows = tl.num_programs(0)
     is_live = row < tl.load(live_rows)
     flags = tl.where(is_live, tl.load(slots.sampling_flags + row), 0)
-    warmth = tl.load(slots.temperature + row)
+    temperature = tl.load(slots.temperature + row)
     k = tl.load(slots.top_k + row)
-    share = tl.load(slots.top_p + row)
-    minimum = tl.load(slots.min_p + row)
+    top_p = tl.load(slots.top_p + row)
+    min_p = tl.load(slots.min_p + row)
     seed = tl.load(slots.seed + row)
     before = row_before(row, slots, state, FORM)
     automaton_state = -1
@@ -251,13 +251,13 @@ def _choose_kernel(
         largest = tl.max(maxima, axis=0)
         code = tl.where(largest == float("inf"), K.WITHOUT_NUMBERS, 0)
         code = tl.where(largest == float("-inf"), K.WITHOUT_FINITE, code)
-        warmth = tl.where(draws, warmth, 1.0)
-        top = tl.div_rn(largest, warmth)
+        temperature = tl.where(draws, temperature, 1.0)
+        top = tl.div_rn(largest, temperature)
         code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), K.TOO_COLD, code)
         token = code.to(tl.int32)
         if draws & (code == 0):
-            wish = Wish(warmth, k, share, minimum, seed, before.position)
-            is_last, token = _drawn_token(row, wish, top, memory, sizes, FORM)
+            given = RowParameters(temperature, k, top_p, min_p, seed, before.position)
+            is_last, token = _drawn_token(row, given, top, memory, sizes, FORM)
         elif code == 0:
             token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
             token = tl.minimum(token, sizes.vocab - 1)

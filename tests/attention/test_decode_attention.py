@@ -13,7 +13,7 @@ from paged_rows import DTYPES, PagedRows, tolerance
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
 from graphdecode.kernels.attention.attention_plan import plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
-from graphdecode.kernels.attention.attention_torch import Positions, widen
+from graphdecode.kernels.attention.attention_torch import Positions, to_float32
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.native.instructions import instructions
@@ -325,7 +325,7 @@ def test_fixed_splits_make_a_row_independent_of_the_batch(lens, device):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_is_widened_exactly_for_every_byte(dtype):
     every = torch.arange(256, dtype=torch.uint8).view(dtype)
-    torch.testing.assert_close(widen(every), every.float(), atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(to_float32(every), every.float(), atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("length", [5000, 20000])

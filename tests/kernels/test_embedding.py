@@ -113,7 +113,7 @@ LIVE = torch.tensor([9], dtype=torch.int32)
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
-def test_rows_are_those_of_the_undone_table(block_type, dtype, is_compiled):
+def test_rows_are_those_of_the_dequantized_table(block_type, dtype, is_compiled):
     if is_compiled and native.library() is None:
         pytest.skip("needs compiled kernels")
     stored, weight = stored_weight(block_type, (70, 512))

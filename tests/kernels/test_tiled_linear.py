@@ -291,7 +291,7 @@ def expected_rows(weight, hidden, dtype, scale):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_undone_as_they_are_gathered(name, device):
+def test_rows_are_dequantized_as_they_are_gathered(name, device):
     tiles, weight = weight_of(name, 50, 300)
     tokens, live = torch.tensor(IDS, device=device), torch.tensor([LIVE_IDS], dtype=torch.int32, device=device)
     out = torch.full((len(IDS), 290), torch.nan, device=device)
