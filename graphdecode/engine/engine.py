@@ -19,7 +19,7 @@ from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, Constr
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, RequestRules
-from graphdecode.engine.runner import SLEEPERS, Runner
+from graphdecode.engine.runner import SLEEP_TAGS, Runner
 from graphdecode.engine.scheduler import Scheduler, Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ArgumentError, ClosedError, EngineStateError, shown
@@ -314,7 +314,7 @@ class Engine:
         with self._while_idle("sleep"):
             self.runner.prepare_sleep(weights=level == 2)
             self.loop.reset()
-            self._asleep.update(SLEEPERS)  # also if giving back fails halfway
+            self._asleep.update(SLEEP_TAGS)  # also if giving back fails halfway
             if level == 2:
                 self._has_weights = False
                 self.adapters.forget_slots()
@@ -332,9 +332,9 @@ class Engine:
             EngineStateError: a GPU has too little memory now; what is still asleep can be woken up later. A
                 RefusedError if it is that of another rank.
         """
-        woken = set(SLEEPERS if tags is None else [tags] if isinstance(tags, str) else tags)
-        if unknown := woken.difference(SLEEPERS):
-            raise ArgumentError(f"tags must be of {', '.join(SLEEPERS)}, got {shown(min(unknown, key=str))}")
+        woken = set(SLEEP_TAGS if tags is None else [tags] if isinstance(tags, str) else tags)
+        if unknown := woken.difference(SLEEP_TAGS):
+            raise ArgumentError(f"tags must be of {', '.join(SLEEP_TAGS)}, got {shown(min(unknown, key=str))}")
         with self._stepping:
             self._check_open()
             for tag in sorted(woken & self._asleep, reverse=True):  # weights, which take most, first

@@ -22,7 +22,7 @@ from graphdecode.distributed.started import LaunchedRank, start_ranks
 from graphdecode.engine.capacity import draft_states_of, kv_format_of, plan_checked_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
-from graphdecode.engine.runner import SLEEPERS, Runner
+from graphdecode.engine.runner import SLEEP_TAGS, Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts, NgramDrafts
 from graphdecode.engine.steps.step import should_mix, step_maker
@@ -364,5 +364,5 @@ def make_runner(
 
 def reserved_memory(settings: EngineConfig, device: torch.device) -> dict[str, ReservedMemory]:
     """Return memory of a GPU that can be unmapped, by vLLM's tags; none if nobody wants to sleep."""
-    wanted = SLEEPERS if settings.enable_sleep_mode and device.type == "cuda" else ()
+    wanted = SLEEP_TAGS if settings.enable_sleep_mode and device.type == "cuda" else ()
     return {tag: ReservedMemory(device) for tag in wanted}

@@ -299,10 +299,10 @@ class EngineLoop:
         seconds = (now - max(last_read, launch.started)) / max(ran, 1)
         self.stats.step_seconds.append(seconds)
         if self._budget.target_seconds:
-            self._budget.saw(batch.prefilled, (now - max(last_read, batch.since)) / max(ran, 1))
+            self._budget.record(batch.prefilled, (now - max(last_read, batch.since)) / max(ran, 1))
         self._last_read = now
         if self.pace is not None:
-            self.pace.saw_step(launch.bucket, queries, seconds)
+            self.pace.record_step(launch.bucket, queries, seconds)
             self._count_drafts(batch, first_tokens[:ran], self.pace)
 
     def _count_drafts(self, batch: _InFlight, steps: list[StepTokens], pace: DraftPace) -> None:
@@ -310,7 +310,7 @@ class EngineLoop:
         for step in steps:
             if step.drafts is None:
                 continue
-            pace.saw_drafts(found, step.drafts)
+            pace.record_drafts(found, step.drafts)
             for verified, accepted in zip(step.drafts.verified, step.drafts.accepted, strict=True):
                 if verified:
                     self.stats.count_drafts(verified, accepted)
@@ -360,7 +360,7 @@ class EngineLoop:
         if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
             self.stats.finished_answers += error is None
-            self.scheduler.remove(sequence, findable=error is None)
+            self.scheduler.remove(sequence, keeps_prefix=error is None)
             self.ended.append(sequence.request_id)
         scores = None
         if sequence.params.prompt_logprobs is not None and not sequence.prompt_reported:

@@ -108,7 +108,7 @@ class DraftPace:
         last = self._last_run.get((bucket, width), self._launches)
         return self._is_cheap and self._launches - last >= _FORGOTTEN_AFTER
 
-    def saw_step(self, bucket: int, width: int, seconds: float) -> None:
+    def record_step(self, bucket: int, width: int, seconds: float) -> None:
         """Record the time of a step."""
         self._launches += 1
         if (bucket, width) not in self._times:  # skip the first time, which may include a capture
@@ -119,7 +119,7 @@ class DraftPace:
             self._times[bucket, width].append(seconds)
         self._last_run[bucket, width] = self._launches
 
-    def saw_drafts(self, before: Sequence[tuple[int, int]], drafts: StepDrafts) -> None:
+    def record_drafts(self, before: Sequence[tuple[int, int]], drafts: StepDrafts) -> None:
         """Record the drafts of a step, given the `found` of `choose` before it."""
         for (count, matched), verified, accepted in zip(before, drafts.verified, drafts.accepted, strict=False):
             if not count or not (verified or self._is_cheap):
@@ -161,7 +161,7 @@ class ChunkBudget:
         room = self.target_seconds - (self._step_seconds or 0.0)
         return max(min(int(room / self._token_seconds), self._largest), min(_LEAST_CHUNK, self._largest))
 
-    def saw(self, prefilled: int, seconds: float) -> None:
+    def record(self, prefilled: int, seconds: float) -> None:
         """Record the time between two tokens of a row, in which `prefilled` prompt tokens were computed."""
         if not prefilled:
             self._step_seconds = _moved(self._step_seconds, seconds)

@@ -21,7 +21,7 @@ from graphdecode.config import EngineConfig
 from graphdecode.distributed import Follower, Leader, RankError, Ranks, RefusedError
 from graphdecode.distributed.link import Message
 from graphdecode.engine.prompts import PromptChunk
-from graphdecode.engine.runner import SLEEPERS, Launch, LaunchPlan, Runner
+from graphdecode.engine.runner import SLEEP_TAGS, Launch, LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import GraphdecodeError
 from graphdecode.models.adapters import Adapter
@@ -146,7 +146,7 @@ class LeadingRunner(Runner):
     def take_memory_back(self, tag: str) -> None:
         """Map memory of all ranks again; what one has mapped stays if another fails. See `Runner.take_memory_back`."""
         self.ranks.check()
-        self.ranks.send(Command.WAKE_UP, (SLEEPERS.index(tag), 0, 0))
+        self.ranks.send(Command.WAKE_UP, (SLEEP_TAGS.index(tag), 0, 0))
         self.ranks.attempt(lambda: super(LeadingRunner, self).take_memory_back(tag))
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
             ranks.total(runner.give_memory_back(weights=weights))
     elif kind == Command.WAKE_UP:
         with suppress(RefusedError):
-            ranks.attempt(lambda: runner.take_memory_back(SLEEPERS[numbers[0]]))
+            ranks.attempt(lambda: runner.take_memory_back(SLEEP_TAGS[numbers[0]]))
     elif kind == Command.STATE:
         runner.cache.copy_state(*numbers[:2])
     elif kind == Command.LAUNCH:

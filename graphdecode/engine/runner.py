@@ -36,7 +36,7 @@ from graphdecode.models.adapters import Adapter
 from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
 from graphdecode.models.updates import NamedTensors, copy_weights
 
-SLEEPERS = ("weights", "kv_cache")  # vLLM's tags
+SLEEP_TAGS = ("weights", "kv_cache")  # vLLM's tags
 _NO_GUARD = nullcontext()
 # returns a model with the new values, and the reload to use after they are copied
 Reload: TypeAlias = Callable[["str | Path | NamedTensors"], "tuple[Model, Reload]"]

@@ -306,10 +306,10 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:
         return self.cache.reserve(sequence.request_id, sequence.length_ahead(tokens_ahead))
 
-    def remove(self, sequence: Sequence, *, findable: bool = True) -> None:
-        """Remove a sequence in any state; its pages stay in the prefix cache if `findable`."""
+    def remove(self, sequence: Sequence, *, keeps_prefix: bool = True) -> None:
+        """Remove a sequence in any state; its pages stay in the prefix cache if `keeps_prefix`."""
         if sequence in self.admitted:
-            self._release(sequence, findable=findable)
+            self._release(sequence, keeps_prefix=keeps_prefix)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -320,8 +320,8 @@ class Scheduler:
         self.prefilling, self.decoding = [], []
         self.cache.reset()
 
-    def _release(self, sequence: Sequence, *, findable: bool = True) -> None:
-        if findable:
+    def _release(self, sequence: Sequence, *, keeps_prefix: bool = True) -> None:
+        if keeps_prefix:
             self.publish(sequence)
         else:
             self.cache.hide(sequence.request_id)

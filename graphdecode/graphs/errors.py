@@ -91,13 +91,13 @@ class CaptureError(GraphdecodeError, RuntimeError):
     """No graph can replay a step: `why`, what to do instead (`remedy`), and `file` and `line` if known."""
 
     def __init__(
-        self, kind: str, operator: str, detail: str = "", place: tuple[str | None, int | None] | None = None
+        self, kind: str, operator: str, detail: str = "", location: tuple[str | None, int | None] | None = None
     ) -> None:
         self.kind, self.operator = kind, operator
         self.why, self.remedy = HAZARDS[kind]
         if detail:
             self.why = f"{self.why} ({detail})"
-        self.file, self.line = caller() if place is None else place
+        self.file, self.line = caller() if location is None else location
         where = f"{self.file}:{self.line}: " if self.file else ""
         super().__init__(f"{where}{operator}: {self.why}; {self.remedy} [{kind}]")
 
@@ -128,14 +128,14 @@ def caller() -> tuple[str | None, int | None]:
 
 def raised_at(trace: TracebackType | None) -> tuple[str | None, int | None]:
     """Return file and line of the innermost frame of a traceback that is the step's own; see `caller`."""
-    place: tuple[str | None, int | None] = (None, None)
+    location: tuple[str | None, int | None] = (None, None)
     for frame, line in traceback.walk_tb(trace):
         path = frame.f_code.co_filename
-        if path.startswith(_DISPATCH_FILES) and place != (None, None):
+        if path.startswith(_DISPATCH_FILES) and location != (None, None):
             break
         if not _is_own(path):
-            place = (path, line)
-    return place
+            location = (path, line)
+    return location
 
 
 def definition_of(step: Any) -> tuple[str | None, int | None]:

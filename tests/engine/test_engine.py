@@ -311,11 +311,11 @@ def test_chunks_follow_the_target_whatever_a_token_costs() -> None:
     for _ in range(50):
         step, token, target = draw.uniform(0.1, 5), draw.uniform(0.001, 0.5), draw.uniform(1, 50)
         budget = ChunkBudget(2048, target)
-        budget.saw(0, step)
+        budget.record(0, step)
         for _ in range(30):
             tokens = budget.tokens(others_wait=True)
             took = step + tokens * token
-            budget.saw(tokens, took)
+            budget.record(tokens, took)
         assert took <= max(target * 1.01, step + 8 * token)
         assert took > target - token - 1e-6 or tokens in (8, 2048) or step > target
         assert budget.tokens(others_wait=False) == 2048
@@ -323,8 +323,8 @@ def test_chunks_follow_the_target_whatever_a_token_costs() -> None:
 
 def test_without_a_target_chunks_are_as_large_as_they_may_be() -> None:
     budget = ChunkBudget(512, 0.0)
-    budget.saw(0, 1.0)
-    budget.saw(512, 9.0)
+    budget.record(0, 1.0)
+    budget.record(512, 9.0)
     assert budget.tokens(others_wait=True) == 512
 
 

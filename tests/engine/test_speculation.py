@@ -337,7 +337,7 @@ def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known
     pace = engine.loop.pace
     assert pace is not None
     seconds = {width: 1.0 + 10.0 * (width > 1) for width in pace.widths}
-    pace.saw_step = lambda bucket, width, _: None  # type: ignore[method-assign]
+    pace.record_step = lambda bucket, width, _: None  # type: ignore[method-assign]
     pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
     answers(engine, given)
     assert engine.stats.spec_decode_num_draft_tokens == 0
@@ -399,9 +399,9 @@ def test_drafts_that_are_not_cheap_are_tried_seldom_while_they_are_wrong_and_soo
 
     def launch(is_right: bool) -> int:
         width = pace.choose(1, [(7, 0)], 8)
-        pace.saw_step(1, width, 1.0 + 0.2 * (width - 1))
+        pace.record_step(1, width, 1.0 + 0.2 * (width - 1))
         accepted = (width - 1) * is_right
-        pace.saw_drafts([(7, 0)], StepDrafts([width - 1], [accepted], [7], [0]))
+        pace.record_drafts([(7, 0)], StepDrafts([width - 1], [accepted], [7], [0]))
         return width
 
     assert {launch(is_right=False) for _ in range(3)} == {1}  # or nobody knew what a plain step takes
@@ -416,8 +416,8 @@ def test_a_model_whose_right_drafts_cost_more_than_plain_steps_is_hardly_run() -
     pace, wide = DraftPace((1, 2, 4, 8), is_cheap=False), []
     for _ in range(2000):
         width = pace.choose(1, [(7, 0)], 8)
-        pace.saw_step(1, width, 1.0 + 1.5 * (width - 1))
-        pace.saw_drafts([(7, 0)], StepDrafts([width - 1], [width - 1], [7], [0]))
+        pace.record_step(1, width, 1.0 + 1.5 * (width - 1))
+        pace.record_drafts([(7, 0)], StepDrafts([width - 1], [width - 1], [7], [0]))
         wide.append(width)
     assert max(wide) == 2
     assert sum(width > 1 for width in wide) < 30

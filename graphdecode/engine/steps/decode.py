@@ -47,7 +47,7 @@ def state_bytes(vocab_size: int) -> int:
     return 4 * (_MOST_CLASSES + -(-vocab_size // MASK_BITS) + 1)
 
 
-_Place = tuple[int, int]  # an automaton's number, and the table row of its first state
+_Allocation = tuple[int, int]  # an automaton's number, and the table row of its first state
 
 
 class AutomatonTables:
@@ -56,7 +56,7 @@ class AutomatonTables:
     def __init__(self, config: BucketConfig, vocab_size: int) -> None:
         self._automata, self._lines = config.max_automata, config.max_automaton_states
         self._vocab_size = vocab_size
-        self._places: dict[TokenAutomaton, _Place] = {}
+        self._allocated: dict[TokenAutomaton, _Allocation] = {}
 
     @property
     def slots(self) -> list[Slot]:
@@ -68,34 +68,34 @@ class AutomatonTables:
             Slot("automaton_ends", (self._lines,), torch.int32),
         ]
 
-    def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _Place]:
+    def allocate(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _Allocation]:
         """Return the positions of automata in the tables; new ones are written in order, as long as there is room."""
         distinct = list(dict.fromkeys(wanted))
         for automaton in distinct:
             num_states, num_classes = automaton.following.shape
-            if automaton in self._places or num_classes > _MOST_CLASSES:
+            if automaton in self._allocated or num_classes > _MOST_CLASSES:
                 continue
             found = self._room(num_states)
             if found is None:
-                self._places = {other: place for other, place in self._places.items() if other in distinct}
+                self._allocated = {other: place for other, place in self._allocated.items() if other in distinct}
                 found = self._room(num_states)
             if found is not None:
-                self._places[automaton] = found
+                self._allocated[automaton] = found
                 self._write(automaton, found, buffers)
-        return {automaton: self._places[automaton] for automaton in distinct if automaton in self._places}
+        return {automaton: self._allocated[automaton] for automaton in distinct if automaton in self._allocated}
 
-    def _room(self, num_states: int) -> _Place | None:
-        used = {number for number, _ in self._places.values()}
+    def _room(self, num_states: int) -> _Allocation | None:
+        used = {number for number, _ in self._allocated.values()}
         number = next((number for number in range(self._automata) if number not in used), None)
         line = 0
-        for automaton, (_, begin) in sorted(self._places.items(), key=lambda item: item[1][1]):
+        for automaton, (_, begin) in sorted(self._allocated.items(), key=lambda item: item[1][1]):
             if line + num_states <= begin:
                 break
             line = begin + len(automaton.following)
         return None if number is None or line + num_states > self._lines else (number, line)
 
     @staticmethod
-    def _write(automaton: TokenAutomaton, place: _Place, buffers: StepBuffers) -> None:
+    def _write(automaton: TokenAutomaton, place: _Allocation, buffers: StepBuffers) -> None:
         number, line = place
         following = np.where(automaton.following < 0, -1, automaton.following + line).astype(np.int32)
         ends = (ACCEPTS * automaton.accepts + COMPLETES * automaton.completes).astype(np.int32)
@@ -255,7 +255,7 @@ class DecodeStep(Step):
         staged["automaton_state"][: len(rows)] = NO_AUTOMATON
         guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
         wanted = [guide.automaton for guide in guides.values()]
-        places = {} if self._automata is None else self._automata.place(wanted, self.buffers)
+        places = {} if self._automata is None else self._automata.allocate(wanted, self.buffers)
         self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
         for row in self.guided_rows:
             number, line = places[guides[row].automaton]

@@ -24,8 +24,8 @@ _MORE_THAN_A_RACE = 4.0  # rows that are mixed differ more than repetitions do
 # these explain a difference between two runs
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
-_Place = tuple[str | None, int | None]
-_Call = tuple[str, Any, _Place]  # operator; descriptions of arguments and results; file and line
+_Location = tuple[str | None, int | None]
+_Call = tuple[str, Any, _Location]  # operator; descriptions of arguments and results; file and line
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _RowWatcher(StepObserver):
 
     def __init__(self, owners: Owners, live_rows: int) -> None:
         super().__init__(owners, lambda _: None)
-        self.writes: list[tuple[str, str, _Place, Tensor]] = []
+        self.writes: list[tuple[str, str, _Location, Tensor]] = []
         self._buffers, self._live_rows = owners.buffers, live_rows
 
     def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
@@ -215,7 +215,7 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
         for name, values in saved.items():
             buffers.tensors[name].copy_(values)
 
-    def written(seed: int, hostile: float) -> list[tuple[str, str, _Place, Tensor]]:
+    def written(seed: int, hostile: float) -> list[tuple[str, str, _Location, Tensor]]:
         restore()
         _fill(buffers, 0)
         numbers = torch.Generator().manual_seed(seed)
@@ -230,11 +230,11 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
             step(batch)
         return watcher.writes
 
-    def mixed(runs: list[list[tuple[str, str, _Place, Tensor]]]) -> dict[str, tuple[str, _Place, float]]:
-        found: dict[str, tuple[str, _Place, float]] = {}
-        for (slot_name, operator, place, before), *others in zip(*runs, strict=False):
+    def mixed(runs: list[list[tuple[str, str, _Location, Tensor]]]) -> dict[str, tuple[str, _Location, float]]:
+        found: dict[str, tuple[str, _Location, float]] = {}
+        for (slot_name, operator, location, before), *others in zip(*runs, strict=False):
             if off := max(_distance(before, after) for *_, after in others):
-                found.setdefault(slot_name, (operator, place, off))
+                found.setdefault(slot_name, (operator, location, off))
         return found
 
     runs = [written(*each) for each in enumerate(_HOSTILE)]
@@ -242,7 +242,7 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
     # on a GPU rows that name the same memory, by ids of 0 and 1, race for it: a run differs as much from its repetition
     repeated = [mixed([run, written(*each)]) for run, each in zip(runs, enumerate(_HOSTILE), strict=True) if found]
     restore()
-    for slot_name, (operator, place, off) in found.items():
+    for slot_name, (operator, location, off) in found.items():
         if off > _MORE_THAN_A_RACE * max((each[slot_name][2] for each in repeated if slot_name in each), default=0.0):
             whose = "live rows of slot" if slot_name in with_rows else "slot"
-            refuse(CaptureError("mixed-rows", operator, f"{whose} {slot_name!r}", place))
+            refuse(CaptureError("mixed-rows", operator, f"{whose} {slot_name!r}", location))

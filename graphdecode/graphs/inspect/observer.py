@@ -346,11 +346,11 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_m
         raise CaptureError.of(error, observer.last_operator) from error
     if not observer.checks_memory:
         return
-    place = None if step is None else definition_of(step)
+    location = None if step is None else definition_of(step)
     for name, version in versions.items():
         key = storage_key(tensors[name])
         if _version(tensors[name]) - version > (0 if key is None else observer.written[key]):
-            observer.refuse(CaptureError("unseen-work", f"batch.{name}", "it was written in another thread", place))
+            observer.refuse(CaptureError("unseen-work", f"batch.{name}", "it was written in another thread", location))
 
 
 def _version(tensor: Tensor) -> int:

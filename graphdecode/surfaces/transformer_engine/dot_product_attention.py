@@ -132,22 +132,22 @@ class DotProductAttention(nn.Module):
         Returns:
             [s, b, h * d_v], [b, s, h * d_v] or [t, h * d_v]; zero for padding.
         """
-        form = self.qkv_format if qkv_format is None else qkv_format
+        layout = self.qkv_format if qkv_format is None else qkv_format
         window = self.window_size if window_size is None else window_size
-        _check_options(form, self.attn_mask_type if attn_mask_type is None else attn_mask_type, window)
+        _check_options(layout, self.attn_mask_type if attn_mask_type is None else attn_mask_type, window)
         if attention_mask is not None:
             raise ValueError("attention_mask must be None: padding follows from the lengths")
         table = None
         if inference_params is not None:
             keys, values, cu_q, cu_kv, _, out_format = inference_params.step(
-                self.layer_number, key_layer, value_layer, form
+                self.layer_number, key_layer, value_layer, layout
             )
             table = inference_params.cache_manager.page_table if inference_params.is_paged else None
         else:
             if cu_seqlens_kv is not None and cu_seqlens_kv is not cu_seqlens_q:
                 raise ValueError("cu_seqlens_kv must be None or cu_seqlens_q without inference_params")
-            keys, values, cu_q, table = _uncached(key_layer, value_layer, form, cu_seqlens_q)
-            cu_kv, out_format = cu_q, OUTPUT_FORMATS[form]
+            keys, values, cu_q, table = _uncached(key_layer, value_layer, layout, cu_seqlens_q)
+            cu_kv, out_format = cu_q, OUTPUT_FORMATS[layout]
         out = cached_attention(
             query_layer,
             keys,
@@ -170,16 +170,16 @@ def _check_options(qkv_format: str, attn_mask_type: str, window_size: tuple[int,
 
 
 def _uncached(
-    key_layer: Tensor, value_layer: Tensor, form: str, cu_seqlens: Tensor | None
+    key_layer: Tensor, value_layer: Tensor, layout: str, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return new keys and values as a cache of their own: rows, or for packed tokens pages of one token."""
-    if form == "thd":
+    if layout == "thd":
         if cu_seqlens is None:
             raise ValueError("thd needs cu_seqlens_q or inference_params")
         tokens = torch.arange(key_layer.shape[0], dtype=torch.int32, device=key_layer.device)
         table = (cu_seqlens[:-1, None] + tokens).clamp_(max=key_layer.shape[0] - 1)
         return key_layer.unsqueeze(1), value_layer.unsqueeze(1), cu_seqlens, table
-    if form == "sbhd":
+    if layout == "sbhd":
         key_layer, value_layer = key_layer.transpose(0, 1), value_layer.transpose(0, 1)
     if cu_seqlens is None:
         batch, width = key_layer.shape[:2]
