@@ -92,18 +92,17 @@ def _angles(rope, position, FORM: tl.constexpr, ROPE: tl.constexpr):
 def _gains(rope, head, held, kv_head, angles, FORM: tl.constexpr, ROPE: tl.constexpr):
     """Return the norms' weights of query heads and of the kv head, each with those of the other channels."""
     BLOCK_D: tl.constexpr = FORM.BLOCK_D
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
     dims, other, valid = angles.dims, angles.other, angles.valid
     q_gain = tl.full([1, BLOCK_D], 1.0, tl.float32)
     q_other = q_gain
     k_gain = tl.full([BLOCK_D], 1.0, tl.float32)
     k_other = k_gain
     if ROPE.NORMS_ALL:
-        of_heads = rope.q_norm + head[:, None] * HEAD_DIM
+        of_heads = rope.q_norm + head[:, None] * FORM.HEAD_DIM
         q_gain = tl.load(of_heads + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
         q_other = tl.load(of_heads + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-        k_gain = tl.load(rope.k_norm + kv_head * HEAD_DIM + dims, mask=valid, other=0.0)
-        k_other = tl.load(rope.k_norm + kv_head * HEAD_DIM + other, mask=valid, other=0.0)
+        k_gain = tl.load(rope.k_norm + kv_head * FORM.HEAD_DIM + dims, mask=valid, other=0.0)
+        k_other = tl.load(rope.k_norm + kv_head * FORM.HEAD_DIM + other, mask=valid, other=0.0)
     elif ROPE.HAS_NORM:
         q_gain = tl.load(rope.q_norm + dims, mask=valid, other=0.0)[None, :]
         q_other = tl.load(rope.q_norm + other, mask=valid, other=0.0)[None, :]
@@ -186,8 +185,6 @@ def _append_attention_kernel(
     PDL: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
-    COMPUTE: tl.constexpr = FORM.COMPUTE
     item = item_of(plan, heads.kv_heads, FORM)
     own_len = tl.load(kv_lens + item.item, mask=item.item < rows, other=1)
     is_planned = (item.item < item.items) & (item.row < rows)
@@ -198,8 +195,8 @@ def _append_attention_kernel(
     is_last = (begin < kv_len) & (end == kv_len)
     end = tl.minimum(end, newest)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
-    page = pages_of(pages, begin, end, PAGE_SIZE, FORM.BLOCK_N)
-    new_page = tl.load(pages + newest // PAGE_SIZE, mask=is_planned & is_last, other=0).to(tl.int64)
+    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, FORM.BLOCK_N)
+    new_page = tl.load(pages + newest // FORM.PAGE_SIZE, mask=is_planned & is_last, other=0).to(tl.int64)
     own = head_pages(cache, pages, item.kv_head, FORM)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = item.kv_head * heads.group + m
@@ -209,7 +206,7 @@ def _append_attention_kernel(
     if PDL:
         if begin < end:
             at = begin + tl.arange(0, FORM.BLOCK_N)
-            _prefetch(own, cache, page, at % PAGE_SIZE, at < end, ROPE)
+            _prefetch(own, cache, page, at % FORM.PAGE_SIZE, at < end, ROPE)
         wait_and_trigger()
     if own_len <= 0:
         clear_row(results, item.item, item.kv_head, heads, FORM)
@@ -221,9 +218,9 @@ def _append_attention_kernel(
     queries, new_k, new_v = _heads_of_row(
         source, head, held, is_last, item, heads, rope, angles, gains, element, FORM, ROPE
     )
-    queries = to_compute(queries, COMPUTE)
+    queries = to_compute(queries, FORM.COMPUTE)
     appends = is_last & (tl.program_id(1) == 0)
-    place = (newest % PAGE_SIZE).to(tl.int64)
+    place = (newest % FORM.PAGE_SIZE).to(tl.int64)
     new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, FORM, ROPE)
     score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * logits.options.sm_scale
     score = altered(score, logits, FORM)

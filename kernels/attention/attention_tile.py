@@ -181,15 +181,14 @@ def _dot(a, b, acc=None):
 @triton.jit
 def load_queries(q_from, dim_stride, held, FORM: tl.constexpr):
     """Return queries [BLOCK_M, BLOCK_D] in the compute type, and those of the channels before latent values, if any."""
-    ROPE_DIM: tl.constexpr = FORM.ROPE_DIM
     dims = tl.arange(0, FORM.BLOCK_D)
-    there = held[:, None] & (dims < FORM.HEAD_DIM - ROPE_DIM)[None, :]
-    queries = tl.load(q_from[:, None] + (dims + ROPE_DIM)[None, :] * dim_stride, mask=there, other=0.0)
+    there = held[:, None] & (dims < FORM.HEAD_DIM - FORM.ROPE_DIM)[None, :]
+    queries = tl.load(q_from[:, None] + (dims + FORM.ROPE_DIM)[None, :] * dim_stride, mask=there, other=0.0)
     queries = to_compute(queries, FORM.COMPUTE)
     rotated = queries
-    if ROPE_DIM > 0:
+    if FORM.ROPE_DIM > 0:
         dims = tl.arange(0, FORM.BLOCK_R)
-        there = held[:, None] & (dims < ROPE_DIM)[None, :]
+        there = held[:, None] & (dims < FORM.ROPE_DIM)[None, :]
         rotated = tl.load(q_from[:, None] + dims[None, :] * dim_stride, mask=there, other=0.0)
         rotated = to_compute(rotated, FORM.COMPUTE)
     return queries, rotated
@@ -220,10 +219,8 @@ def _load_values(v_at, inside, cache, FORM: tl.constexpr, IS_RAGGED: tl.constexp
 @triton.jit
 def _products(q, q_high, k_at, at, inside, cache, logits, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
     """Return the products [BLOCK_M, BLOCK_N] of queries and a tile of keys `at` these positions, rotated with rope."""
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
-    COMPUTE: tl.constexpr = FORM.COMPUTE
     KV_BITS: tl.constexpr = FORM.KV_BITS
-    HALF: tl.constexpr = HEAD_DIM // 2
+    HALF: tl.constexpr = FORM.HEAD_DIM // 2
     dims = tl.arange(0, FORM.BLOCK_D)
     if FORM.MODE == "ROPE_LLAMA":
         half = inside[None, :] & (dims < HALF)[:, None]
@@ -237,11 +234,11 @@ def _products(q, q_high, k_at, at, inside, cache, logits, FORM: tl.constexpr, IS
             logits.rope_step,
             logits.rope_scale,
         )
-        return _dot(q_high, k_high.to(COMPUTE), _dot(q, k_low.to(COMPUTE)))
+        return _dot(q_high, k_high.to(FORM.COMPUTE), _dot(q, k_low.to(FORM.COMPUTE)))
     at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
-    held = (dims < HEAD_DIM)[:, None]
-    k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_D == HEAD_DIM, IS_RAGGED)
-    return _dot(q, dequantize(k, KV_BITS, COMPUTE))
+    held = (dims < FORM.HEAD_DIM)[:, None]
+    k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_D == FORM.HEAD_DIM, IS_RAGGED)
+    return _dot(q, dequantize(k, KV_BITS, FORM.COMPUTE))
 
 
 @triton.jit
@@ -296,24 +293,21 @@ def attend_span(
     is of `head_pages`; the row's page table is read up to the key `last`. Without IS_RAGGED the span is of whole tiles,
     and seen by every query.
     """
-    PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    COMPUTE: tl.constexpr = FORM.COMPUTE
     KV_BITS: tl.constexpr = FORM.KV_BITS
-    keys = tl.arange(0, BLOCK_N)
+    keys = tl.arange(0, FORM.BLOCK_N)
     # of int8, sums are in units of the largest scale so far: weights stay within what the compute type has, however
     # small the values are
     unit = tl.full([1], 1e-20, tl.float32)
     if KV_BITS == "int8":
         acc = acc / unit
-    for start in range(begin, end, BLOCK_N):
+    for start in range(begin, end, FORM.BLOCK_N):
         at = start + keys
         inside = at < end
         place = at
         next_page = page
-        if PAGE_SIZE > 0:
-            place = at % PAGE_SIZE
-            next_page = pages_of(head.pages, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
+        if FORM.PAGE_SIZE > 0:
+            place = at % FORM.PAGE_SIZE
+            next_page = pages_of(head.pages, start + FORM.BLOCK_N, last, FORM.PAGE_SIZE, FORM.BLOCK_N)
         k_at = head.k_at + page * cache.k_page_stride + place.to(tl.int64) * cache.k_token_stride
         v_at = head.v_at + page * cache.v_page_stride + place.to(tl.int64) * cache.v_token_stride
         if FORM.ROPE_DIM > 0:
@@ -343,7 +337,7 @@ def attend_span(
             weights = weights * (v_unit / larger)[None, :]
             shrink = shrink * (unit / larger)
             unit = larger
-        acc = _dot(weights.to(COMPUTE), v, acc * shrink[:, None])
+        acc = _dot(weights.to(FORM.COMPUTE), v, acc * shrink[:, None])
         top = new_top
         page = next_page
     if KV_BITS == "int8":

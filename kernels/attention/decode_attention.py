@@ -39,7 +39,6 @@ class _Strides(NamedTuple):
 @triton.jit
 def _queries(q, strides, token, head, held, q_at, logits, FORM: tl.constexpr):
     """Return the queries of a program in the compute type; with rope their low and high halves, rotated."""
-    COMPUTE: tl.constexpr = FORM.COMPUTE
     q_from = q + token * strides.token + head * strides.head
     dims = tl.arange(0, FORM.BLOCK_D)
     if FORM.MODE == "ROPE_LLAMA":
@@ -48,8 +47,8 @@ def _queries(q, strides, token, head, held, q_at, logits, FORM: tl.constexpr):
         low = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
         high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
         low, high = rotate(low, high, q_at[:, None], dims[None, :], logits.rope_step, logits.rope_scale)
-        queries = to_compute(low, COMPUTE)
-        queries_high = to_compute(high, COMPUTE)
+        queries = to_compute(low, FORM.COMPUTE)
+        queries_high = to_compute(high, FORM.COMPUTE)
     else:
         queries, queries_high = load_queries(q_from, strides.dim, held, FORM)
     return queries, queries_high

@@ -60,9 +60,7 @@ def _extend_attention_kernel(
     rows, count, group, kv_heads, cache, logits, FORM: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
     BLOCK_V: tl.constexpr = FORM.BLOCK_V
-    HAS_WINDOW: tl.constexpr = FORM.HAS_WINDOW
     index = tl.arange(0, BLOCK_ROWS)
     starts = tl.load(rows.cu_seqlens_q + index, mask=index < count, other=0)
     stops = tl.load(rows.cu_seqlens_q + index + 1, mask=index < count, other=0)
@@ -92,24 +90,24 @@ def _extend_attention_kernel(
     end = kv_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1) + 1
     first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
-    if HAS_WINDOW:
+    if FORM.HAS_WINDOW:
         begin = tl.maximum(window_begin(first, logits.options.window_left, FORM.IS_CHUNKED), 0)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
-    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, BLOCK_N)
+    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, FORM.BLOCK_N)
     own = head_pages(cache, pages, kv_head, FORM)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    if not HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
-        ragged = tl.maximum((first + 1) // BLOCK_N, 0) * BLOCK_N
+    if not FORM.HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
+        ragged = tl.maximum((first + 1) // FORM.BLOCK_N, 0) * FORM.BLOCK_N
         acc, total, top, page = attend_span(
             acc, total, top, page, queries, rotated, q_at, q_at, own, begin, ragged, end, cache, logits, FORM,
-            False, True, HAS_WINDOW,
+            False, True, FORM.HAS_WINDOW,
         )  # fmt: skip
         begin = ragged
     acc, total, top, page = attend_span(
         acc, total, top, page, queries, rotated, q_at, q_at, own, begin, end, end, cache, logits, FORM,
-        True, True, HAS_WINDOW,
+        True, True, FORM.HAS_WINDOW,
     )  # fmt: skip
     if FORM.HAS_SINKS:
         acc, total, top = with_sinks(acc, total, top, logits.options.sinks, head, held)

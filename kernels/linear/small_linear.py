@@ -355,15 +355,13 @@ def dot_linear_kernel(
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     BLOCK_K: tl.constexpr = FORM.BLOCK_K
-    EVEN_K: tl.constexpr = FORM.EVEN_K
-    EPILOGUE: tl.constexpr = FORM.EPILOGUE
     width, depth = sizes.width, sizes.depth
     block = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = tl.program_id(2) * sizes.part
     end = tl.minimum(begin + sizes.part, depth)
     k = tl.arange(0, BLOCK_K)
-    row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
+    row = block_rows(block, width, BLOCK_N, FORM.EPILOGUE != "store" and FORM.EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
     if FORM.AHEAD > 0 and should_prefetch(sizes.prefetchers):
         _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
@@ -377,15 +375,15 @@ def dot_linear_kernel(
     w_rows = w_begin[:, None] + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     held = acc
-    if EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
+    if FORM.EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, rows, block, width, width, BLOCK_N)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for at in range(begin, end, BLOCK_K):
-        if EVEN_K:
+        if FORM.EVEN_K:
             w = tl.load(w_rows + at, eviction_policy="evict_first")
         else:
             w = tl.load(w_rows + at, mask=(at + k < end)[None, :], other=0.0, eviction_policy="evict_first")
-        a, squares = activations(x_rows + at, gain, squares, there, at + k, end, FORM.RANGE, EVEN_K)
+        a, squares = activations(x_rows + at, gain, squares, there, at + k, end, FORM.RANGE, FORM.EVEN_K)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
@@ -404,14 +402,12 @@ def gemv_linear_kernel(
     ROWS: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     BLOCK_K: tl.constexpr = FORM.BLOCK_K
-    EVEN_K: tl.constexpr = FORM.EVEN_K
-    EPILOGUE: tl.constexpr = FORM.EPILOGUE
     width, depth, x_stride = sizes.width, sizes.depth, sizes.x_stride
     block = tl.program_id(0)
     begin = tl.program_id(2) * sizes.part
     end = tl.minimum(begin + sizes.part, depth)
     k = tl.arange(0, BLOCK_K)
-    row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
+    row = block_rows(block, width, BLOCK_N, FORM.EPILOGUE != "store" and FORM.EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
     if FORM.AHEAD > 0 and block + tl.program_id(2) * tl.num_programs(0) < sizes.prefetchers:
         _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
@@ -422,7 +418,7 @@ def gemv_linear_kernel(
         wait_and_trigger()
     m = tl.arange(0, ROWS)
     held = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    if EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
+    if FORM.EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, ROWS, block, width, width, BLOCK_N)
     w_rows = w_begin[:, None] + k[None, :]
     sums_0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -430,16 +426,16 @@ def gemv_linear_kernel(
     squares_0 = tl.zeros([BLOCK_K], tl.float32)
     squares_1 = squares_0
     for at in tl.range(begin, end, BLOCK_K, num_stages=FORM.STAGES):
-        if EVEN_K:
+        if FORM.EVEN_K:
             w = tl.load(w_rows + at, eviction_policy="evict_first").to(tl.float32)
         else:
             inside = (at + k < end)[None, :]
             w = tl.load(w_rows + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        x_0 = _load_row(x, 0, x_stride, at + k, end, EVEN_K)
+        x_0 = _load_row(x, 0, x_stride, at + k, end, FORM.EVEN_K)
         if ROWS > 1:
-            x_1 = _load_row(x, 1, x_stride, at + k, end, EVEN_K)
+            x_1 = _load_row(x, 1, x_stride, at + k, end, FORM.EVEN_K)
         if gain is not None:
-            g = _load_row(gain, 0, 0, at + k, end, EVEN_K)
+            g = _load_row(gain, 0, 0, at + k, end, FORM.EVEN_K)
             squares_0 += x_0 * x_0
             x_0 *= g
             if ROWS > 1:

@@ -152,8 +152,6 @@ def tiled_sums(
     GROUP: tl.constexpr = WEIGHT.GROUP
     SCALES: tl.constexpr = WEIGHT.SCALES
     SECONDS: tl.constexpr = WEIGHT.SECONDS
-    SCALE_WORDS: tl.constexpr = WEIGHT.SCALE_WORDS
-    SECOND_WORDS: tl.constexpr = WEIGHT.SECOND_WORDS
     BLOCK_K: tl.constexpr = WEIGHT.BLOCK_K
     TILE: tl.constexpr = PER_WORD * SPAN
     FLOAT: tl.constexpr = tl.float16 if x_rows.dtype.element_ty == tl.float16 else tl.bfloat16
@@ -168,10 +166,10 @@ def tiled_sums(
         x_step = x_rows + at
         if GROUP > 0:
             unit = at // UNIT * weight_rows + row
-            s = _words(weight.scales + unit * SCALE_WORDS, SCALE_WORDS)
+            s = _words(weight.scales + unit * WEIGHT.SCALE_WORDS, WEIGHT.SCALE_WORDS)
             t = s
             if SECONDS != "none":
-                t = _words(weight.seconds + unit * SECOND_WORDS, SECOND_WORDS)
+                t = _words(weight.seconds + unit * WEIGHT.SECOND_WORDS, WEIGHT.SECOND_WORDS)
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         total = product
         for tile in tl.static_range(BLOCK_K // TILE):
@@ -229,9 +227,6 @@ def tiled_linear_kernel(
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     EPILOGUE: tl.constexpr = FORM.EPILOGUE
-    RANGE: tl.constexpr = FORM.RANGE
-    SPLIT: tl.constexpr = FORM.SPLIT
-    AHEAD: tl.constexpr = FORM.AHEAD
     SPAN: tl.constexpr = WEIGHT.SPAN
     TILE: tl.constexpr = WEIGHT.PER_WORD * SPAN
     width, out_stride = sizes.width, sizes.out_stride
@@ -242,9 +237,9 @@ def tiled_linear_kernel(
     k = tl.arange(0, SPAN)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # words of one tile
-    if AHEAD > 0 and should_prefetch(sizes.prefetchers):
+    if FORM.AHEAD > 0 and should_prefetch(sizes.prefetchers):
         first = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add", max(64 // SPAN, 1))
-        tiles = begin // TILE + tl.arange(0, AHEAD)
+        tiles = begin // TILE + tl.arange(0, FORM.AHEAD)
         lines = weight.words + tiles.to(tl.int64)[None, :] * plane + first.to(tl.int64)[:, None] * SPAN
         prefetch(lines, (tiles < end // TILE)[None, :])
     offsets = tl.zeros([BLOCK_N], tl.float32)
@@ -255,11 +250,11 @@ def tiled_linear_kernel(
     there = (m < rows)[:, None]
     x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     held = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if EPILOGUE == "add" and not SPLIT:  # in flight while the weight is read
+    if EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
     acc, squares = tiled_sums(
         x_rows, gain, there, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
-        FORM.STAGES, RANGE, FORM.EVEN_K,
+        FORM.STAGES, FORM.RANGE, FORM.EVEN_K,
     )  # fmt: skip
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1),

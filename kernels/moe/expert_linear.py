@@ -104,7 +104,6 @@ def _expert_linear_kernel(
     GATE: tl.constexpr = FORM.GATE
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    BLOCK_K: tl.constexpr = FORM.BLOCK_K
     HALVES: tl.constexpr = 1 if GATE == "none" else 2
     width, depth = sizes.width, sizes.depth
     expert, tile = expert_of_program(offsets, experts, FORM.BLOCK_E, BLOCK_M)
@@ -114,7 +113,7 @@ def _expert_linear_kernel(
     there = m < tl.load(offsets + expert + 1)
     pair = tl.load(order + m, mask=there, other=0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, FORM.BLOCK_K)
     x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     # past the weight, its last row is read again, which needs no mask
     first = expert.to(tl.int64) * width * HALVES
@@ -122,7 +121,7 @@ def _expert_linear_kernel(
     up_rows = w_rows + tl.cast(width, tl.int64) * depth
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(0, depth, BLOCK_K):
+    for at in range(0, depth, FORM.BLOCK_K):
         if FORM.EVEN_K:
             a = tl.load(x_rows + at, mask=there[:, None], other=0.0)
             w = tl.load(w_rows + at)
