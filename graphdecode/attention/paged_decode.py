@@ -62,16 +62,12 @@ class PagedDecodeAttention:
     Args:
         max_batch_size: rows of the largest bucket.
         num_qo_heads: query heads, a multiple of num_kv_heads.
-        num_kv_heads: key and value heads.
-        head_dim: head size of queries and keys.
-        head_dim_v: head size of values and outputs; None: head_dim.
-        page_size: tokens a page.
+        head_dim, head_dim_v: of queries and keys, and of values and outputs; None: the same.
         max_pages_per_row: width of the page table.
         dtype: queries' and outputs'.
-        kv_dtype: keys' and values'; None: dtype.
+        kv_dtype: keys' and values'; None: the same.
         windows: the layers' windows, -1 for none; each has a plan.
         batch_invariant: split at fixed positions, so that a row's bits do not depend on the rest of the batch.
-        device: where the cache is.
 
     Attributes:
         appends_apart: `append_and_run` is two launches: for an int8 cache on a GPU, whose keys are mixed before.

@@ -20,19 +20,14 @@ class PagedKVCache:
     Methods that raise have changed nothing; those that take a sequence raise UnknownSequenceError for an unknown one.
 
     Args:
-        num_layers: layers, each with keys and values.
         total_num_pages: pages that sequences can own, >= 1; the null page is one more.
-        page_size: tokens in a page.
         max_pages_per_row: pages of one sequence at most; the width of a page table's row.
-        num_kv_heads: key and value heads.
-        head_dim: size of a head.
-        dtype: keys' and values'.
-        device: where the tensors are.
+        num_kv_heads, head_dim: of keys and values, unless `layer_keys` says otherwise.
         prefix_caching: whether `add` finds the pages of prefixes that were published.
         scales: one of keys and one of values per layer, for fp8; None: 1.0.
         recurrent: recurrent state of each layer, if any; empty: no layer has one.
         state_rows: sequences that can have recurrent states or rings at a time, if layers have any.
-        layer_keys: heads of keys and values of each layer, if layers differ; one that shares another's has no tensors.
+        layer_keys: those of each layer, if layers differ; one that shares another's has no tensors.
         rolling: rings of pages of layers with a window, for `state_rows` sequences; None: no layer has rings. With
             rings, a sequence can only be truncated to tokens that it has computed, and a cached prefix is used only as
             far as a ring has its window.
