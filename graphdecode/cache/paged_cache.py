@@ -43,7 +43,7 @@ class PagedKVCache:
         null_page: the page for padding, `total_num_pages`; unused entries of a page table have it.
         checkpoint_tokens: tokens from one checkpoint of a sequence to the next; None: there are none.
         draft_state_row: the first of the rows of `draft_states`.
-        relay: is told of each copy of a state, for other ranks; None: there are none.
+        relay: called with each copy of a state, for other ranks; None: there are none.
 
     Raises:
         ValueError: a size is not a positive integer.

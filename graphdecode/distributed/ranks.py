@@ -179,7 +179,7 @@ class Leader(Ranks):
             self._gone(rank)
 
     def agree(self, text: str) -> None:
-        texts = [text, *(message.payload.decode() for message in self._answers())]
+        texts = [text, *(message.payload.decode() for message in self._replies())]
         if len(set(texts)) == 1:
             self.send(SAID)
             return
@@ -196,7 +196,7 @@ class Leader(Ranks):
         return self._combined(sum, number)
 
     def _combined(self, combine: Callable[[Iterable[int]], int], number: int) -> int:
-        found = combine([number, *(int(message.payload) for message in self._answers())])
+        found = combine([number, *(int(message.payload) for message in self._replies())])
         self.send(SAID, payload=b"%d" % found)
         return found
 
@@ -223,13 +223,13 @@ class Leader(Ranks):
             while rank not in self._tried:
                 self._receive(rank)
 
-    def _answers(self) -> list[Message]:
-        answers = []
+    def _replies(self) -> list[Message]:
+        replies = []
         for rank in range(1, self.count):
-            answers.append(self._receive(rank))
-            if answers[-1].kind == TRIED:
+            replies.append(self._receive(rank))
+            if replies[-1].kind == TRIED:
                 raise RefusedError(f"rank {rank} of {self.count}: {self._tried[rank]}")
-        return answers
+        return replies
 
     def _receive(self, rank: int) -> Message:
         link = self._links[rank - 1]
@@ -326,12 +326,12 @@ class Follower(Ranks):
             raise
 
     def agree(self, text: str) -> None:
-        verdict = self._answer_to(Message(SAID, (0, 0, 0), text.encode())).payload
+        verdict = self._reply_to(Message(SAID, (0, 0, 0), text.encode())).payload
         if verdict:
             raise RankError(verdict.decode())
 
     def least(self, number: int) -> int:
-        return int(self._answer_to(Message(SAID, (0, 0, 0), b"%d" % number)).payload)
+        return int(self._reply_to(Message(SAID, (0, 0, 0), b"%d" % number)).payload)
 
     def total(self, number: int) -> int:
         return self.least(number)  # rank 0 knows what is asked for
@@ -347,18 +347,18 @@ class Follower(Ranks):
             raise
         except Exception as error:
             text = f"{error}" if isinstance(error, GraphdecodeError) else f"{type(error).__name__}: {error}"
-            self._answer_to(Message(TRIED, (0, 0, 0), text.encode()))
+            self._reply_to(Message(TRIED, (0, 0, 0), text.encode()))
             raise
-        self._answer_to(Message(TRIED, (0, 0, 0), b""))
+        self._reply_to(Message(TRIED, (0, 0, 0), b""))
         return found
 
-    def _answer_to(self, message: Message) -> Message:
+    def _reply_to(self, message: Message) -> Message:
         with contextlib.suppress(OSError):  # rank 0 is gone: `receive` raises
             self._link.send(message)
-        answer = self.receive()
-        if answer.kind == REFUSED:
+        reply = self.receive()
+        if reply.kind == REFUSED:
             raise RefusedError("another rank refused")
-        return answer
+        return reply
 
     def fail(self, text: str) -> None:
         """Send rank 0 the reason why this rank ends."""

@@ -196,7 +196,7 @@ class Engine:
         self._has_aborted = True  # launches in flight have produced events for it
         if num_tokens is not None:
             self.stats.generated_tokens -= sequence.num_generated - num_tokens
-            self.stats.finished_answers += was_there
+            self.stats.finished_outputs += was_there
 
     def _try_inbox(self) -> None:
         """Process the inbox, unless a step is running: its thread does it afterwards."""

@@ -359,7 +359,7 @@ class EngineLoop:
             metrics.first_token_time = time.perf_counter()
         if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
-            self.stats.finished_answers += error is None
+            self.stats.finished_outputs += error is None
             self.scheduler.remove(sequence, keeps_prefix=error is None)
             self.ended.append(sequence.request_id)
         scores = None

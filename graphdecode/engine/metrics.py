@@ -41,7 +41,7 @@ class EngineStats:
     """Counts since the engine was made; `spec_decode_*` are named as in vLLM."""
 
     generated_tokens: int = 0  # sampled tokens that were kept
-    finished_answers: int = 0
+    finished_outputs: int = 0
     prefilled_tokens: int = 0  # tokens computed by prefill
     prefill_seconds: float = 0.0  # host time of prefills
     mixed_steps: int = 0  # decode steps with prompt chunks
@@ -80,7 +80,7 @@ class EngineStats:
         return 1.0 - live / computed if computed else 0.0
 
     def __str__(self) -> str:
-        parts = [f"{self.generated_tokens} tokens in {self.finished_answers} finished answers"]
+        parts = [f"{self.generated_tokens} tokens in {self.finished_outputs} finished outputs"]
         parts.append(f"{self.prefilled_tokens} prompt tokens prefilled in {self.prefill_seconds:.2f} s")
         steps = f"{sum(self.batch_sizes.values())} decode steps"
         if self.mixed_steps:

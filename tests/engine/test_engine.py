@@ -155,12 +155,12 @@ def test_what_a_stop_text_cuts_off_is_not_counted() -> None:
         full = llm.generate("rev abcdefgh=", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[
             0
         ]
-        before = llm.stats.generated_tokens, llm.stats.finished_answers
+        before = llm.stats.generated_tokens, llm.stats.finished_outputs
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=full.text[3:5])
         output = llm.generate("rev abcdefgh=", params)[0].outputs[0]
         assert output.token_ids == full.token_ids[:5]
         assert llm.stats.generated_tokens - before[0] == 5
-        assert llm.stats.finished_answers - before[1] == 1
+        assert llm.stats.finished_outputs - before[1] == 1
         assert llm.cache.pool.used == 0
 
 

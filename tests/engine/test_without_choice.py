@@ -68,7 +68,7 @@ def poison(engine: Engine, request_id: int, tokens: int) -> None:
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_damaged_cache_ends_its_request_in_the_middle_and_is_found_by_no_other(engine, params):
     expected = [alone(engine, prompt, params) for prompt in PROMPTS]
-    answers_before = engine.stats.finished_answers
+    outputs_before = engine.stats.finished_outputs
     ids = [engine.add(Request(prompt, params)) for prompt in PROMPTS]
     events: list[Event] = []
     while not any(event.request_id == ids[1] for event in events):
@@ -85,7 +85,7 @@ def test_a_damaged_cache_ends_its_request_in_the_middle_and_is_found_by_no_other
     assert last.error is not None
     assert f"request {ids[1]} was ended" in last.error
     assert "NaN or +inf" in last.error
-    assert engine.stats.finished_answers - answers_before == 2
+    assert engine.stats.finished_outputs - outputs_before == 2
     # neither its prompt's pages nor the places that it left serve a damaged answer
     assert [alone(engine, prompt, params) for prompt in PROMPTS] == expected
 

@@ -290,14 +290,14 @@ def test_without_a_tokenizer_token_ids_are_answered_with_token_ids(small_llm: LL
 
 def test_printed_figures_are_a_summary_of_one_line() -> None:
     assert str(EngineStats()) == (
-        "0 tokens in 0 finished answers; 0 prompt tokens prefilled in 0.00 s; 0 decode steps; buckets none; padding 0%"
+        "0 tokens in 0 finished outputs; 0 prompt tokens prefilled in 0.00 s; 0 decode steps; buckets none; padding 0%"
     )
     with LLM("demo", max_batch_size=4, max_sequence_length=64, dtype="float32") as llm:
         llm.generate(["12+30=", "rev abc="], SamplingParams(temperature=0.0), use_tqdm=False)
     told = str(llm.stats)
     assert "\n" not in told
     assert len(told) < 250
-    for part in ("7 tokens in 2 finished answers", "4 decode steps, ", " ms per token p50, ", "buckets 1 x1, 2 x3"):
+    for part in ("7 tokens in 2 finished outputs", "4 decode steps, ", " ms per token p50, ", "buckets 1 x1, 2 x3"):
         assert part in told
     assert "deque" not in repr(llm.stats)
 
