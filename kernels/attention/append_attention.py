@@ -20,11 +20,11 @@ from .attention_records import (
     AttentionOptions,
     Pages,
     QKNormRope,
-    RopeForm,
+    RopeMeta,
     can_compile,
-    form_of,
     launch_options,
     logits_of,
+    meta_of,
 )
 from .attention_tile import (
     PROGRAM_REGISTERS,
@@ -77,32 +77,32 @@ def _prefetch(own, cache, page, at, there, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _angles(rope, position, FORM: tl.constexpr, ROPE: tl.constexpr):
+def _angles(rope, position, META: tl.constexpr, ROPE: tl.constexpr):
     """Return the angles of a position."""
     HALF: tl.constexpr = ROPE.HALF
-    dims = tl.arange(0, FORM.BLOCK_D)
+    dims = tl.arange(0, META.BLOCK_D)
     other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
     at = rope.cos_sin + position.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(at, mask=dims < 2 * HALF, other=1.0)
     sin = tl.load(at + HALF, mask=dims < 2 * HALF, other=0.0)
-    return Angles(dims, other, dims < FORM.HEAD_DIM, cos, tl.where(dims < HALF, -sin, sin))
+    return Angles(dims, other, dims < META.HEAD_DIM, cos, tl.where(dims < HALF, -sin, sin))
 
 
 @triton.jit
-def _gains(rope, head, held, kv_head, angles, FORM: tl.constexpr, ROPE: tl.constexpr):
+def _gains(rope, head, held, kv_head, angles, META: tl.constexpr, ROPE: tl.constexpr):
     """Return the norms' weights of query heads and of the kv head, each with those of the other channels."""
-    BLOCK_D: tl.constexpr = FORM.BLOCK_D
+    BLOCK_D: tl.constexpr = META.BLOCK_D
     dims, other, valid = angles.dims, angles.other, angles.valid
     q_gain = tl.full([1, BLOCK_D], 1.0, tl.float32)
     q_other = q_gain
     k_gain = tl.full([BLOCK_D], 1.0, tl.float32)
     k_other = k_gain
     if ROPE.NORMS_ALL:
-        of_heads = rope.q_norm + head[:, None] * FORM.HEAD_DIM
+        of_heads = rope.q_norm + head[:, None] * META.HEAD_DIM
         q_gain = tl.load(of_heads + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
         q_other = tl.load(of_heads + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-        k_gain = tl.load(rope.k_norm + kv_head * FORM.HEAD_DIM + dims, mask=valid, other=0.0)
-        k_other = tl.load(rope.k_norm + kv_head * FORM.HEAD_DIM + other, mask=valid, other=0.0)
+        k_gain = tl.load(rope.k_norm + kv_head * META.HEAD_DIM + dims, mask=valid, other=0.0)
+        k_other = tl.load(rope.k_norm + kv_head * META.HEAD_DIM + other, mask=valid, other=0.0)
     elif ROPE.HAS_NORM:
         q_gain = tl.load(rope.q_norm + dims, mask=valid, other=0.0)[None, :]
         q_other = tl.load(rope.q_norm + other, mask=valid, other=0.0)[None, :]
@@ -113,11 +113,11 @@ def _gains(rope, head, held, kv_head, angles, FORM: tl.constexpr, ROPE: tl.const
 
 @triton.jit
 def _heads_of_row(
-    source, head, held, is_last, item, heads, rope, angles, gains, ELEMENT, FORM: tl.constexpr, ROPE: tl.constexpr
+    source, head, held, is_last, item, heads, rope, angles, gains, ELEMENT, META: tl.constexpr, ROPE: tl.constexpr
 ):
     """Return the rotated queries, and the row's rotated new key and its value: 0 in all but the last split."""
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    HEAD_DIM: tl.constexpr = META.HEAD_DIM
     q_gain, q_other, k_gain, k_other = gains
     dims, other = angles.dims, angles.other
     count = heads.kv_heads * heads.group
@@ -134,10 +134,10 @@ def _heads_of_row(
     q_scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)
     k_scale = 1.0
     if ROPE.NORMS_ALL:
-        of_queries = heads_scale(source, count, rope.eps, HEAD_DIM, ROPE.HEADS, FORM.BLOCK_D)
+        of_queries = heads_scale(source, count, rope.eps, HEAD_DIM, ROPE.HEADS, META.BLOCK_D)
         q_scale = of_queries + tl.zeros([BLOCK_M, 1], tl.float32)
         of_keys = source + count * HEAD_DIM
-        k_scale = heads_scale(of_keys, heads.kv_heads, rope.eps, HEAD_DIM, ROPE.HEADS, FORM.BLOCK_D)
+        k_scale = heads_scale(of_keys, heads.kv_heads, rope.eps, HEAD_DIM, ROPE.HEADS, META.BLOCK_D)
     elif ROPE.HAS_NORM:
         q_scale = _inverse_root(tl.sum(x * x, axis=1), HEAD_DIM, rope.eps)[:, None]
         k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, rope.eps)
@@ -147,16 +147,16 @@ def _heads_of_row(
 
 
 @triton.jit
-def _append(key, value, cache, page, place, kv_head, dims, appends, FORM: tl.constexpr, ROPE: tl.constexpr):
+def _append(key, value, cache, page, place, kv_head, dims, appends, META: tl.constexpr, ROPE: tl.constexpr):
     """Write a row's new key and value at a place of a page, if `appends`, and return them as the cache has them."""
-    KV_BITS: tl.constexpr = FORM.KV_BITS
+    KV_BITS: tl.constexpr = META.KV_BITS
     wide_head = kv_head.to(tl.int64)
     if ROPE.IS_FP8:
         key = key / cache.k_unit
         value = value / cache.v_unit
     key = quantize(key, KV_BITS, cache.k_cache.dtype.element_ty)
     value = quantize(value, KV_BITS, cache.v_cache.dtype.element_ty)
-    appended = dims < tl.where(appends, FORM.HEAD_DIM, 0)
+    appended = dims < tl.where(appends, META.HEAD_DIM, 0)
     k_at = cache.k_cache + wide_head * cache.k_head_stride + page * cache.k_page_stride
     v_at = cache.v_cache + wide_head * cache.v_head_stride + page * cache.v_page_stride
     tl.store(k_at + place * cache.k_token_stride + dims, key, mask=appended)
@@ -180,59 +180,59 @@ def _append_attention_kernel(
     rows,
     heads,
     logits,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    item = item_of(plan, heads.kv_heads, FORM)
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    item = item_of(plan, heads.kv_heads, META)
     own_len = tl.load(kv_lens + item.item, mask=item.item < rows, other=1)
     is_planned = (item.item < item.items) & (item.row < rows)
     row = tl.where(is_planned, item.row, 0)  # a plan of before may have stood there
     kv_len = tl.where(is_planned, item.kv_len, 0)
     newest = tl.maximum(kv_len - 1, 0)
-    begin, end = span_of(kv_len, item.split, item.splits, 1, logits.options.window_left, FORM)
+    begin, end = span_of(kv_len, item.split, item.splits, 1, logits.options.window_left, META)
     is_last = (begin < kv_len) & (end == kv_len)
     end = tl.minimum(end, newest)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
-    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, FORM.BLOCK_N)
-    new_page = tl.load(pages + newest // FORM.PAGE_SIZE, mask=is_planned & is_last, other=0).to(tl.int64)
-    own = head_pages(cache, pages, item.kv_head, FORM)
+    page = pages_of(pages, begin, end, META.PAGE_SIZE, META.BLOCK_N)
+    new_page = tl.load(pages + newest // META.PAGE_SIZE, mask=is_planned & is_last, other=0).to(tl.int64)
+    own = head_pages(cache, pages, item.kv_head, META)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = item.kv_head * heads.group + m
     held = m < heads.group
-    angles = _angles(rope, newest, FORM, ROPE)
-    gains = _gains(rope, head, held, item.kv_head, angles, FORM, ROPE)
+    angles = _angles(rope, newest, META, ROPE)
+    gains = _gains(rope, head, held, item.kv_head, angles, META, ROPE)
     if PDL:
         if begin < end:
-            at = begin + tl.arange(0, FORM.BLOCK_N)
-            _prefetch(own, cache, page, at % FORM.PAGE_SIZE, at < end, ROPE)
+            at = begin + tl.arange(0, META.BLOCK_N)
+            _prefetch(own, cache, page, at % META.PAGE_SIZE, at < end, ROPE)
         wait_and_trigger()
     if own_len <= 0:
-        clear_row(results, item.item, item.kv_head, heads, FORM)
+        clear_row(results, item.item, item.kv_head, heads, META)
     if not is_planned:
         return
 
     source = qkv + row.to(tl.int64) * qkv_stride
     element = results.out.dtype.element_ty
     queries, new_k, new_v = _heads_of_row(
-        source, head, held, is_last, item, heads, rope, angles, gains, element, FORM, ROPE
+        source, head, held, is_last, item, heads, rope, angles, gains, element, META, ROPE
     )
-    queries = to_compute(queries, FORM.COMPUTE)
+    queries = to_compute(queries, META.COMPUTE)
     appends = is_last & (tl.program_id(1) == 0)
-    place = (newest % FORM.PAGE_SIZE).to(tl.int64)
-    new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, FORM, ROPE)
+    place = (newest % META.PAGE_SIZE).to(tl.int64)
+    new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, META, ROPE)
     score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * logits.options.sm_scale
-    score = altered(score, logits, FORM)
+    score = altered(score, logits, META)
     none = tl.zeros([BLOCK_M], tl.float32)
     taken = none + tl.where(is_last, 1.0, 0.0)
     acc, total, top, _ = attend_span(
         new_v[None, :] + none[:, None], taken, tl.where(taken > 0.0, score, -float("inf")), page,
-        queries, queries, m, m, own, begin, end, end, cache, logits, FORM,
+        queries, queries, m, m, own, begin, end, end, cache, logits, META,
         True, False, False,  # a split begins where the window does
     )  # fmt: skip
     v_unit = cache.v_unit if ROPE.IS_FP8 else 1.0
-    deliver(results, acc, total, top, item, row, heads, logits.options.sinks, v_unit, FORM)
+    deliver(results, acc, total, top, item, row, heads, logits.options.sinks, v_unit, META)
 
 
 def step_tile(group: int, head_dim: int, q: torch.dtype, cache: torch.dtype) -> dict[str, int]:
@@ -262,13 +262,13 @@ def append_attention_triton(
     tile = step_tile(heads.group, head_dim, out.dtype, k_cache.dtype)
     tile |= merge_sizes(heads.group, tile)
     values_of_line = _LINE // k_cache.itemsize
-    form = RopeForm.of(rope, k_cache, LINES=max(tile["BLOCK_D"] // values_of_line, 1), VALUES_OF_LINE=values_of_line)
-    limit = registers(PROGRAM_REGISTERS) if form.NORMS_ALL and head_dim <= 128 else {}  # or Triton 3.6 spills
+    meta = RopeMeta.of(rope, k_cache, LINES=max(tile["BLOCK_D"] // values_of_line, 1), VALUES_OF_LINE=values_of_line)
+    limit = registers(PROGRAM_REGISTERS) if meta.NORMS_ALL and head_dim <= 128 else {}  # or Triton 3.6 spills
     _append_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(heads.group, tile["BLOCK_M"]))](
         Results(out, None, *work[2:]), qkv, qkv.stride(0),
         Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
         rope, work.kv_lens, work.plan, rows, heads, logits_of(head_dim, options, k_scale),
-        FORM=form_of(out, k_cache, v_cache, tile, options), ROPE=form,
+        META=meta_of(out, k_cache, v_cache, tile, options), ROPE=meta,
         **launch_options(tile), **limit, **early_start_options(out.device),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ class PlanSizes(NamedTuple):
     q_len: int
 
 
-class PlanForm(NamedTuple):
+class PlanMeta(NamedTuple):
     """What the kernel of a plan is compiled for: where lengths come from, how rows are split, and rows at once."""
 
     PAGED: bool
@@ -63,15 +63,15 @@ def plan_size(max_items: int) -> int:
 # all programs find, and writes its own row's items, 16 bytes each. No program waits for another.
 @triton.jit(do_not_specialize=["rows"])
 def _attention_plan_kernel(
-    kv_lens, plan, lengths, live_rows, last_page_len, rows, sizes, FORM: tl.constexpr, PDL: tl.constexpr
+    kv_lens, plan, lengths, live_rows, last_page_len, rows, sizes, META: tl.constexpr, PDL: tl.constexpr
 ):
-    TILE: tl.constexpr = FORM.TILE
+    TILE: tl.constexpr = META.TILE
     if PDL:
         wait_and_trigger()
     row = tl.program_id(0)
-    index = tl.arange(0, FORM.BLOCK)
+    index = tl.arange(0, META.BLOCK)
     inside = index < rows
-    if FORM.PAGED:
+    if META.PAGED:
         pages = tl.load(lengths + index + 1, mask=inside, other=0) - tl.load(lengths + index, mask=inside, other=0)
         last = tl.load(last_page_len + index, mask=inside, other=0)
         tokens = tl.where(pages > 0, (pages - 1) * sizes.page_size + last, 0)
@@ -79,20 +79,20 @@ def _attention_plan_kernel(
         inside = inside & (index < tl.load(live_rows))
         tokens = tl.where(inside, tl.load(lengths + index, mask=inside, other=0) + 1, 0)
     span = tokens
-    if FORM.HAS_WINDOW:
+    if META.HAS_WINDOW:
         span = tl.minimum(tokens, sizes.window_left + sizes.q_len)
-    if FORM.FIXED:  # a long row's splits become longer, which is a matter of its own length as well
-        splits = tl.minimum(tl.cdiv(span, sizes.fixed_split), FORM.MOST_SPLITS)
+    if META.FIXED:  # a long row's splits become longer, which is a matter of its own length as well
+        splits = tl.minimum(tl.cdiv(span, sizes.fixed_split), META.MOST_SPLITS)
     else:
         wave_items = sizes.wave_items
         total = tl.sum(span.to(tl.int64))
         filled = tl.sum((span > 0).to(tl.int32))
-        capacity = tl.where(filled <= wave_items, wave_items, filled + FORM.WAVES * wave_items)
+        capacity = tl.where(filled <= wave_items, wave_items, filled + META.WAVES * wave_items)
         # the smallest split of whole tiles with which all rows fit: sum(ceil(span / split)) <= capacity. It lies
         # between total / capacity and total / (capacity - filled)
         most = tl.maximum(tl.cdiv(tl.max(span), TILE), 1)
-        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), FORM.MIN_TILES)
-        low = tl.maximum(low, tl.cdiv(most, FORM.MOST_SPLITS))
+        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), META.MIN_TILES)
+        low = tl.maximum(low, tl.cdiv(most, META.MOST_SPLITS))
         spare = tl.maximum(capacity - filled, 1).to(tl.int64)
         high = tl.where(capacity > filled, tl.cdiv(total, spare * TILE).to(tl.int32), most)
         high = tl.maximum(tl.minimum(high, most), low)
@@ -111,7 +111,7 @@ def _attention_plan_kernel(
         tl.store(plan, tl.sum(splits))
     for begin in range(0, count, 32):
         split = begin + tl.arange(0, 32)
-        item = plan + FORM.HEADER + (first + split) * 4
+        item = plan + META.HEADER + (first + split) * 4
         tl.store(item, split * 0 + row, mask=split < count)
         tl.store(item + 1, split, mask=split < count)
         tl.store(item + 2, split * 0 + count, mask=split < count)
@@ -131,7 +131,7 @@ def _launch(
     programs = kv_lens.shape[0] if paged else rows
     _attention_plan_kernel[(programs,)](
         kv_lens, plan, lengths, live_rows, last_page_len, rows, sizes,
-        FORM=PlanForm(paged, sizes.fixed_split > 0, sizes.window_left >= 0, triton.next_power_of_2(programs)),
+        META=PlanMeta(paged, sizes.fixed_split > 0, sizes.window_left >= 0, triton.next_power_of_2(programs)),
         PDL=early_start_options(plan.device)["PDL"],  # the first of a step: it lets others begin early, and does not
         num_warps=1 if rows <= 256 else 4,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """What the attention kernels are given, and what they are compiled for, each stated once for all of them.
 
-A variant of attention is a field of `AttentionOptions`, and of `AttentionForm` where kernels are compiled for it. A
+A variant of attention is a field of `AttentionOptions`, and of `AttentionMeta` where kernels are compiled for it. A
 model's configuration makes the record, and the torch version, Triton's `altered` and C's `logits_from` take it.
 """
 
@@ -95,7 +95,7 @@ class QKNormRope(NamedTuple):
     eps: float = 0.0  # of these norms
 
 
-class RopeForm(NamedTuple):
+class RopeMeta(NamedTuple):
     """What an append to the cache is compiled for."""
 
     HALF: int  # pairs of channels that are rotated
@@ -108,7 +108,7 @@ class RopeForm(NamedTuple):
 
     @classmethod
     def of(cls, rope: QKNormRope, k_cache: Tensor, **of_lines: int) -> Self:
-        """Return the form for a layer and its cache."""
+        """Return the constants for a layer and its cache."""
         norms_all = rope.q_norm is not None and rope.q_norm.shape[0] > k_cache.shape[-1]
         is_fp8 = k_cache.dtype.is_floating_point and k_cache.itemsize == 1
         return cls(rope.cos_sin.shape[-1], _HEADS_AT_ONCE, rope.q_norm is not None, norms_all, is_fp8, **of_lines)
@@ -123,7 +123,7 @@ class Logits(NamedTuple):
     rope_scale: float = 1.0  # divides the angles
 
 
-class AttentionForm(NamedTuple):
+class AttentionMeta(NamedTuple):
     """What an attention kernel is compiled for."""
 
     HEAD_DIM: int  # channels of keys
@@ -184,12 +184,12 @@ def launch_options(tile: dict[str, int]) -> dict[str, int]:
     return {name: value for name, value in tile.items() if name.islower()}
 
 
-def form_of(
+def meta_of(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tile: dict[str, int], options: AttentionOptions, **others: Any
-) -> AttentionForm:
-    """Return the form of a kernel over such tensors; `others` are fields of it."""
+) -> AttentionMeta:
+    """Return the constants of a kernel over such tensors; `others` are fields of it."""
     rope_dim = rope_dim_of(k_cache, v_cache)
-    return AttentionForm(
+    return AttentionMeta(
         HEAD_DIM=k_cache.shape[-1],
         VALUE_DIM=v_cache.shape[-1],
         COMPUTE=compute_dtype(q.dtype, k_cache.dtype),

@@ -128,12 +128,12 @@ def pages_of(pages, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def altered(scores, logits, FORM: tl.constexpr):
+def altered(scores, logits, META: tl.constexpr):
     """Return what a layer's options make of scaled logits, which hold log2(e).
 
     Capped ones are cap * log2(e) * tanh(s / (cap * log2(e))), with tanh(x) = 1 - 2 / (e^2x + 1).
     """
-    if FORM.HAS_CAP:
+    if META.HAS_CAP:
         scores = logits.options.logits_soft_cap * (1.0 - 2.0 / (tl.exp2(scores * logits.cap_step) + 1.0))
     return scores
 
@@ -149,14 +149,14 @@ class HeadPages(NamedTuple):
 
 
 @triton.jit
-def head_pages(cache, pages, kv_head, FORM: tl.constexpr):
+def head_pages(cache, pages, kv_head, META: tl.constexpr):
     """Return what `attend_span` reads of a kv head of the row whose pages are listed at `pages`."""
     wide_head = kv_head.to(tl.int64)
     keys = cache.k_cache + wide_head * cache.k_head_stride
     values = cache.v_cache + wide_head * cache.v_head_stride
     k_scales = keys
     v_scales = values
-    if FORM.KV_BITS == "int8":
+    if META.KV_BITS == "int8":
         k_scales = cache.k_scales + wide_head * cache.scales_head_stride
         v_scales = cache.v_scales + wide_head * cache.scales_head_stride
     return HeadPages(keys, values, k_scales, v_scales, pages)
@@ -179,50 +179,50 @@ def _dot(a, b, acc=None):
 
 
 @triton.jit
-def load_queries(q_from, dim_stride, held, FORM: tl.constexpr):
+def load_queries(q_from, dim_stride, held, META: tl.constexpr):
     """Return queries [BLOCK_M, BLOCK_D] in the compute type, and those of the channels before latent values, if any."""
-    dims = tl.arange(0, FORM.BLOCK_D)
-    there = held[:, None] & (dims < FORM.HEAD_DIM - FORM.ROPE_DIM)[None, :]
-    queries = tl.load(q_from[:, None] + (dims + FORM.ROPE_DIM)[None, :] * dim_stride, mask=there, other=0.0)
-    queries = to_compute(queries, FORM.COMPUTE)
+    dims = tl.arange(0, META.BLOCK_D)
+    there = held[:, None] & (dims < META.HEAD_DIM - META.ROPE_DIM)[None, :]
+    queries = tl.load(q_from[:, None] + (dims + META.ROPE_DIM)[None, :] * dim_stride, mask=there, other=0.0)
+    queries = to_compute(queries, META.COMPUTE)
     rotated = queries
-    if FORM.ROPE_DIM > 0:
-        dims = tl.arange(0, FORM.BLOCK_R)
-        there = held[:, None] & (dims < FORM.ROPE_DIM)[None, :]
+    if META.ROPE_DIM > 0:
+        dims = tl.arange(0, META.BLOCK_R)
+        there = held[:, None] & (dims < META.ROPE_DIM)[None, :]
         rotated = tl.load(q_from[:, None] + dims[None, :] * dim_stride, mask=there, other=0.0)
-        rotated = to_compute(rotated, FORM.COMPUTE)
+        rotated = to_compute(rotated, META.COMPUTE)
     return queries, rotated
 
 
 @triton.jit
-def _latent_products(q, q_rotated, latent, k_at, inside, cache, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
+def _latent_products(q, q_rotated, latent, k_at, inside, cache, META: tl.constexpr, IS_RAGGED: tl.constexpr):
     """Return the products [BLOCK_M, BLOCK_N] of queries and latent keys, of which all but `k_at` are loaded."""
-    KV_BITS: tl.constexpr = FORM.KV_BITS
-    dims = tl.arange(0, FORM.BLOCK_R)
+    KV_BITS: tl.constexpr = META.KV_BITS
+    dims = tl.arange(0, META.BLOCK_R)
     at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
-    held = (dims < FORM.ROPE_DIM)[:, None]
-    k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_R == FORM.ROPE_DIM, IS_RAGGED)
-    return _dot(q, tl.trans(latent), _dot(q_rotated, dequantize(k, KV_BITS, FORM.COMPUTE)))
+    held = (dims < META.ROPE_DIM)[:, None]
+    k = _load_entries(at_channels, inside[None, :], held, META.BLOCK_R == META.ROPE_DIM, IS_RAGGED)
+    return _dot(q, tl.trans(latent), _dot(q_rotated, dequantize(k, KV_BITS, META.COMPUTE)))
 
 
 @triton.jit
-def _load_values(v_at, inside, cache, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
+def _load_values(v_at, inside, cache, META: tl.constexpr, IS_RAGGED: tl.constexpr):
     """Return a tile of values [BLOCK_N, BLOCK_V]."""
-    KV_BITS: tl.constexpr = FORM.KV_BITS
-    values = tl.arange(0, FORM.BLOCK_V)
+    KV_BITS: tl.constexpr = META.KV_BITS
+    values = tl.arange(0, META.BLOCK_V)
     at_channels = v_at[:, None] + values[None, :] * cache.v_dim_stride
-    held = (values < FORM.VALUE_DIM)[None, :]
-    v = _load_entries(at_channels, inside[:, None], held, FORM.BLOCK_V == FORM.VALUE_DIM, IS_RAGGED)
-    return dequantize(v, KV_BITS, FORM.COMPUTE)
+    held = (values < META.VALUE_DIM)[None, :]
+    v = _load_entries(at_channels, inside[:, None], held, META.BLOCK_V == META.VALUE_DIM, IS_RAGGED)
+    return dequantize(v, KV_BITS, META.COMPUTE)
 
 
 @triton.jit
-def _products(q, q_high, k_at, at, inside, cache, logits, FORM: tl.constexpr, IS_RAGGED: tl.constexpr):
+def _products(q, q_high, k_at, at, inside, cache, logits, META: tl.constexpr, IS_RAGGED: tl.constexpr):
     """Return the products [BLOCK_M, BLOCK_N] of queries and a tile of keys `at` these positions, rotated with rope."""
-    KV_BITS: tl.constexpr = FORM.KV_BITS
-    HALF: tl.constexpr = FORM.HEAD_DIM // 2
-    dims = tl.arange(0, FORM.BLOCK_D)
-    if FORM.MODE == "ROPE_LLAMA":
+    KV_BITS: tl.constexpr = META.KV_BITS
+    HALF: tl.constexpr = META.HEAD_DIM // 2
+    dims = tl.arange(0, META.BLOCK_D)
+    if META.MODE == "ROPE_LLAMA":
         half = inside[None, :] & (dims < HALF)[:, None]
         k_low = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=half, other=0.0)
         k_high = tl.load(k_at[None, :] + (dims + HALF)[:, None] * cache.k_dim_stride, mask=half, other=0.0)
@@ -234,11 +234,11 @@ def _products(q, q_high, k_at, at, inside, cache, logits, FORM: tl.constexpr, IS
             logits.rope_step,
             logits.rope_scale,
         )
-        return _dot(q_high, k_high.to(FORM.COMPUTE), _dot(q, k_low.to(FORM.COMPUTE)))
+        return _dot(q_high, k_high.to(META.COMPUTE), _dot(q, k_low.to(META.COMPUTE)))
     at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
-    held = (dims < FORM.HEAD_DIM)[:, None]
-    k = _load_entries(at_channels, inside[None, :], held, FORM.BLOCK_D == FORM.HEAD_DIM, IS_RAGGED)
-    return _dot(q, dequantize(k, KV_BITS, FORM.COMPUTE))
+    held = (dims < META.HEAD_DIM)[:, None]
+    k = _load_entries(at_channels, inside[None, :], held, META.BLOCK_D == META.HEAD_DIM, IS_RAGGED)
+    return _dot(q, dequantize(k, KV_BITS, META.COMPUTE))
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def attend_span(
     last,
     cache,
     logits,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     IS_RAGGED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -293,51 +293,51 @@ def attend_span(
     is of `head_pages`; the row's page table is read up to the key `last`. Without IS_RAGGED the span is of whole tiles,
     and seen by every query.
     """
-    KV_BITS: tl.constexpr = FORM.KV_BITS
-    keys = tl.arange(0, FORM.BLOCK_N)
+    KV_BITS: tl.constexpr = META.KV_BITS
+    keys = tl.arange(0, META.BLOCK_N)
     # of int8, sums are in units of the largest scale so far: weights stay within what the compute type has, however
     # small the values are
     unit = tl.full([1], 1e-20, tl.float32)
     if KV_BITS == "int8":
         acc = acc / unit
-    for start in range(begin, end, FORM.BLOCK_N):
+    for start in range(begin, end, META.BLOCK_N):
         at = start + keys
         inside = at < end
         place = at
         next_page = page
-        if FORM.PAGE_SIZE > 0:
-            place = at % FORM.PAGE_SIZE
-            next_page = pages_of(head.pages, start + FORM.BLOCK_N, last, FORM.PAGE_SIZE, FORM.BLOCK_N)
+        if META.PAGE_SIZE > 0:
+            place = at % META.PAGE_SIZE
+            next_page = pages_of(head.pages, start + META.BLOCK_N, last, META.PAGE_SIZE, META.BLOCK_N)
         k_at = head.k_at + page * cache.k_page_stride + place.to(tl.int64) * cache.k_token_stride
         v_at = head.v_at + page * cache.v_page_stride + place.to(tl.int64) * cache.v_token_stride
-        if FORM.ROPE_DIM > 0:
-            v = _load_values(v_at, inside, cache, FORM, IS_RAGGED)
-            scores = _latent_products(q, q_high, v, k_at, inside, cache, FORM, IS_RAGGED) * logits.options.sm_scale
+        if META.ROPE_DIM > 0:
+            v = _load_values(v_at, inside, cache, META, IS_RAGGED)
+            scores = _latent_products(q, q_high, v, k_at, inside, cache, META, IS_RAGGED) * logits.options.sm_scale
         else:
-            scores = _products(q, q_high, k_at, at, inside, cache, logits, FORM, IS_RAGGED) * logits.options.sm_scale
+            scores = _products(q, q_high, k_at, at, inside, cache, logits, META, IS_RAGGED) * logits.options.sm_scale
         if KV_BITS == "int8":
             scales_at = page * cache.scales_page_stride + place
             k_unit = tl.load(head.k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             v_unit = tl.load(head.v_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             scores = scores * k_unit[None, :]
-        scores = altered(scores, logits, FORM)
-        if FORM.MODE == "ALIBI":
+        scores = altered(scores, logits, META)
+        if META.MODE == "ALIBI":
             scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
         if IS_RAGGED:
-            scores = _masked(scores, at, inside, q_at, logits.options, CAUSAL, HAS_WINDOW, FORM.IS_CHUNKED)
+            scores = _masked(scores, at, inside, q_at, logits.options, CAUSAL, HAS_WINDOW, META.IS_CHUNKED)
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        if FORM.ROPE_DIM == 0:
-            v = _load_values(v_at, inside, cache, FORM, IS_RAGGED)
+        if META.ROPE_DIM == 0:
+            v = _load_values(v_at, inside, cache, META, IS_RAGGED)
         if KV_BITS == "int8":
             larger = tl.maximum(unit, tl.max(v_unit))
             weights = weights * (v_unit / larger)[None, :]
             shrink = shrink * (unit / larger)
             unit = larger
-        acc = _dot(weights.to(FORM.COMPUTE), v, acc * shrink[:, None])
+        acc = _dot(weights.to(META.COMPUTE), v, acc * shrink[:, None])
         top = new_top
         page = next_page
     if KV_BITS == "int8":

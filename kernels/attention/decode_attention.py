@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
-from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of, rope_dim_of
+from .attention_records import AttentionOptions, Pages, can_compile, launch_options, logits_of, meta_of, rope_dim_of
 from .attention_tile import (
     LOG2_E,
     alibi_slope,
@@ -37,20 +37,20 @@ class _Strides(NamedTuple):
 
 
 @triton.jit
-def _queries(q, strides, token, head, held, q_at, logits, FORM: tl.constexpr):
+def _queries(q, strides, token, head, held, q_at, logits, META: tl.constexpr):
     """Return the queries of a program in the compute type; with rope their low and high halves, rotated."""
     q_from = q + token * strides.token + head * strides.head
-    dims = tl.arange(0, FORM.BLOCK_D)
-    if FORM.MODE == "ROPE_LLAMA":
-        HALF: tl.constexpr = FORM.HEAD_DIM // 2
+    dims = tl.arange(0, META.BLOCK_D)
+    if META.MODE == "ROPE_LLAMA":
+        HALF: tl.constexpr = META.HEAD_DIM // 2
         there = held[:, None] & (dims < HALF)[None, :]
         low = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
         high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
         low, high = rotate(low, high, q_at[:, None], dims[None, :], logits.rope_step, logits.rope_scale)
-        queries = to_compute(low, FORM.COMPUTE)
-        queries_high = to_compute(high, FORM.COMPUTE)
+        queries = to_compute(low, META.COMPUTE)
+        queries_high = to_compute(high, META.COMPUTE)
     else:
-        queries, queries_high = load_queries(q_from, strides.dim, held, FORM)
+        queries, queries_high = load_queries(q_from, strides.dim, held, META)
     return queries, queries_high
 
 
@@ -60,22 +60,22 @@ def _queries(q, strides, token, head, held, q_at, logits, FORM: tl.constexpr):
 # the last item, and others, clear the row of their number if it has no keys.
 @triton.jit(do_not_specialize=["rows"])
 def _decode_attention_kernel(
-    results, q, q_strides, cache, indptr, kv_lens, plan, rows, heads, logits, FORM: tl.constexpr
+    results, q, q_strides, cache, indptr, kv_lens, plan, rows, heads, logits, META: tl.constexpr
 ):
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_V: tl.constexpr = FORM.BLOCK_V
-    item = item_of(plan, heads.kv_heads, FORM)
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_V: tl.constexpr = META.BLOCK_V
+    item = item_of(plan, heads.kv_heads, META)
     row = item.row
     kv_len = item.kv_len
     if tl.load(kv_lens + item.item, mask=item.item < rows, other=1) <= 0:
-        clear_row(results, item.item, item.kv_head, heads, FORM)
+        clear_row(results, item.item, item.kv_head, heads, META)
     if item.item >= item.items or row >= rows:  # planned for more rows than there are queries
         return
-    begin, end = span_of(kv_len, item.split, item.splits, heads.q_len, logits.options.window_left, FORM)
+    begin, end = span_of(kv_len, item.split, item.splits, heads.q_len, logits.options.window_left, META)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
-    if FORM.HAS_INDPTR:
+    if META.HAS_INDPTR:
         pages = cache.table + tl.load(indptr + row)
-    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, FORM.BLOCK_N)
+    page = pages_of(pages, begin, end, META.PAGE_SIZE, META.BLOCK_N)
 
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     query = m // heads.group
@@ -83,14 +83,14 @@ def _decode_attention_kernel(
     held = query < heads.q_len
     q_at = kv_len - heads.q_len + query
     token = (row * heads.q_len + query).to(tl.int64)
-    queries, queries_high = _queries(q, q_strides, token, head, held, q_at, logits, FORM)
+    queries, queries_high = _queries(q, q_strides, token, head, held, q_at, logits, META)
     acc, total, top, _ = attend_span(
         tl.zeros([BLOCK_M, BLOCK_V], tl.float32), tl.zeros([BLOCK_M], tl.float32),
         tl.full([BLOCK_M], -float("inf"), tl.float32), page, queries, queries_high, q_at,
-        alibi_slope(head, FORM.ALIBI_POWER), head_pages(cache, pages, item.kv_head, FORM),
-        begin, end, end, cache, logits, FORM, True, FORM.CAUSAL, FORM.HAS_WINDOW,
+        alibi_slope(head, META.ALIBI_POWER), head_pages(cache, pages, item.kv_head, META),
+        begin, end, end, cache, logits, META, True, META.CAUSAL, META.HAS_WINDOW,
     )  # fmt: skip
-    deliver(results, acc, total, top, item, row, heads, logits.options.sinks, cache.v_unit, FORM)
+    deliver(results, acc, total, top, item, row, heads, logits.options.sinks, cache.v_unit, META)
 
 
 def decode_attention_triton(
@@ -105,15 +105,15 @@ def decode_attention_triton(
     mode, *rope = positions
     if mode == "ROPE_LLAMA":
         tile["BLOCK_D"] = max(tile["BLOCK_D"] // 2, 16)
-    form = form_of(
+    meta = meta_of(
         q, k_cache, v_cache, tile, options,
         PAGE_SIZE=0 if table.shape[-1] == 1 and indptr is None else k_cache.shape[1], HAS_INDPTR=indptr is not None,
         HAS_LSE=lse is not None, CAUSAL=q_len > 1, MODE=mode, ALIBI_POWER=1 << (q.shape[1].bit_length() - 1),
     )  # fmt: skip
     pages = Pages.of(k_cache, v_cache, scales, table, table_stride=None if indptr is None else 0, v_unit=v_scale)
-    _decode_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(queries, form.BLOCK_M))](
+    _decode_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(queries, meta.BLOCK_M))](
         Results(out, lse, *work[2:]), q, _Strides(*q.stride()), pages, indptr, work.kv_lens, work.plan,
-        q.shape[0] // q_len, heads, logits_of(head_dim, options, 1.0, *rope), FORM=form, **launch_options(tile),
+        q.shape[0] // q_len, heads, logits_of(head_dim, options, 1.0, *rope), META=meta, **launch_options(tile),
     )  # fmt: skip
 
 

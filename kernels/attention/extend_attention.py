@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
-from .attention_records import AttentionOptions, Pages, can_compile, form_of, launch_options, logits_of, rope_dim_of
+from .attention_records import AttentionOptions, Pages, can_compile, launch_options, logits_of, meta_of, rope_dim_of
 from .attention_tile import (
     LOG2_E,
     attend_span,
@@ -57,10 +57,10 @@ class Rows(NamedTuple):
 # queries see the most keys and come first, so that no long program is left over at the end.
 @triton.jit(do_not_specialize=["count"])  # one code for any number of prompts: nothing is compiled while they wait
 def _extend_attention_kernel(
-    rows, count, group, kv_heads, cache, logits, FORM: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    rows, count, group, kv_heads, cache, logits, META: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_V: tl.constexpr = FORM.BLOCK_V
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_V: tl.constexpr = META.BLOCK_V
     index = tl.arange(0, BLOCK_ROWS)
     starts = tl.load(rows.cu_seqlens_q + index, mask=index < count, other=0)
     stops = tl.load(rows.cu_seqlens_q + index + 1, mask=index < count, other=0)
@@ -86,38 +86,38 @@ def _extend_attention_kernel(
         token += q_first
         row_of = row_of * 0
     q_from = rows.q + row_of * rows.q_row + token * rows.q_token + head * rows.q_head
-    queries, rotated = load_queries(q_from, rows.q_dim, held, FORM)
+    queries, rotated = load_queries(q_from, rows.q_dim, held, META)
     end = kv_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1) + 1
     first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
-    if FORM.HAS_WINDOW:
-        begin = tl.maximum(window_begin(first, logits.options.window_left, FORM.IS_CHUNKED), 0)
+    if META.HAS_WINDOW:
+        begin = tl.maximum(window_begin(first, logits.options.window_left, META.IS_CHUNKED), 0)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
-    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, FORM.BLOCK_N)
-    own = head_pages(cache, pages, kv_head, FORM)
+    page = pages_of(pages, begin, end, META.PAGE_SIZE, META.BLOCK_N)
+    own = head_pages(cache, pages, kv_head, META)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    if not FORM.HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
-        ragged = tl.maximum((first + 1) // FORM.BLOCK_N, 0) * FORM.BLOCK_N
+    if not META.HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
+        ragged = tl.maximum((first + 1) // META.BLOCK_N, 0) * META.BLOCK_N
         acc, total, top, page = attend_span(
-            acc, total, top, page, queries, rotated, q_at, q_at, own, begin, ragged, end, cache, logits, FORM,
-            False, True, FORM.HAS_WINDOW,
+            acc, total, top, page, queries, rotated, q_at, q_at, own, begin, ragged, end, cache, logits, META,
+            False, True, META.HAS_WINDOW,
         )  # fmt: skip
         begin = ragged
     acc, total, top, page = attend_span(
-        acc, total, top, page, queries, rotated, q_at, q_at, own, begin, end, end, cache, logits, FORM,
-        True, True, FORM.HAS_WINDOW,
+        acc, total, top, page, queries, rotated, q_at, q_at, own, begin, end, end, cache, logits, META,
+        True, True, META.HAS_WINDOW,
     )  # fmt: skip
-    if FORM.HAS_SINKS:
+    if META.HAS_SINKS:
         acc, total, top = with_sinks(acc, total, top, logits.options.sinks, head, held)
     norm = tl.where(total == 0.0, 1.0, total)
     values = tl.arange(0, BLOCK_V)
     result = (acc / norm[:, None] * cache.v_unit).to(rows.out.dtype.element_ty)
     place = rows.out + row_of * rows.out_row + token * rows.out_token + head * rows.out_head
-    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
+    kept = held[:, None] & (values < META.VALUE_DIM)[None, :]
     tl.store(place[:, None] + values[None, :] * rows.out_dim, result, mask=kept)
-    if FORM.HAS_LSE:
+    if META.HAS_LSE:
         place = rows.lse + row_of * rows.lse_row + token * rows.lse_token + head * rows.lse_head
         tl.store(place, top + tl.log2(norm), mask=held)
 
@@ -139,18 +139,18 @@ def extend_attention_triton(
     own_dim = head_dim - rope_dim_of(k_cache, v_cache)
     tile = tile_sizes(queries_at_once(q.device), own_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
-    form = form_of(
+    meta = meta_of(
         q, k_cache, v_cache, tile, options, HAS_LSE=lse is not None,
         PAGE_SIZE=0 if page_table is None else k_cache.shape[1], CAUSAL=True,
     )  # fmt: skip
     no_row = (0,) if packed else ()
     of_lse = (0, 0, 0)[: out.dim() - 1] if lse is None else lse.stride()
     most = q.shape[0] * group if packed else q.shape[1] * group
-    tiles = triton.cdiv(most, form.BLOCK_M)
+    tiles = triton.cdiv(most, meta.BLOCK_M)
     _extend_attention_kernel[((tiles + count if packed else tiles * count) * kv_heads,)](
         Rows(q, out, lse, cu_seqlens_q, cu_seqlens_kv, *no_row, *q.stride(), *no_row, *out.stride(), *no_row, *of_lse),
         count, group, kv_heads, Pages.of(k_cache, v_cache, scales, table, v_unit=v_scale), logits_of(head_dim, options),
-        FORM=form, PACKED=packed, BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
+        META=meta, PACKED=packed, BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
         **launch_options(tile), **(registers() if head_dim == 128 else {}),  # one program fits at a time
     )  # fmt: skip
 

@@ -18,12 +18,12 @@ MERGED_VALUES = 4096  # of partial results that one program holds at a time
 
 
 @triton.jit
-def span_of(kv_len, split, splits, q_len, window_left, FORM: tl.constexpr):
+def span_of(kv_len, split, splits, q_len, window_left, META: tl.constexpr):
     """Return the keys [begin, end) of a split; which other splits there are is a matter of whole tiles of the plan."""
     lowest = 0
-    if FORM.HAS_WINDOW:
-        lowest = tl.maximum(window_begin(kv_len - q_len, window_left, FORM.IS_CHUNKED), 0)
-    chunk = tl.cdiv(tl.cdiv(kv_len - lowest, tl.maximum(splits, 1)), FORM.TILE) * FORM.TILE
+    if META.HAS_WINDOW:
+        lowest = tl.maximum(window_begin(kv_len - q_len, window_left, META.IS_CHUNKED), 0)
+    chunk = tl.cdiv(tl.cdiv(kv_len - lowest, tl.maximum(splits, 1)), META.TILE) * META.TILE
     begin = lowest + split * chunk
     return begin, tl.minimum(begin + chunk, kv_len)
 
@@ -69,10 +69,10 @@ class Item(NamedTuple):
 
 
 @triton.jit
-def item_of(plan, kv_heads, FORM: tl.constexpr):
+def item_of(plan, kv_heads, META: tl.constexpr):
     """Return the work item of a program; the items' heads are neighbours in the grid."""
     item = tl.program_id(0) // kv_heads
-    found = plan + FORM.HEADER + item * 4
+    found = plan + META.HEADER + item * 4
     items = tl.load(plan)
     row = tl.load(found)
     split = tl.load(found + 1)
@@ -88,38 +88,38 @@ def _place_of(row, m, kv_head, heads):
 
 
 @triton.jit
-def _store_results(results, place, held, result, log_sum, FORM: tl.constexpr):
+def _store_results(results, place, held, result, log_sum, META: tl.constexpr):
     """Write rows [M, BLOCK_V] of the output, and their log-sum-exps, at places [M]."""
-    values = tl.arange(0, FORM.BLOCK_V)
-    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
-    at = results.out + place[:, None] * FORM.VALUE_DIM + values[None, :]
+    values = tl.arange(0, META.BLOCK_V)
+    kept = held[:, None] & (values < META.VALUE_DIM)[None, :]
+    at = results.out + place[:, None] * META.VALUE_DIM + values[None, :]
     tl.store(at, result.to(results.out.dtype.element_ty), mask=kept)
-    if FORM.HAS_LSE:
+    if META.HAS_LSE:
         tl.store(results.lse + place, log_sum, mask=held)
 
 
 @triton.jit
-def clear_row(results, row, kv_head, heads, FORM: tl.constexpr):
+def clear_row(results, row, kv_head, heads, META: tl.constexpr):
     """Write the result of a row without keys: 0, and a log-sum-exp of -inf."""
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_V: tl.constexpr = FORM.BLOCK_V
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_V: tl.constexpr = META.BLOCK_V
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = _place_of(row, m, kv_head, heads)
     nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     no_sum = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    _store_results(results, place, m < heads.q_len * heads.group, nothing, no_sum, FORM)
+    _store_results(results, place, m < heads.q_len * heads.group, nothing, no_sum, META)
 
 
 @triton.jit
-def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constexpr):
+def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constexpr):
     """Write a row's result from those of its splits, MERGE_S at a time: (VALUE_DIM + 1) * 4 bytes of each query."""
-    MERGE_M: tl.constexpr = FORM.MERGE_M
-    MERGE_S: tl.constexpr = FORM.MERGE_S
-    BLOCK_V: tl.constexpr = FORM.BLOCK_V
+    MERGE_M: tl.constexpr = META.MERGE_M
+    MERGE_S: tl.constexpr = META.MERGE_S
+    BLOCK_V: tl.constexpr = META.BLOCK_V
     values = tl.arange(0, BLOCK_V)
-    kept = values < FORM.VALUE_DIM
+    kept = values < META.VALUE_DIM
     flat = tl.arange(0, MERGE_S * MERGE_M)
-    m = tl.program_id(1) * FORM.BLOCK_M + flat % MERGE_M
+    m = tl.program_id(1) * META.BLOCK_M + flat % MERGE_M
     held = m < heads.q_len * heads.group
     acc = tl.zeros([MERGE_M, BLOCK_V], tl.float32)
     total = tl.zeros([MERGE_M], tl.float32)
@@ -129,7 +129,7 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constex
         there = held & (split < splits)
         place = _place_of(first + split, m, kv_head, heads)
         sums = tl.load(results.partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
-        at = results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :]
+        at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
         parts = tl.load(at, mask=there[:, None] & kept[None, :], other=0.0, cache_modifier=".cg")
         sums = tl.reshape(sums, [MERGE_S, MERGE_M])
         parts = tl.reshape(parts, [MERGE_S, MERGE_M, BLOCK_V])
@@ -141,24 +141,24 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constex
         total = total * shrink + tl.sum(weights, axis=0)
         top = new_top
     norm = tl.where(total == 0.0, 1.0, total)
-    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, MERGE_M)
+    m = tl.program_id(1) * META.BLOCK_M + tl.arange(0, MERGE_M)
     held = m < heads.q_len * heads.group
     place = _place_of(row, m, kv_head, heads)
-    _store_results(results, place, held, acc / norm[:, None] * v_unit, top + tl.log2(norm), FORM)
+    _store_results(results, place, held, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
 
 
 @triton.jit
-def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, FORM: tl.constexpr):
+def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, META: tl.constexpr):
     """Write an item's result: straight out where its row was not split; else the last to arrive merges the row's.
 
     The row's first split takes the sinks along.
     """
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_M: tl.constexpr = META.BLOCK_M
     of_row = heads.q_len * heads.kv_heads * heads.group
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     held = m < heads.q_len * heads.group
     within = _place_of(0, m, item.kv_head, heads)
-    if FORM.HAS_SINKS:
+    if META.HAS_SINKS:
         is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
         head = item.kv_head * heads.group + m % heads.group
         acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
@@ -167,18 +167,18 @@ def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, FORM: tl.
     log_sum = top + tl.log2(norm)
     if item.splits == 1:
         place = row.to(tl.int64) * of_row + within
-        _store_results(results, place, held, acc * v_unit, log_sum, FORM)
+        _store_results(results, place, held, acc * v_unit, log_sum, META)
     else:
-        values = tl.arange(0, FORM.BLOCK_V)
-        kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
+        values = tl.arange(0, META.BLOCK_V)
+        kept = held[:, None] & (values < META.VALUE_DIM)[None, :]
         place = item.item.to(tl.int64) * of_row + within
-        at = results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :]
+        at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
         tl.store(at, acc, mask=kept, cache_modifier=".cg")
         tl.store(results.partial_lse + place, log_sum, mask=held, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
         counter = results.counters + (row * heads.kv_heads + item.kv_head) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(counter, 1, sem="acq_rel") == item.splits - 1:
-            _merge(results, row, item.item - item.split, item.splits, item.kv_head, heads, v_unit, FORM)
+            _merge(results, row, item.item - item.split, item.splits, item.kv_head, heads, v_unit, META)
             tl.store(counter, 0)  # ready for the next layer
 
 

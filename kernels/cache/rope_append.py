@@ -8,7 +8,7 @@ be RMS-normed before, per head or over all heads.
 import torch
 from torch import Tensor
 
-from ..attention.attention_records import Pages, QKNormRope, RopeForm
+from ..attention.attention_records import Pages, QKNormRope, RopeMeta
 from ..attention.attention_tile import cache_bytes, int8_codes, int8_scale, mixed_tile, quantize, to_compute
 from ..native.library import CODES
 from ..native.optional_triton import tl, triton
@@ -149,16 +149,16 @@ def rope_append_triton(
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
     value_heads = v_cache.shape[2]
-    form = RopeForm.of(rope, k_cache)
+    meta = RopeMeta.of(rope, k_cache)
     if format_of(k_cache.dtype).is_mixed and head_dim > 128:
-        form = form._replace(HEADS=2)  # mixing four heads in a program spills registers
+        meta = meta._replace(HEADS=2)  # mixing four heads in a program spills registers
     elif head_dim > 512:  # latent keys
-        form = form._replace(HEADS=1)
-    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + kv_heads + value_heads, form.HEADS))](
+        meta = meta._replace(HEADS=1)
+    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + kv_heads + value_heads, meta.HEADS))](
         q_out, Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale), rope, qkv,
         rows, positions, live, qo_heads, kv_heads, value_heads, qkv.stride(0),
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PAGE_SIZE=page_size,
-        KV_BITS=cache_bytes(k_cache)[1], ROPE=form, num_warps=2,
+        KV_BITS=cache_bytes(k_cache)[1], ROPE=meta, num_warps=2,
     )  # fmt: skip
 
 

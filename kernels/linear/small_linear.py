@@ -183,7 +183,7 @@ class ProductSizes(NamedTuple):
     out_stride: int = 0
 
 
-class ProductForm(NamedTuple):
+class ProductMeta(NamedTuple):
     """Constants of a product's kernel; see `small_linear`.
 
     AHEAD: what a program prefetches: cache lines per row, or tiles.
@@ -228,16 +228,16 @@ def _prefetch_rows(rows, begin, end, LINES: tl.constexpr):
 
 
 @triton.jit
-def _write(out, acc, held, m, rows, block, out_stride, sizes, FORM: tl.constexpr):
+def _write(out, acc, held, m, rows, block, out_stride, sizes, META: tl.constexpr):
     """Write a block's sums [BLOCK_N, BLOCK_M] to the result."""
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    EPILOGUE: tl.constexpr = FORM.EPILOGUE
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    EPILOGUE: tl.constexpr = META.EPILOGUE
     if EPILOGUE == "store" or EPILOGUE == "add":
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if EPILOGUE == "add":
             acc = held + sizes.factor * acc
     else:
-        pairs = tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, FORM.BLOCK_M)), (1, 2, 0))
+        pairs = tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, META.BLOCK_M)), (1, 2, 0))
         gate, up = tl.split(pairs)
         acc = activated(gate, EPILOGUE) * up
         n = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -255,10 +255,10 @@ def held_sums(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _sums(acc, squares, offsets, sizes, FORM: tl.constexpr, IS_NORMED: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _sums(acc, squares, offsets, sizes, META: tl.constexpr, IS_NORMED: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Return the final products [BLOCK_N, BLOCK_M] of whole sums."""
     if IS_NORMED:
-        acc *= (1.0 / FORM.RANGE / tl.sqrt(squares / sizes.depth + sizes.eps))[None, :]
+        acc *= (1.0 / META.RANGE / tl.sqrt(squares / sizes.depth + sizes.eps))[None, :]
     if HAS_BIAS:
         acc += offsets[:, None]
     return acc
@@ -280,14 +280,14 @@ def finish(
     out_stride,
     splits,
     sizes,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     IS_NORMED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     """Write a program's sums; if the columns are split, the last program to arrive adds the parts."""
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    AT_ONCE: tl.constexpr = FORM.AT_ONCE
-    if FORM.SPLIT:
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    AT_ONCE: tl.constexpr = META.AT_ONCE
+    if META.SPLIT:
         across = blocks * (BLOCK_N + 1)
         plane = tl.cast(rows, tl.int64) * across
         m_rows = m * across
@@ -299,7 +299,7 @@ def finish(
         tl.debug_barrier()  # all threads have stored before the counter is incremented
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-            if FORM.EPILOGUE == "add":
+            if META.EPILOGUE == "add":
                 held = held_sums(out, m, rows, block, sizes.width, out_stride, BLOCK_N)
             total = tl.zeros_like(acc)
             total_squares = tl.zeros_like(squares)
@@ -312,12 +312,12 @@ def finish(
                     if IS_NORMED:
                         at = part + m_rows + blocks * BLOCK_N + block
                         total_squares += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
-            total = _sums(total, total_squares, offsets, sizes, FORM, IS_NORMED, HAS_BIAS)
-            _write(out, total, held, m, rows, block, out_stride, sizes, FORM)
+            total = _sums(total, total_squares, offsets, sizes, META, IS_NORMED, HAS_BIAS)
+            _write(out, total, held, m, rows, block, out_stride, sizes, META)
             tl.store(counter, 0)  # ready for the next product
     else:
-        acc = _sums(acc, squares, offsets, sizes, FORM, IS_NORMED, HAS_BIAS)
-        _write(out, acc, held, m, rows, block, out_stride, sizes, FORM)
+        acc = _sums(acc, squares, offsets, sizes, META, IS_NORMED, HAS_BIAS)
+        _write(out, acc, held, m, rows, block, out_stride, sizes, META)
 
 
 @triton.jit
@@ -349,22 +349,22 @@ def activations(x_rows, gain, squares, there, k, depth, RANGE: tl.constexpr, EVE
 @triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: bits must not depend on their number
 def dot_linear_kernel(
     out, x, weight, bias, gain, partial, counters, rows, splits, sizes,
-    FORM: tl.constexpr, PDL: tl.constexpr,
+    META: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply on the tensor cores."""
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    BLOCK_K: tl.constexpr = FORM.BLOCK_K
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    BLOCK_K: tl.constexpr = META.BLOCK_K
     width, depth = sizes.width, sizes.depth
     block = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = tl.program_id(2) * sizes.part
     end = tl.minimum(begin + sizes.part, depth)
     k = tl.arange(0, BLOCK_K)
-    row = block_rows(block, width, BLOCK_N, FORM.EPILOGUE != "store" and FORM.EPILOGUE != "add")
+    row = block_rows(block, width, BLOCK_N, META.EPILOGUE != "store" and META.EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if FORM.AHEAD > 0 and should_prefetch(sizes.prefetchers):
-        _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
+    if META.AHEAD > 0 and should_prefetch(sizes.prefetchers):
+        _prefetch_rows(w_begin, begin, end, META.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)
@@ -375,19 +375,19 @@ def dot_linear_kernel(
     w_rows = w_begin[:, None] + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     held = acc
-    if FORM.EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
+    if META.EPILOGUE == "add" and not META.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, rows, block, width, width, BLOCK_N)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for at in range(begin, end, BLOCK_K):
-        if FORM.EVEN_K:
+        if META.EVEN_K:
             w = tl.load(w_rows + at, eviction_policy="evict_first")
         else:
             w = tl.load(w_rows + at, mask=(at + k < end)[None, :], other=0.0, eviction_policy="evict_first")
-        a, squares = activations(x_rows + at, gain, squares, there, at + k, end, FORM.RANGE, FORM.EVEN_K)
+        a, squares = activations(x_rows + at, gain, squares, there, at + k, end, META.RANGE, META.EVEN_K)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
-        splits, sizes, FORM, gain is not None, bias is not None,
+        splits, sizes, META, gain is not None, bias is not None,
     )  # fmt: skip
 
 
@@ -396,21 +396,21 @@ def dot_linear_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def gemv_linear_kernel(
     out, x, weight, bias, gain, partial, counters, splits, sizes,
-    FORM: tl.constexpr, PDL: tl.constexpr,
+    META: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply on the CUDA cores."""
-    ROWS: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    BLOCK_K: tl.constexpr = FORM.BLOCK_K
+    ROWS: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    BLOCK_K: tl.constexpr = META.BLOCK_K
     width, depth, x_stride = sizes.width, sizes.depth, sizes.x_stride
     block = tl.program_id(0)
     begin = tl.program_id(2) * sizes.part
     end = tl.minimum(begin + sizes.part, depth)
     k = tl.arange(0, BLOCK_K)
-    row = block_rows(block, width, BLOCK_N, FORM.EPILOGUE != "store" and FORM.EPILOGUE != "add")
+    row = block_rows(block, width, BLOCK_N, META.EPILOGUE != "store" and META.EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
-    if FORM.AHEAD > 0 and block + tl.program_id(2) * tl.num_programs(0) < sizes.prefetchers:
-        _prefetch_rows(w_begin, begin, end, FORM.AHEAD)
+    if META.AHEAD > 0 and block + tl.program_id(2) * tl.num_programs(0) < sizes.prefetchers:
+        _prefetch_rows(w_begin, begin, end, META.AHEAD)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
         offsets += tl.load(bias + row).to(tl.float32)
@@ -418,24 +418,24 @@ def gemv_linear_kernel(
         wait_and_trigger()
     m = tl.arange(0, ROWS)
     held = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    if FORM.EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
+    if META.EPILOGUE == "add" and not META.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, ROWS, block, width, width, BLOCK_N)
     w_rows = w_begin[:, None] + k[None, :]
     sums_0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums_1 = sums_0
     squares_0 = tl.zeros([BLOCK_K], tl.float32)
     squares_1 = squares_0
-    for at in tl.range(begin, end, BLOCK_K, num_stages=FORM.STAGES):
-        if FORM.EVEN_K:
+    for at in tl.range(begin, end, BLOCK_K, num_stages=META.STAGES):
+        if META.EVEN_K:
             w = tl.load(w_rows + at, eviction_policy="evict_first").to(tl.float32)
         else:
             inside = (at + k < end)[None, :]
             w = tl.load(w_rows + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        x_0 = _load_row(x, 0, x_stride, at + k, end, FORM.EVEN_K)
+        x_0 = _load_row(x, 0, x_stride, at + k, end, META.EVEN_K)
         if ROWS > 1:
-            x_1 = _load_row(x, 1, x_stride, at + k, end, FORM.EVEN_K)
+            x_1 = _load_row(x, 1, x_stride, at + k, end, META.EVEN_K)
         if gain is not None:
-            g = _load_row(gain, 0, 0, at + k, end, FORM.EVEN_K)
+            g = _load_row(gain, 0, 0, at + k, end, META.EVEN_K)
             squares_0 += x_0 * x_0
             x_0 *= g
             if ROWS > 1:
@@ -451,7 +451,7 @@ def gemv_linear_kernel(
         squares = tl.where(m == 0, squares, tl.sum(squares_1, axis=0))
     finish(
         out, partial, counters, acc, squares, offsets, held, m, ROWS, block, tl.num_programs(0), width, splits, sizes,
-        FORM, gain is not None, bias is not None,
+        META, gain is not None, bias is not None,
     )  # fmt: skip
 
 
@@ -495,7 +495,7 @@ def small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epil
     prefetches = pdl and is_even and config.prefetch
     ahead, prefetchers = lines_ahead(block_n, part * weight.element_size(), num_warps) if prefetches else (0, 0)
     sizes = ProductSizes(width, depth, x.stride(0), part, eps, scale, prefetchers)
-    form = ProductForm(
+    meta = ProductMeta(
         BLOCK_M=tile_rows,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -514,10 +514,10 @@ def small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epil
     blocks = triton.cdiv(weight.shape[0], block_n)
     if is_dot:
         dot_linear_kernel[(triton.cdiv(rows, block_m), blocks, splits)](
-            *operands, rows, splits, sizes, FORM=form, num_stages=num_stages, **options
+            *operands, rows, splits, sizes, META=meta, num_stages=num_stages, **options
         )
     else:  # a vocabulary has more than 65,535 narrow blocks
-        gemv_linear_kernel[(blocks, 1, splits)](*operands, splits, sizes, FORM=form, **options)
+        gemv_linear_kernel[(blocks, 1, splits)](*operands, splits, sizes, META=meta, **options)
 
 
 @operator(triton_version=small_linear_triton)

@@ -22,7 +22,7 @@ from .small_linear import (
     EPILOGUES,
     FP16_RANGE,
     LINE_BYTES,
-    ProductForm,
+    ProductMeta,
     ProductSizes,
     SmallLinearConfig,
     activations,
@@ -220,13 +220,13 @@ def tiled_linear_kernel(
     splits,
     sizes,
     WEIGHT: tl.constexpr,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply on the tensor cores."""
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    EPILOGUE: tl.constexpr = FORM.EPILOGUE
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    EPILOGUE: tl.constexpr = META.EPILOGUE
     SPAN: tl.constexpr = WEIGHT.SPAN
     TILE: tl.constexpr = WEIGHT.PER_WORD * SPAN
     width, out_stride = sizes.width, sizes.out_stride
@@ -237,9 +237,9 @@ def tiled_linear_kernel(
     k = tl.arange(0, SPAN)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # words of one tile
-    if FORM.AHEAD > 0 and should_prefetch(sizes.prefetchers):
+    if META.AHEAD > 0 and should_prefetch(sizes.prefetchers):
         first = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add", max(64 // SPAN, 1))
-        tiles = begin // TILE + tl.arange(0, FORM.AHEAD)
+        tiles = begin // TILE + tl.arange(0, META.AHEAD)
         lines = weight.words + tiles.to(tl.int64)[None, :] * plane + first.to(tl.int64)[:, None] * SPAN
         prefetch(lines, (tiles < end // TILE)[None, :])
     offsets = tl.zeros([BLOCK_N], tl.float32)
@@ -250,15 +250,15 @@ def tiled_linear_kernel(
     there = (m < rows)[:, None]
     x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     held = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if EPILOGUE == "add" and not FORM.SPLIT:  # in flight while the weight is read
+    if EPILOGUE == "add" and not META.SPLIT:  # in flight while the weight is read
         held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
     acc, squares = tiled_sums(
         x_rows, gain, there, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
-        FORM.STAGES, FORM.RANGE, FORM.EVEN_K,
+        META.STAGES, META.RANGE, META.EVEN_K,
     )  # fmt: skip
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1),
-        out_stride, splits, sizes, FORM, gain is not None, bias is not None,
+        out_stride, splits, sizes, META, gain is not None, bias is not None,
     )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ class Words(NamedTuple):
         return cls(tiles.words, tiles.high, words_of(tiles.scales), seconds)
 
 
-class TileForm(NamedTuple):
+class TileMeta(NamedTuple):
     """Constants of a kernel over a weight in tiles."""
 
     ASSEMBLY: tuple[Any, ...]  # PTX that dequantizes a tile, for each tile of a step
@@ -334,8 +334,8 @@ def tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilo
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, weight, bias, gain, partial, counters, rows, splits,
         ProductSizes(width, depth, x.stride(0), part, eps, scale, prefetchers, weight_rows, columns, out.stride(0)),
-        WEIGHT=TileForm.of(tiles, weight, x),
-        FORM=ProductForm(
+        WEIGHT=TileMeta.of(tiles, weight, x),
+        META=ProductMeta(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=step,

@@ -56,11 +56,11 @@ class Before(NamedTuple):
 
 
 @triton.jit
-def row_before(row, slots, state, FORM: tl.constexpr):
+def row_before(row, slots, state, META: tl.constexpr):
     """Return the inputs of a row's advance."""
-    places = tl.arange(0, FORM.STOPS_PADDED)
-    of_row = slots.stop_ids + tl.cast(row, tl.int64) * FORM.STOPS
-    stops = tl.load(of_row + places, mask=places < FORM.STOPS, other=-1)
+    places = tl.arange(0, META.STOPS_PADDED)
+    of_row = slots.stop_ids + tl.cast(row, tl.int64) * META.STOPS
+    stops = tl.load(of_row + places, mask=places < META.STOPS, other=-1)
     return Before(
         tl.load(state.pre_step_seqlens + row) + 1,
         tl.load(state.finished + row) != 0,
@@ -73,7 +73,7 @@ def row_before(row, slots, state, FORM: tl.constexpr):
 
 
 @triton.jit
-def advance_row(row, token, is_live, flags, before, state, outputs, sizes, FORM: tl.constexpr, K: tl.constexpr):
+def advance_row(row, token, is_live, flags, before, state, outputs, sizes, META: tl.constexpr, K: tl.constexpr):
     """Advance one row by its token, and return whether it continues; reads some 600 bytes and writes some 30."""
     wide_row = tl.cast(row, tl.int64)
     position = before.position
@@ -85,25 +85,25 @@ def advance_row(row, token, is_live, flags, before, state, outputs, sizes, FORM:
     # all loads come before any store: the compiler does not move loads before stores
     counted = active & ((flags & K.FLAG_PENALTIES) != 0) & (token >= 0) & (token < sizes.counts_stride)
     count = 0
-    if FORM.PENALTIES:
+    if META.PENALTIES:
         place = state.token_counts + wide_row * sizes.counts_stride + token
         count = tl.load(place, mask=counted, other=0)
-    if FORM.LOGPROBS:
+    if META.LOGPROBS:
         wants = active & ((flags & K.FLAG_LOGPROBS) != 0)
         logprob = tl.load(outputs.sampled_logprob + row, mask=wants, other=0.0)
         rank = tl.load(outputs.sampled_rank + row, mask=wants, other=0)
-        places = tl.arange(0, FORM.TOPS_PADDED)
-        inside = places < tl.where(wants, tl.minimum(before.wanted, FORM.TOPS), 0)
-        logprobs = tl.load(outputs.top_logprobs + wide_row * FORM.TOPS + places, mask=inside, other=0.0)
-        ids = tl.load(outputs.top_ids + wide_row * FORM.TOPS + places, mask=inside, other=0)
+        places = tl.arange(0, META.TOPS_PADDED)
+        inside = places < tl.where(wants, tl.minimum(before.wanted, META.TOPS), 0)
+        logprobs = tl.load(outputs.top_logprobs + wide_row * META.TOPS + places, mask=inside, other=0.0)
+        ids = tl.load(outputs.top_ids + wide_row * META.TOPS + places, mask=inside, other=0)
         tl.store(state.ring_logprob + entry, logprob, mask=wants)
         tl.store(state.ring_rank + entry, rank, mask=wants)
-        tl.store(state.ring_top_logprobs + entry * FORM.TOPS + places, logprobs, mask=inside)
-        tl.store(state.ring_top_ids + entry * FORM.TOPS + places, ids, mask=inside)
-    if FORM.PENALTIES:
+        tl.store(state.ring_top_logprobs + entry * META.TOPS + places, logprobs, mask=inside)
+        tl.store(state.ring_top_ids + entry * META.TOPS + places, ids, mask=inside)
+    if META.PENALTIES:
         tl.store(place, count + 1, mask=counted)
     tl.store(state.ring_tokens + entry, tl.where(active, token, -1))
-    if FORM.BAD_WORDS:
+    if META.BAD_WORDS:
         remembered = active & ((flags & K.FLAG_BAD_WORDS) != 0)
         recent = state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + position % K.BAD_WORD_LENGTH
         tl.store(recent, token.to(tl.int32), mask=remembered)
@@ -114,9 +114,9 @@ def advance_row(row, token, is_live, flags, before, state, outputs, sizes, FORM:
 
 
 @triton.jit
-def end_step(step, going_on, rows, state, sizes, FORM: tl.constexpr):
+def end_step(step, going_on, rows, state, sizes, META: tl.constexpr):
     """Count a step whose rows have all advanced, `going_on` of which continue; other ring columns get -1."""
-    places = tl.arange(0, FORM.RING_ROWS)
+    places = tl.arange(0, META.RING_ROWS)
     entry = (step % sizes.ring_length) * sizes.ring_rows
     tl.store(state.ring_tokens + entry + places, -1, mask=(places >= rows) & (places < sizes.ring_rows))
     tl.store(state.running, going_on)

@@ -181,7 +181,7 @@ def _six_bits(words, field, inside):
     return tl.where(field == 15, last, own >> 6 * (field % 5) & 63).to(tl.float32)
 
 
-class _TiledForm(NamedTuple):
+class _TiledMeta(NamedTuple):
     """Constants of a table in tiles; see `WeightTiles` and `code_words`."""
 
     BITS: int
@@ -207,16 +207,16 @@ def _tiled_embedding_kernel(
     hidden,
     weight_rows,
     scale,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    PER_WORD: tl.constexpr = FORM.PER_WORD
-    PER_HIGH: tl.constexpr = FORM.PER_HIGH
-    SPAN: tl.constexpr = FORM.SPAN
-    GROUP: tl.constexpr = FORM.GROUP
-    UNIT: tl.constexpr = FORM.UNIT
-    SECONDS: tl.constexpr = FORM.SECONDS
+    PER_WORD: tl.constexpr = META.PER_WORD
+    PER_HIGH: tl.constexpr = META.PER_HIGH
+    SPAN: tl.constexpr = META.SPAN
+    GROUP: tl.constexpr = META.GROUP
+    UNIT: tl.constexpr = META.UNIT
+    SECONDS: tl.constexpr = META.SECONDS
     if PDL:
         wait_and_trigger()
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -228,12 +228,12 @@ def _tiled_embedding_kernel(
     if PER_HIGH > 0:
         h = tl.load(high + (span // PER_HIGH * weight_rows + row) * SPAN + place, mask=inside, other=0).to(tl.int32)
         code |= (h >> span % PER_HIGH * (16 // PER_HIGH) & ((1 << 16 // PER_HIGH) - 1)) << 4
-    if FORM.ZERO is None:
-        value = _small_float(code, FORM.BITS)
-    elif FORM.BITS == 8:
+    if META.ZERO is None:
+        value = _small_float(code, META.BITS)
+    elif META.BITS == 8:
         value = ((code ^ 128) - 128).to(tl.float32)
     else:
-        value = (code - FORM.ZERO).to(tl.float32)
+        value = (code - META.ZERO).to(tl.float32)
     group = columns * 0
     unit = row + group
     if GROUP > 0:
@@ -269,10 +269,10 @@ def tiled_embedding_triton(out, tokens, tiles, live, scale=1.0) -> None:
     kind, hidden = CODES[code], out.shape[1]
     block = min(triton.next_power_of_2(hidden), _TILED_BLOCK)
     sizes = (words.shape[2], group, max(step, group))
-    form = _TiledForm(kind.bits, kind.zero, kind.per_word, kind.spans_of_high, *sizes, second_kind)
+    meta = _TiledMeta(kind.bits, kind.zero, kind.per_word, kind.spans_of_high, *sizes, second_kind)
     _tiled_embedding_kernel[(tokens.shape[0], triton.cdiv(hidden, block))](
         out, tokens, live, words, high, scales, seconds, hidden, words.shape[1], scale,
-        FORM=form, BLOCK=block, num_warps=4, **early_start_options(out.device),
+        META=meta, BLOCK=block, num_warps=4, **early_start_options(out.device),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..linear.linear import to_panels
 from ..linear.quantized_linear import PANEL, QuantizedPanels, are_blocks_of, by_panel, dequantized_panels
 from ..linear.small_linear import SmallLinearConfig, block_rows
-from ..linear.tiled_linear import TileForm, Words, tiled_sums
+from ..linear.tiled_linear import TileMeta, Words, tiled_sums
 from ..linear.weight_tiles import WeightTiles, columns_of, dequantized
 from ..model.act_mul import ACTIVATIONS, activated, gated
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
@@ -58,7 +58,7 @@ class _Sizes(NamedTuple):
     limit: float
 
 
-class _Form(NamedTuple):
+class _Meta(NamedTuple):
     """Constants of a product's kernel, and its gate."""
 
     GATE: str
@@ -97,23 +97,23 @@ def expert_of_program(offsets, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.const
 # pairs follow from the offsets, so the grid depends only on the number of pairs; surplus programs exit.
 @triton.jit
 def _expert_linear_kernel(
-    out, x, weight, bias, order, offsets, added, experts, sizes, FORM: tl.constexpr, PDL: tl.constexpr
+    out, x, weight, bias, order, offsets, added, experts, sizes, META: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         wait_and_trigger()
-    GATE: tl.constexpr = FORM.GATE
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    GATE: tl.constexpr = META.GATE
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
     HALVES: tl.constexpr = 1 if GATE == "none" else 2
     width, depth = sizes.width, sizes.depth
-    expert, tile = expert_of_program(offsets, experts, FORM.BLOCK_E, BLOCK_M)
+    expert, tile = expert_of_program(offsets, experts, META.BLOCK_E, BLOCK_M)
     if expert >= experts:
         return
     m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     there = m < tl.load(offsets + expert + 1)
     pair = tl.load(order + m, mask=there, other=0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, FORM.BLOCK_K)
+    k = tl.arange(0, META.BLOCK_K)
     x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     # past the weight, its last row is read again, which needs no mask
     first = expert.to(tl.int64) * width * HALVES
@@ -121,8 +121,8 @@ def _expert_linear_kernel(
     up_rows = w_rows + tl.cast(width, tl.int64) * depth
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(0, depth, FORM.BLOCK_K):
-        if FORM.EVEN_K:
+    for at in range(0, depth, META.BLOCK_K):
+        if META.EVEN_K:
             a = tl.load(x_rows + at, mask=there[:, None], other=0.0)
             w = tl.load(w_rows + at)
         else:
@@ -131,7 +131,7 @@ def _expert_linear_kernel(
             w = tl.load(w_rows + at, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
         if GATE != "none":
-            u = tl.load(up_rows + at) if FORM.EVEN_K else tl.load(up_rows + at, mask=inside, other=0.0)
+            u = tl.load(up_rows + at) if META.EVEN_K else tl.load(up_rows + at, mask=inside, other=0.0)
             acc_up = tl.dot(a, tl.trans(u), acc_up, input_precision="ieee")
     if bias is not None:
         acc += tl.load(bias + first + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
@@ -162,7 +162,7 @@ def expert_linear_triton(out, x, weight, bias, pairs, batch_invariant) -> None:
     _expert_linear_kernel[(most_tiles, triton.cdiv(width, block_n))](
         out, x, weight, bias, pairs.order, pairs.offsets, pairs.added, experts,
         _Sizes(pairs.slots, width, depth, depth, x.stride(0), pairs.alpha, pairs.limit),
-        FORM=_Form(pairs.gate, block_e, block_m, block_n, is_even, BLOCK_K=block_k),
+        META=_Meta(pairs.gate, block_e, block_m, block_n, is_even, BLOCK_K=block_k),
         num_warps=num_warps,
         num_stages=num_stages,
         **early_start_options(out.device),
@@ -335,18 +335,18 @@ def tiled_expert_linear_kernel(
     experts,
     sizes,
     WEIGHT: tl.constexpr,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply on the tensor cores."""
     if PDL:
         wait_and_trigger()
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    GATE: tl.constexpr = FORM.GATE
+    BLOCK_M: tl.constexpr = META.BLOCK_M
+    BLOCK_N: tl.constexpr = META.BLOCK_N
+    GATE: tl.constexpr = META.GATE
     width = sizes.width
     HALVES: tl.constexpr = 1 if GATE == "none" else 2
-    expert, tile = expert_of_program(offsets, experts, FORM.BLOCK_E, BLOCK_M)
+    expert, tile = expert_of_program(offsets, experts, META.BLOCK_E, BLOCK_M)
     if expert >= experts:
         return
     m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -357,7 +357,7 @@ def tiled_expert_linear_kernel(
     x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + tl.arange(0, WEIGHT.SPAN)[None, :]
     acc, _ = tiled_sums(
         x_rows, None, there[:, None], weight, row, experts * width * HALVES, 0, sizes.columns, sizes.depth, WEIGHT,
-        BLOCK_M, BLOCK_N, FORM.STAGES, 1.0, FORM.EVEN_K,
+        BLOCK_M, BLOCK_N, META.STAGES, 1.0, META.EVEN_K,
     )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
@@ -384,8 +384,8 @@ def tiled_expert_linear_triton(out, x, tiles, bias, pairs, config) -> None:
     tiled_expert_linear_kernel[(most_tiles, blocks)](
         out, x, weight, bias, pairs.order, pairs.offsets, pairs.added, experts,
         _Sizes(pairs.slots, width, depth, columns, x.stride(0), pairs.alpha, pairs.limit),
-        WEIGHT=TileForm.of(tiles, weight, x),
-        FORM=_Form(pairs.gate, block_e, block_m, block_n, is_even, config.num_stages),
+        WEIGHT=TileMeta.of(tiles, weight, x),
+        META=_Meta(pairs.gate, block_e, block_m, block_n, is_even, config.num_stages),
         num_warps=config.num_warps,
         **early_start_options(out.device),
     )  # fmt: skip

@@ -30,7 +30,7 @@ def bin_begin(bins):
 
 
 @triton.jit
-def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_p, by_count, FORM: tl.constexpr):
+def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_p, by_count, META: tl.constexpr):
     """Return the range of logits that contains a row's threshold; larger ones are kept.
 
     A token 25 below the largest logit has weight 0, and is never a candidate.
@@ -46,20 +46,20 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_
         top_p: required share of the weight, in [0, 1).
         by_count: whether `k` applies, not `top_p`.
     """
-    places = tl.arange(0, FORM.BLOCKS_PADDED * FORM.BINS)
-    bins, blocks = places % FORM.BINS, places // FORM.BINS
-    counts = tl.load(sketch + places, mask=blocks < FORM.BLOCKS, other=0).to(tl.float32)
-    maxima = tl.load(block_max + blocks, mask=blocks < FORM.BLOCKS, other=float("-inf"))
+    places = tl.arange(0, META.BLOCKS_PADDED * META.BINS)
+    bins, blocks = places % META.BINS, places // META.BINS
+    counts = tl.load(sketch + places, mask=blocks < META.BLOCKS, other=0).to(tl.float32)
+    maxima = tl.load(block_max + blocks, mask=blocks < META.BLOCKS, other=float("-inf"))
     apart = largest - tl.div_rn(maxima, temperature)
     nearest, farthest = apart + bin_begin(bins), apart + bin_begin(bins + 1)
     at_most = counts * tl.where(by_count, 1.0, tl.exp(-nearest))
     at_least = counts * tl.where(by_count, 1.0, tl.exp(-farthest))
-    each = tl.arange(0, FORM.BLOCKS_PADDED)
-    block_largest = tl.load(block_max + each, mask=each < FORM.BLOCKS, other=float("-inf"))
-    sums = tl.load(block_sum + each, mask=each < FORM.BLOCKS, other=0.0)
+    each = tl.arange(0, META.BLOCKS_PADDED)
+    block_largest = tl.load(block_max + each, mask=each < META.BLOCKS, other=float("-inf"))
+    sums = tl.load(block_sum + each, mask=each < META.BLOCKS, other=0.0)
     total = tl.sum(tl.exp(tl.div_rn(block_largest, temperature) - largest) * sums, axis=0)
     light = (1.0 - top_p) * total  # weight that may be left out; weights are multiples of 2^-36
-    few = FORM.BLOCKS * FORM.BLOCK - k + 0.5  # ids past the vocabulary are in the last bin
+    few = META.BLOCKS * META.BLOCK - k + 0.5  # ids past the vocabulary are in the last bin
     rest = tl.where(by_count, few, light * 0.9999 - total * 4e-6)
     rest_above = tl.where(by_count, few, light * 1.0001 + total * 4e-6)
     far, too_near = 200, -1  # in eighths: beyond `far` there is surely little enough, at `too_near` maybe too much
@@ -90,15 +90,15 @@ def take_blocks(
     lowest_weight,
     is_filtered,
     by_count,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
 ):
     """Sum a program's blocks of a row by the window [least, most], and append candidates to the row's list.
 
     For each block it writes to `sums`, int64 [4, BLOCKS]: the weight above the window of at least `lowest_weight` each;
     and for filtered rows the number (or weight) above it, and the weights of the candidates and of all.
     """
-    for block in range(tl.program_id(1), FORM.BLOCKS, tl.num_programs(1)):
-        columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
+    for block in range(tl.program_id(1), META.BLOCKS, tl.num_programs(1)):
+        columns = block * META.BLOCK + tl.arange(0, META.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf"))
         weights = weights_of(values, largest)
         above = values > most
@@ -106,13 +106,13 @@ def take_blocks(
         if is_filtered:
             measures = tl.where(by_count, 1, weights)
             between = (values >= least) & (values <= most)
-            tl.store(sums + FORM.BLOCKS + block, tl.sum(tl.where(above, measures, 0), axis=0))
-            tl.store(sums + 2 * FORM.BLOCKS + block, tl.sum(tl.where(between, weights, 0), axis=0))
-            tl.store(sums + 3 * FORM.BLOCKS + block, tl.sum(weights, axis=0))
+            tl.store(sums + META.BLOCKS + block, tl.sum(tl.where(above, measures, 0), axis=0))
+            tl.store(sums + 2 * META.BLOCKS + block, tl.sum(tl.where(between, weights, 0), axis=0))
+            tl.store(sums + 3 * META.BLOCKS + block, tl.sum(weights, axis=0))
             picked = between.to(tl.int32)
             count = tl.sum(picked, axis=0)
             if count > 0:
                 places = tl.atomic_add(candidate_count, count, sem="relaxed") + tl.cumsum(picked, axis=0) - 1
-                kept = between & (places < FORM.CAPACITY)
+                kept = between & (places < META.CAPACITY)
                 tl.store(candidates + places, values, mask=kept)
                 tl.store(candidate_ids + places, columns, mask=kept)

@@ -28,7 +28,7 @@ class Guides(NamedTuple):
 
 
 @triton.jit
-def follow_row(row, token, state, automaton, stops, guides, finished, vocab, FORM: tl.constexpr, K: tl.constexpr):
+def follow_row(row, token, state, automaton, stops, guides, finished, vocab, META: tl.constexpr, K: tl.constexpr):
     """Advance the automaton of a running row by a token, and return whether the row continues.
 
     It reads the token's class, its line and a mask of vocab / 8 bytes, and writes the mask.
@@ -37,20 +37,20 @@ def follow_row(row, token, state, automaton, stops, guides, finished, vocab, FOR
         stops: int32, the row's stop ids, -1: none.
     """
     kind = tl.load(guides.automaton_classes + automaton.to(tl.int64) * vocab + token)
-    line = tl.load(guides.automaton_next + state.to(tl.int64) * FORM.CLASSES + kind)
-    from_line = guides.automaton_masks + tl.maximum(line, 0).to(tl.int64) * FORM.MASK_WORDS
+    line = tl.load(guides.automaton_next + state.to(tl.int64) * META.CLASSES + kind)
+    from_line = guides.automaton_masks + tl.maximum(line, 0).to(tl.int64) * META.MASK_WORDS
     ends = tl.load(guides.automaton_ends + tl.maximum(line, 0))
     goes_on = (line >= 0) & ((ends & K.COMPLETES) == 0)
     if goes_on:
         tl.store(guides.automaton_state + row, line)
-        mask_of_row = guides.next_mask + row.to(tl.int64) * FORM.MASK_WORDS
-        for first in range(0, FORM.MASK_WORDS, FORM.MASK_BLOCK):
-            words = first + tl.arange(0, FORM.MASK_BLOCK)
-            inside = words < FORM.MASK_WORDS
+        mask_of_row = guides.next_mask + row.to(tl.int64) * META.MASK_WORDS
+        for first in range(0, META.MASK_WORDS, META.MASK_BLOCK):
+            words = first + tl.arange(0, META.MASK_BLOCK)
+            inside = words < META.MASK_WORDS
             tl.store(mask_of_row + words, tl.load(from_line + words, mask=inside, other=0), mask=inside)
         if (ends & K.ACCEPTS) != 0:
             tl.debug_barrier()  # all words are written before bits are set
-            is_stop = (stops >= 0) & (stops < FORM.MASK_WORDS * K.MASK_BITS)
+            is_stop = (stops >= 0) & (stops < META.MASK_WORDS * K.MASK_BITS)
             tl.atomic_or(mask_of_row + stops // K.MASK_BITS, 1 << (stops % K.MASK_BITS), mask=is_stop, sem="relaxed")
     else:
         tl.store(finished + row, 1)

@@ -27,7 +27,7 @@ from .sampling_slots import (
 
 @triton.jit
 def processed_logits(
-    values, columns, inside, row, flags, position, slots, state, counts_stride, FORM: tl.constexpr, K: tl.constexpr
+    values, columns, inside, row, flags, position, slots, state, counts_stride, META: tl.constexpr, K: tl.constexpr
 ):
     """Return the processed logits `values` of the vocabulary ids `columns` of a row.
 
@@ -36,15 +36,15 @@ def processed_logits(
     wide_row = row.to(tl.int64)
     if (flags & K.FLAG_BIAS) != 0:
         index = 0
-        biased_id = tl.load(slots.bias_ids + wide_row * FORM.BIASES)
-        bias = tl.load(slots.bias_values + wide_row * FORM.BIASES)
+        biased_id = tl.load(slots.bias_ids + wide_row * META.BIASES)
+        bias = tl.load(slots.bias_values + wide_row * META.BIASES)
         while biased_id >= 0:
             values = tl.where(columns == biased_id, values + bias, values)
             index += 1
-            place = wide_row * FORM.BIASES + tl.minimum(index, FORM.BIASES - 1)
-            biased_id = tl.where(index < FORM.BIASES, tl.load(slots.bias_ids + place), -1)
+            place = wide_row * META.BIASES + tl.minimum(index, META.BIASES - 1)
+            biased_id = tl.where(index < META.BIASES, tl.load(slots.bias_ids + place), -1)
             bias = tl.load(slots.bias_values + place)
-    if FORM.PENALTIES:  # noqa: SIM102 - decided at compile time; the other at run time
+    if META.PENALTIES:  # noqa: SIM102 - decided at compile time; the other at run time
         if (flags & K.FLAG_PENALTIES) != 0:
             counts = tl.load(state.token_counts + wide_row * counts_stride + columns, mask=inside, other=0)
             generated = (counts & K.COUNT_MASK).to(tl.float32)
@@ -56,25 +56,25 @@ def processed_logits(
             values = tl.where(generated > 0, values - (presence + frequency * generated), values)
     if (flags & K.FLAG_STOP_MASK) != 0:
         index = 0
-        stop_id = tl.load(slots.stop_ids + wide_row * FORM.STOPS)
+        stop_id = tl.load(slots.stop_ids + wide_row * META.STOPS)
         stop_id = tl.where(position < tl.load(slots.min_position + row), stop_id, -1)
         while stop_id != -1:  # below -1: see `held_back`
             masked = tl.where(stop_id >= 0, stop_id, -2 - stop_id)
             values = tl.where(columns == masked, float("-inf"), values)
             index += 1
-            stop_id = tl.load(slots.stop_ids + wide_row * FORM.STOPS + tl.minimum(index, FORM.STOPS - 1))
-            stop_id = tl.where(index < FORM.STOPS, stop_id, -1)
+            stop_id = tl.load(slots.stop_ids + wide_row * META.STOPS + tl.minimum(index, META.STOPS - 1))
+            stop_id = tl.where(index < META.STOPS, stop_id, -1)
     if (flags & K.FLAG_TOKEN_MASK) != 0:
-        allowed = tl.load(slots.token_mask + wide_row * FORM.MASK_WORDS + columns // K.MASK_BITS, mask=inside, other=0)
+        allowed = tl.load(slots.token_mask + wide_row * META.MASK_WORDS + columns // K.MASK_BITS, mask=inside, other=0)
         values = tl.where(((allowed >> (columns % K.MASK_BITS)) & 1) != 0, values, float("-inf"))
-    if FORM.BAD_WORDS:  # noqa: SIM102 - decided at compile time
+    if META.BAD_WORDS:  # noqa: SIM102 - decided at compile time
         if (flags & K.FLAG_BAD_WORDS) != 0:
             places = tl.arange(0, K.BAD_WORD_LENGTH)
             # the recent tokens at a word's positions, if its last one is at `position`; see `advance`
             past = tl.load(
                 state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + (position + 1 + places) % K.BAD_WORD_LENGTH
             )
-            words = slots.bad_words + wide_row * (FORM.WORDS * K.BAD_WORD_LENGTH) + places
+            words = slots.bad_words + wide_row * (META.WORDS * K.BAD_WORD_LENGTH) + places
             index = 0
             word = tl.load(words)
             last = tl.max(tl.where(places == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
@@ -84,7 +84,7 @@ def processed_logits(
                 values = tl.where(matches & (columns == last), float("-inf"), values)
                 index += 1
                 word = tl.where(
-                    index < FORM.WORDS, tl.load(words + tl.minimum(index, FORM.WORDS - 1) * K.BAD_WORD_LENGTH), -1
+                    index < META.WORDS, tl.load(words + tl.minimum(index, META.WORDS - 1) * K.BAD_WORD_LENGTH), -1
                 )
                 last = tl.max(tl.where(places == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
     return values

@@ -16,8 +16,8 @@ from .sampling_slots import CONSTANTS, FLAG_LOGPROBS, LogprobOutputs
 _BLOCK = 4096
 
 
-class _Form(NamedTuple):
-    """Constants of the kernels; see `SamplerForm`."""
+class _Meta(NamedTuple):
+    """Constants of the kernels; see `SamplerMeta`."""
 
     TOPS: int
     BLOCK: int
@@ -34,23 +34,23 @@ def store_block_sums(block_max, block_sum, place, values):
 
 
 @triton.jit
-def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, FORM: tl.constexpr):
+def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, META: tl.constexpr):
     """Write the results of `token_logprobs` for one row with logits at `line`, after `store_block_sums`.
 
     It reads the logits once for the rank, and then takes the `wanted` most likely tokens one by one, each from the
     block with the largest remaining logit.
     """
-    blocks = tl.arange(0, FORM.BLOCKS_PADDED)
-    maxima = tl.load(block_max + row * FORM.BLOCKS + blocks, mask=blocks < FORM.BLOCKS, other=float("-inf"))
-    sums = tl.load(block_sum + row * FORM.BLOCKS + blocks, mask=blocks < FORM.BLOCKS, other=0.0)
+    blocks = tl.arange(0, META.BLOCKS_PADDED)
+    maxima = tl.load(block_max + row * META.BLOCKS + blocks, mask=blocks < META.BLOCKS, other=float("-inf"))
+    sums = tl.load(block_sum + row * META.BLOCKS + blocks, mask=blocks < META.BLOCKS, other=0.0)
     largest = tl.max(maxima, axis=0)
     total = largest + tl.log(tl.sum(tl.where(maxima > float("-inf"), tl.exp(maxima - largest) * sums, 0.0), axis=0))
     is_token = (token >= 0) & (token < vocab)
     logit = tl.load(line + token, mask=is_token, other=float("-inf")).to(tl.float32)
-    BLOCK: tl.constexpr = FORM.BLOCK
+    BLOCK: tl.constexpr = META.BLOCK
     before = tl.zeros([BLOCK], dtype=tl.int32)
-    for block in tl.range(0, FORM.BLOCKS, num_stages=3):
-        columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
+    for block in tl.range(0, META.BLOCKS, num_stages=3):
+        columns = block * META.BLOCK + tl.arange(0, META.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
         earlier = (values > logit) | ((values == logit) & (columns < token))
         before += (earlier & (columns < vocab)).to(tl.int32)
@@ -58,17 +58,17 @@ def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab,
     tl.store(outputs.sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
     last_value = float("inf")
     last_id = -1
-    for place in range(tl.minimum(wanted, FORM.TOPS)):
+    for place in range(tl.minimum(wanted, META.TOPS)):
         chosen = tl.argmax(maxima, axis=0)
-        columns = chosen * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
+        columns = chosen * META.BLOCK + tl.arange(0, META.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
         # logits after the last token taken: smaller, or equal with a higher id
         after = (values < last_value) | ((values == last_value) & (columns > last_id))
         values = tl.where(after, values, float("-inf"))
         last_value = tl.max(values, axis=0)
         last_id = tl.min(tl.where(values == last_value, columns, 2147483647), axis=0)
-        tl.store(outputs.top_logprobs + row * FORM.TOPS + place, last_value - total)
-        tl.store(outputs.top_ids + row * FORM.TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
+        tl.store(outputs.top_logprobs + row * META.TOPS + place, last_value - total)
+        tl.store(outputs.top_ids + row * META.TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
         remaining = tl.where((values == last_value) & (columns <= last_id), float("-inf"), values)
         maxima = tl.where(blocks == chosen, tl.max(remaining, axis=0), maxima)
 
@@ -76,13 +76,13 @@ def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab,
 # One program reads one block of one row, if log-probabilities are requested.
 @triton.jit
 def _block_sums_kernel(
-    block_max, block_sum, logits, live_rows, sampling_flags, vocab, logits_stride, FORM: tl.constexpr, K: tl.constexpr
+    block_max, block_sum, logits, live_rows, sampling_flags, vocab, logits_stride, META: tl.constexpr, K: tl.constexpr
 ):
     row = tl.program_id(0)
     block = tl.program_id(1)
     if row < tl.load(live_rows):  # noqa: SIM102 - a dead row's flags are not read
         if (tl.load(sampling_flags + row) & K.FLAG_LOGPROBS) != 0:
-            columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
+            columns = block * META.BLOCK + tl.arange(0, META.BLOCK)
             line = logits + row.to(tl.int64) * logits_stride
             values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
             store_block_sums(block_max, block_sum, row * tl.num_programs(1) + block, values)
@@ -101,7 +101,7 @@ def _row_logprobs_kernel(
     num_logprobs,
     vocab,
     logits_stride,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     K: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -109,7 +109,7 @@ def _row_logprobs_kernel(
         if (tl.load(sampling_flags + row) & K.FLAG_LOGPROBS) != 0:
             line = logits + row.to(tl.int64) * logits_stride
             token, wanted = tl.load(sampled + row), tl.load(num_logprobs + row)
-            row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, FORM)
+            row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, META)
 
 
 def token_logprobs_triton(outputs, logits, sampled, live_rows, sampling_flags, num_logprobs, block=_BLOCK) -> None:
@@ -118,12 +118,12 @@ def token_logprobs_triton(outputs, logits, sampled, live_rows, sampling_flags, n
     blocks = triton.cdiv(vocab, block)
     block_max = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     block_sum = torch.empty_like(block_max)
-    form = _Form(outputs.top_ids.shape[1], block, blocks, triton.next_power_of_2(blocks))
+    meta = _Meta(outputs.top_ids.shape[1], block, blocks, triton.next_power_of_2(blocks))
     asked = (live_rows, sampling_flags)
     sizes = (vocab, logits.stride(0))
-    _block_sums_kernel[(rows, blocks)](block_max, block_sum, logits, *asked, *sizes, form, CONSTANTS, num_warps=8)
+    _block_sums_kernel[(rows, blocks)](block_max, block_sum, logits, *asked, *sizes, meta, CONSTANTS, num_warps=8)
     _row_logprobs_kernel[(rows,)](
-        outputs, block_max, block_sum, logits, sampled, *asked, num_logprobs, *sizes, form, CONSTANTS, num_warps=8,
+        outputs, block_max, block_sum, logits, sampled, *asked, num_logprobs, *sizes, meta, CONSTANTS, num_warps=8,
         **({"maxnreg": 96} if torch.version.hip is None else {}),  # or Triton 3.6 spills
     )  # fmt: skip
 

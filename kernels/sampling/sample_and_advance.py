@@ -18,7 +18,7 @@ from .logit_processing import processed_logits
 from .logprobs import row_logprobs, store_block_sums, token_logprobs
 from .philox import uniform_bits_of
 from .sample import sample
-from .sampler_memory import SamplerForm, SamplerMemory, SamplerSizes
+from .sampler_memory import SamplerMemory, SamplerMeta, SamplerSizes
 from .sampling_slots import CONSTANTS, LogprobOutputs, SamplingSlots
 from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, threshold_key
 
@@ -29,7 +29,7 @@ from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_
 # +inf, so that the maximum shows it. It resets the counters of the next launch, which are not in use meanwhile.
 @triton.jit
 def _block_max_kernel(
-    memory, logits, live_rows, slots, state, sizes, FORM: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr
+    memory, logits, live_rows, slots, state, sizes, META: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr
 ):
     if PDL:
         wait_and_trigger()
@@ -46,7 +46,7 @@ def _block_max_kernel(
     position = tl.load(state.pre_step_seqlens + row) + 1
     temperature = tl.load(slots.temperature + row)
     if row < live:
-        columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
+        columns = block * META.BLOCK + tl.arange(0, META.BLOCK)
         inside = columns < sizes.vocab
         wide_row = row.to(tl.int64)
         place = row * tl.num_programs(1) + block
@@ -56,7 +56,7 @@ def _block_max_kernel(
         if (flags & K.FLAG_LOGPROBS) != 0:
             store_block_sums(memory.own_max, memory.own_sum, place, values)
         values = processed_logits(
-            values, columns, inside, row, flags, position, slots, state, sizes.counts_stride, FORM, K
+            values, columns, inside, row, flags, position, slots, state, sizes.counts_stride, META, K
         )
         values = tl.where(values != values, float("inf"), values)
         largest = tl.max(values, axis=0)
@@ -69,37 +69,37 @@ def _block_max_kernel(
             tl.store(
                 memory.block_sum + place, tl.sum(tl.where(values > float("-inf"), tl.exp(-distances), 0.0), axis=0)
             )
-            counts = tl.histogram(sketch_bin(distances), FORM.BINS)
-            tl.store(memory.sketch + place.to(tl.int64) * FORM.BINS + tl.arange(0, FORM.BINS), counts)
+            counts = tl.histogram(sketch_bin(distances), META.BINS)
+            tl.store(memory.sketch + place.to(tl.int64) * META.BINS + tl.arange(0, META.BINS), counts)
 
 
 @triton.jit
 def draw_token(
-    sums, scaled, candidate_ids, count, vocab, largest, least, most, k, top_p, lowest_weight, bits, FORM: tl.constexpr
+    sums, scaled, candidate_ids, count, vocab, largest, least, most, k, top_p, lowest_weight, bits, META: tl.constexpr
 ):
     """Return the token of one row, whose blocks are summed and whose `count` candidates are listed.
 
     Thresholds are searched among the candidates; among all logits if the list is too short, or a bound was wrong.
     """
-    PADDED: tl.constexpr = FORM.BLOCKS_PADDED
+    PADDED: tl.constexpr = META.BLOCKS_PADDED
     blocks = tl.arange(0, PADDED)
-    is_block = blocks < FORM.BLOCKS
+    is_block = blocks < META.BLOCKS
     by_count = (k > 0) & (k < vocab)
     by_weight = top_p < 1.0
     lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
     any_weight = tl.full([], 1, dtype=tl.int64)
-    list_begin = FORM.BLOCKS * FORM.BLOCK
+    list_begin = META.BLOCKS * META.BLOCK
     listed = count
     is_listed = True
     if by_count | by_weight:
-        above = tl.sum(tl.load(sums + FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        between = tl.sum(tl.load(sums + 2 * FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        total = tl.sum(tl.load(sums + 3 * FORM.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        above = tl.sum(tl.load(sums + META.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        between = tl.sum(tl.load(sums + 2 * META.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        total = tl.sum(tl.load(sums + 3 * META.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
         needed = tl.maximum(fraction_of_total(total, (top_p * 16777216.0).to(tl.int64)), 1)
         needed = tl.where(by_count, k.to(tl.int64), needed)
         between = tl.where(by_count, count.to(tl.int64), between)
         has_all = least <= largest - 25.0  # unlisted logits have no weight
-        is_listed = (count <= FORM.CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
+        is_listed = (count <= META.CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
         if is_listed:
             needed -= above
         else:
@@ -112,34 +112,34 @@ def draw_token(
         line = scaled + list_begin
         if needed <= between:
             lowest_key = threshold_key(
-                line, listed, largest, ordered_key(least), ordered_key(most), needed, by_count, FORM.LIST_BLOCK
+                line, listed, largest, ordered_key(least), ordered_key(most), needed, by_count, META.LIST_BLOCK
             )
         if by_count & by_weight:
-            total = kept_total(line, listed, largest, lowest_key, any_weight, FORM.LIST_BLOCK)
+            total = kept_total(line, listed, largest, lowest_key, any_weight, META.LIST_BLOCK)
             needed = tl.maximum(fraction_of_total(total, (top_p * 16777216.0).to(tl.int64)), 1)
             lowest_key = threshold_key(
-                line, listed, largest, lowest_key, ordered_key(largest), needed, False, FORM.LIST_BLOCK
+                line, listed, largest, lowest_key, ordered_key(largest), needed, False, META.LIST_BLOCK
             )
-        for block in range(tl.cdiv(listed, FORM.LIST_BLOCK)):
-            places = block * FORM.LIST_BLOCK + tl.arange(0, FORM.LIST_BLOCK)
+        for block in range(tl.cdiv(listed, META.LIST_BLOCK)):
+            places = block * META.LIST_BLOCK + tl.arange(0, META.LIST_BLOCK)
             weights = kept_weights(line, places, listed, largest, lowest_key, lowest_weight)
             is_candidate = places < tl.where(is_listed, listed, 0)
             ids = tl.load(candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
             ids = tl.where(is_listed, ids, places)
-            tl.atomic_add(sums + ids // FORM.BLOCK, weights, mask=weights > 0, sem="relaxed")
+            tl.atomic_add(sums + ids // META.BLOCK, weights, mask=weights > 0, sem="relaxed")
         tl.debug_barrier()  # all threads have added before one reads
     kept = tl.load(sums + blocks, mask=is_block, other=0, cache_modifier=".cg")
     reached = tl.cumsum(kept, axis=0)
     target = fraction_of_total(tl.sum(kept, axis=0), bits)
-    block = tl.minimum(tl.min(tl.where(reached > target, blocks, FORM.BLOCKS), axis=0), FORM.BLOCKS - 1)
+    block = tl.minimum(tl.min(tl.where(reached > target, blocks, META.BLOCKS), axis=0), META.BLOCKS - 1)
     before = tl.sum(tl.where(blocks < block, kept, 0), axis=0)
-    first = block * FORM.BLOCK
-    parts = tl.arange(0, FORM.PARTS)
-    columns = first + parts[:, None] * (FORM.BLOCK // FORM.PARTS) + tl.arange(0, FORM.BLOCK // FORM.PARTS)[None, :]
+    first = block * META.BLOCK
+    parts = tl.arange(0, META.PARTS)
+    columns = first + parts[:, None] * (META.BLOCK // META.PARTS) + tl.arange(0, META.BLOCK // META.PARTS)[None, :]
     kept = tl.sum(kept_weights(scaled, columns, vocab, largest, lowest_key, lowest_weight), axis=1)
-    part = tl.min(tl.where(before + tl.cumsum(kept, axis=0) > target, parts, FORM.PARTS - 1), axis=0)
+    part = tl.min(tl.where(before + tl.cumsum(kept, axis=0) > target, parts, META.PARTS - 1), axis=0)
     before += tl.sum(tl.where(parts < part, kept, 0), axis=0)
-    ids = first + part * (FORM.BLOCK // FORM.PARTS) + tl.arange(0, FORM.BLOCK // FORM.PARTS)
+    ids = first + part * (META.BLOCK // META.PARTS) + tl.arange(0, META.BLOCK // META.PARTS)
     weights = kept_weights(scaled, ids, vocab, largest, lowest_key, lowest_weight)
     return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, ids, 2147483647), axis=0)
 
@@ -167,12 +167,12 @@ def count_row(counter, goes_on):
 
 
 @triton.jit
-def _drawn_token(row, given, top, memory, sizes, FORM: tl.constexpr):
+def _drawn_token(row, given, top, memory, sizes, META: tl.constexpr):
     """Sum a program's blocks of a row; return whether it was the last program, and then the row's token."""
     wide_row = row.to(tl.int64)
     line = memory.scaled + wide_row * sizes.scaled_stride
-    row_sums = memory.sums + wide_row * (4 * FORM.BLOCKS)
-    ids = memory.candidate_ids + wide_row * FORM.CAPACITY
+    row_sums = memory.sums + wide_row * (4 * META.BLOCKS)
+    ids = memory.candidate_ids + wide_row * META.CAPACITY
     lowest_weight = tl.maximum((given.min_p * 68719476736.0).to(tl.int64), 1)
     lowest_weight = tl.where(given.min_p > 0.0, lowest_weight, 1)
     by_count = (given.k > 0) & (given.k < sizes.vocab)
@@ -181,14 +181,14 @@ def _drawn_token(row, given, top, memory, sizes, FORM: tl.constexpr):
     most = tl.full([], float("-inf"), dtype=tl.float32)
     if is_filtered:
         least, most = candidate_window(
-            memory.sketch + wide_row * (FORM.BLOCKS * FORM.BINS), memory.block_max + row * FORM.BLOCKS,
-            memory.block_sum + row * FORM.BLOCKS, given.temperature, top, given.k, given.top_p, by_count, FORM,
+            memory.sketch + wide_row * (META.BLOCKS * META.BINS), memory.block_max + row * META.BLOCKS,
+            memory.block_sum + row * META.BLOCKS, given.temperature, top, given.k, given.top_p, by_count, META,
         )  # fmt: skip
         if by_count & (given.top_p < 1.0):
             most = top  # top-p weighs all tokens kept by top-k
     take_blocks(
-        row_sums, line + FORM.BLOCKS * FORM.BLOCK, ids, memory.counters + 2 * row + 1, line, sizes.vocab,
-        top, least, most, lowest_weight, is_filtered, by_count, FORM,
+        row_sums, line + META.BLOCKS * META.BLOCK, ids, memory.counters + 2 * row + 1, line, sizes.vocab,
+        top, least, most, lowest_weight, is_filtered, by_count, META,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have written before the counter is incremented
     is_last = tl.atomic_add(memory.counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
@@ -197,7 +197,7 @@ def _drawn_token(row, given, top, memory, sizes, FORM: tl.constexpr):
         count = tl.load(memory.counters + 2 * row + 1, cache_modifier=".cg")
         bits = uniform_bits_of(given.seed, given.position)
         token = draw_token(
-            row_sums, line, ids, count, sizes.vocab, top, least, most, given.k, given.top_p, lowest_weight, bits, FORM
+            row_sums, line, ids, count, sizes.vocab, top, least, most, given.k, given.top_p, lowest_weight, bits, META
         )
         token = tl.minimum(token, sizes.vocab - 1)
     return is_last, token
@@ -219,7 +219,7 @@ def _choose_kernel(
     outputs,
     guides,
     sizes,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     K: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -232,10 +232,10 @@ def _choose_kernel(
     top_p = tl.load(slots.top_p + row)
     min_p = tl.load(slots.min_p + row)
     seed = tl.load(slots.seed + row)
-    before = row_before(row, slots, state, FORM)
+    before = row_before(row, slots, state, META)
     automaton_state = -1
     automaton = 0
-    if FORM.FOLLOW:
+    if META.FOLLOW:
         automaton_state = tl.load(guides.automaton_state + row)
         automaton = tl.load(guides.automaton + row)
     if PDL:
@@ -244,10 +244,10 @@ def _choose_kernel(
     token = tl.full([], K.DEAD_TOKEN, dtype=tl.int32)
     draws = is_live & ((flags & K.FLAG_SAMPLE) != 0)
     if draws | (is_live & is_last):
-        blocks = tl.arange(0, FORM.BLOCKS_PADDED)
-        is_block = blocks < FORM.BLOCKS
-        maxima = tl.load(memory.block_max + row * FORM.BLOCKS + blocks, mask=is_block, other=float("-inf"))
-        ids = tl.load(memory.block_id + row * FORM.BLOCKS + blocks, mask=is_block, other=2147483647)
+        blocks = tl.arange(0, META.BLOCKS_PADDED)
+        is_block = blocks < META.BLOCKS
+        maxima = tl.load(memory.block_max + row * META.BLOCKS + blocks, mask=is_block, other=float("-inf"))
+        ids = tl.load(memory.block_id + row * META.BLOCKS + blocks, mask=is_block, other=2147483647)
         largest = tl.max(maxima, axis=0)
         code = tl.where(largest == float("inf"), K.WITHOUT_NUMBERS, 0)
         code = tl.where(largest == float("-inf"), K.WITHOUT_FINITE, code)
@@ -257,7 +257,7 @@ def _choose_kernel(
         token = code.to(tl.int32)
         if draws & (code == 0):
             given = RowParameters(temperature, k, top_p, min_p, seed, before.position)
-            is_last, token = _drawn_token(row, given, top, memory, sizes, FORM)
+            is_last, token = _drawn_token(row, given, top, memory, sizes, META)
         elif code == 0:
             token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
             token = tl.minimum(token, sizes.vocab - 1)
@@ -265,17 +265,17 @@ def _choose_kernel(
         tl.store(sampled + row, token.to(tl.int64))
         if (flags & K.FLAG_LOGPROBS) != 0:
             line = logits + row.to(tl.int64) * sizes.logits_stride
-            row_logprobs(outputs, memory.own_max, memory.own_sum, line, row, token, before.wanted, sizes.vocab, FORM)
+            row_logprobs(outputs, memory.own_max, memory.own_sum, line, row, token, before.wanted, sizes.vocab, META)
             tl.debug_barrier()  # all of it is written before it is copied
-        goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, FORM, K)
-        if FORM.FOLLOW:  # noqa: SIM102 - decided at compile time
+        goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, META, K)
+        if META.FOLLOW:  # noqa: SIM102 - decided at compile time
             if goes_on & (automaton_state >= 0):
                 goes_on = follow_row(
-                    row, token, automaton_state, automaton, before.stops, guides, state.finished, sizes.vocab, FORM, K
+                    row, token, automaton_state, automaton, before.stops, guides, state.finished, sizes.vocab, META, K
                 )
         done, going_on = count_row(memory.counters + 2 * rows, goes_on)
         if done == rows:
-            end_step(before.step, going_on, rows, state, sizes, FORM)
+            end_step(before.step, going_on, rows, state, sizes, META)
 
 
 BLOCK = 4096  # vocabulary ids per program
@@ -286,14 +286,14 @@ def sample_and_advance_triton(
     state, sampled, outputs, logits, live_rows, slots, guides=None, block=BLOCK, capacity=CAPACITY
 ) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program; see `sample_and_advance`."""
-    form = SamplerForm.of(logits.shape[1], state, outputs, slots, guides, block, capacity)
-    memory = SamplerMemory.allocate(logits.shape[0], form, logits.device)
+    meta = SamplerMeta.of(logits.shape[1], state, outputs, slots, guides, block, capacity)
+    memory = SamplerMemory.allocate(logits.shape[0], meta, logits.device)
     sizes = SamplerSizes.of(logits, memory.scaled, state)
     rows, options = logits.shape[0], {"K": CONSTANTS, "num_warps": 16, **early_start_options(logits.device)}
     given = (logits, live_rows, slots, state)
-    _block_max_kernel[(rows, form.BLOCKS)](memory, *given, sizes, FORM=form, **options)
-    _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), form.BLOCKS))](
-        memory, sampled, *given, outputs, guides, sizes, FORM=form, **options
+    _block_max_kernel[(rows, meta.BLOCKS)](memory, *given, sizes, META=meta, **options)
+    _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), meta.BLOCKS))](
+        memory, sampled, *given, outputs, guides, sizes, META=meta, **options
     )
 
 

@@ -16,7 +16,7 @@ _PARTS = 8  # parts of a block; one is searched for the token
 _MASK_BLOCK = 8192  # mask words copied at a time, for 262,144 tokens
 
 
-class SamplerForm(NamedTuple):
+class SamplerMeta(NamedTuple):
     """Constants of the sampler's kernels; padded sizes are powers of two."""
 
     BLOCK: int  # vocabulary ids per program
@@ -114,9 +114,9 @@ class SamplerMemory(NamedTuple):
     counters: Tensor
 
     @classmethod
-    def allocate(cls, rows: int, form: SamplerForm, device: torch.device) -> Self:
+    def allocate(cls, rows: int, meta: SamplerMeta, device: torch.device) -> Self:
         """Allocate memory for a number of rows."""
-        blocks = form.BLOCKS
+        blocks = meta.BLOCKS
 
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(sizes, dtype=dtype, device=device)
@@ -127,9 +127,9 @@ class SamplerMemory(NamedTuple):
             empty(rows, blocks),
             empty(rows, blocks),
             empty(rows, blocks),
-            empty(rows, blocks, form.BINS, dtype=torch.int32),
-            empty(rows, blocks * form.BLOCK + form.CAPACITY),
-            empty(rows, form.CAPACITY, dtype=torch.int32),
+            empty(rows, blocks, meta.BINS, dtype=torch.int32),
+            empty(rows, blocks * meta.BLOCK + meta.CAPACITY),
+            empty(rows, meta.CAPACITY, dtype=torch.int32),
             empty(rows, BLOCK_SUMS, blocks, dtype=torch.int64),
             empty(2 * rows + 2, dtype=torch.int32),
         )

@@ -34,7 +34,7 @@ FLAG_TOKEN_MASK = 32
 FLAG_BAD_WORDS = 64
 
 # Bits of an automaton's `automaton_ends`.
-ACCEPTS = 1  # the answer may end here
+ACCEPTS = 1  # the output may end here
 COMPLETES = 2  # nothing can follow
 
 _ABOVE = {name: value for name, value in dict(globals()).items() if name.isupper()}

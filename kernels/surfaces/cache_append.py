@@ -41,7 +41,7 @@ class Entries(NamedTuple):
         return cls(keys, values, *strides[0], *strides[1])
 
 
-class AppendForm(NamedTuple):
+class AppendMeta(NamedTuple):
     """Channels of keys and values, these padded to powers of two, and heads per program."""
 
     DIM_K: int
@@ -52,22 +52,22 @@ class AppendForm(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> Self:
-        """Return the form for a cache."""
+        """Return the constants for a cache."""
         block_k, block_v = triton.next_power_of_2(keys.shape[-1]), triton.next_power_of_2(values.shape[-1])
         heads = min(triton.next_power_of_2(keys.shape[-2]), _MAX_TILE // max(block_k, block_v))
         return cls(keys.shape[-1], values.shape[-1], block_k, block_v, max(heads, 1))
 
 
 @triton.jit
-def _copy_token(cache, slot, place, new, row, token, heads, FORM: tl.constexpr):
+def _copy_token(cache, slot, place, new, row, token, heads, META: tl.constexpr):
     """Copy the keys and values of some heads of a token; `heads` is 0 if there is nothing to copy."""
-    head = tl.program_id(1) * FORM.HEADS + tl.arange(0, FORM.HEADS)[:, None]
-    d = tl.arange(0, FORM.BLOCK_K)[None, :]
-    mask = (head < heads) & (d < FORM.DIM_K)
+    head = tl.program_id(1) * META.HEADS + tl.arange(0, META.HEADS)[:, None]
+    d = tl.arange(0, META.BLOCK_K)[None, :]
+    mask = (head < heads) & (d < META.DIM_K)
     target = cache.k + slot * cache.k_row + place * cache.k_token + head * cache.k_head + d
     tl.store(target, tl.load(new.k + row * new.k_row + token * new.k_token + head * new.k_head + d, mask), mask)
-    d = tl.arange(0, FORM.BLOCK_V)[None, :]
-    mask = (head < heads) & (d < FORM.DIM_V)
+    d = tl.arange(0, META.BLOCK_V)[None, :]
+    mask = (head < heads) & (d < META.DIM_V)
     target = cache.v + slot * cache.v_row + place * cache.v_token + head * cache.v_head + d
     tl.store(target, tl.load(new.v + row * new.v_row + token * new.v_token + head * new.v_head + d, mask), mask)
 
@@ -88,7 +88,7 @@ def _cache_append_kernel(
     slot_size,
     table_width,
     heads,
-    FORM: tl.constexpr,
+    META: tl.constexpr,
     PACKED: tl.constexpr,
     PAGED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -119,13 +119,13 @@ def _cache_append_kernel(
         alive = alive & (position < slot_size)
         place = position
     source = (pid if PACKED else token).to(tl.int64)
-    _copy_token(cache, slot.to(tl.int64), place, new, row.to(tl.int64), source, tl.where(alive, heads, 0), FORM)
+    _copy_token(cache, slot.to(tl.int64), place, new, row.to(tl.int64), source, tl.where(alive, heads, 0), META)
 
 
 # One program copies one token's keys and values of a group of heads, with five int32 of metadata.
 @triton.jit
 def _paged_append_kernel(
-    cache, new, batch_indices, positions, indices, indptr, rows, page_size, heads, FORM: tl.constexpr
+    cache, new, batch_indices, positions, indices, indptr, rows, page_size, heads, META: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(batch_indices + token)
@@ -136,7 +136,7 @@ def _paged_append_kernel(
     if entry >= tl.load(indptr + row + 1):
         return
     page = tl.load(indices + entry).to(tl.int64)
-    _copy_token(cache, page, position % page_size, new, 0, token, heads, FORM)
+    _copy_token(cache, page, position % page_size, new, 0, token, heads, META)
 
 
 def cache_append_triton(k_cache, v_cache, new_k, new_v, cu_seqlens_q, cu_seqlens_kv, page_table) -> None:
@@ -149,11 +149,11 @@ def cache_append_triton(k_cache, v_cache, new_k, new_v, cu_seqlens_q, cu_seqlens
     if not packed:
         rows = min(rows, new_k.shape[0])
     width, table_width = 1 if packed else new_k.shape[1], 0 if page_table is None else page_table.shape[1]
-    form = AppendForm.of(k_cache, v_cache)
-    _cache_append_kernel[(new_k.shape[0] * width, triton.cdiv(heads, form.HEADS))](
+    meta = AppendMeta.of(k_cache, v_cache)
+    _cache_append_kernel[(new_k.shape[0] * width, triton.cdiv(heads, meta.HEADS))](
         Entries.of(k_cache, v_cache), Entries.of(new_k, new_v), cu_seqlens_q, cu_seqlens_kv, page_table,
         rows, width, num_slots, slot_size, table_width, heads,
-        FORM=form, PACKED=packed, PAGED=page_table is not None, ROWS=triton.next_power_of_2(rows), num_warps=4,
+        META=meta, PACKED=packed, PAGED=page_table is not None, ROWS=triton.next_power_of_2(rows), num_warps=4,
     )  # fmt: skip
 
 
@@ -163,10 +163,10 @@ def paged_append_triton(k_cache, v_cache, key, value, batch_indices, positions, 
     if not tokens:
         return
     new = Entries.of(key.to(k_cache.dtype), value.to(v_cache.dtype))  # torch rounds, the same on every architecture
-    form = AppendForm.of(k_cache, v_cache)
-    _paged_append_kernel[(tokens, triton.cdiv(heads, form.HEADS))](
+    meta = AppendMeta.of(k_cache, v_cache)
+    _paged_append_kernel[(tokens, triton.cdiv(heads, meta.HEADS))](
         Entries.of(k_cache, v_cache), new, batch_indices, positions, indices, indptr,
-        indptr.shape[0] - 1, k_cache.shape[1], heads, FORM=form, num_warps=2,
+        indptr.shape[0] - 1, k_cache.shape[1], heads, META=meta, num_warps=2,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ TOY = {
     "kernels/attention/attention_tile.py": [
         (
             "    return scores\n",
-            "    return scores + logits.options.lift * 1.4426950408889634 if FORM.HAS_LIFT else scores\n",
+            "    return scores + logits.options.lift * 1.4426950408889634 if META.HAS_LIFT else scores\n",
         )
     ],
     "kernels/attention/attention_torch.py": [

@@ -22,7 +22,7 @@ from gpu_checks.steps import kernel_times
 from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.kernels.attention import append_attention, attention_plan
-from graphdecode.kernels.attention.attention_plan import PlanForm
+from graphdecode.kernels.attention.attention_plan import PlanMeta
 from graphdecode.profiling.latency import STEPS_PER_STAGING, back_to_back_ms, rows_at
 
 ROUNDS = 4
@@ -54,7 +54,7 @@ def varied(changed: dict[str, int]) -> Iterator[None]:
     is_early = of_tile.pop("pdl", 1)
     constants = {name: value for name, value in changed.items() if hasattr(attention_plan, name)}
     fields = {"MIN_TILES": "MIN_SPLIT_TILES", "WAVES": "WAVES_WHEN_FULL", "MOST_SPLITS": "MOST_SPLITS"}
-    defaults = PlanForm._field_defaults | {field: constants[of] for field, of in fields.items() if of in constants}
+    defaults = PlanMeta._field_defaults | {field: constants[of] for field, of in fields.items() if of in constants}
     with ExitStack() as stack:
 
         def patch(where: Any, name: str, value: Any) -> None:
@@ -65,7 +65,7 @@ def varied(changed: dict[str, int]) -> Iterator[None]:
             patch(append_attention, "early_start_options", lambda device: {"PDL": False})
         for name, value in constants.items():
             patch(attention_plan, name, value)
-        patch(PlanForm.__new__, "__defaults__", tuple(defaults.values()))
+        patch(PlanMeta.__new__, "__defaults__", tuple(defaults.values()))
         yield
 
 
