@@ -18,7 +18,6 @@ from torch import Tensor
 from ..native.registration import Bfloat16
 
 MOST_INT8 = 127  # symmetric codes
-_MOST_E4M3 = 448.0
 
 
 class PageScales(NamedTuple):
@@ -33,14 +32,6 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x
-
-
-def _to_float32(x: Tensor) -> Tensor:
-    return x.float()
-
-
 class KVFormat(NamedTuple):
     """One dtype of cached keys and values."""
 
@@ -52,9 +43,8 @@ class KVFormat(NamedTuple):
     own_scale: torch.dtype | None = None
     has_layer_scales: bool = False  # entries are divided by a scale of the layer
     is_mixed: bool = False  # keys, and queries over them, are `mixed`
-    # prepares values for torch's conversion to the dtype, fp32
-    store: Callable[[Tensor], Tensor] = _plain
-    load: Callable[[Tensor], Tensor] = _to_float32  # returns entries in fp32
+    most: float | None = None  # values are clamped to it: torch converts larger ones to NaN
+    load: Callable[[Tensor], Tensor] = Tensor.float  # returns entries in fp32
 
     def entry_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's key or value of one token, with its scale."""
@@ -81,8 +71,9 @@ class KVFormat(NamedTuple):
         if scales is not None:
             cache[at], scales[at[0], :, at[1]] = encoded(new)
             return
-        entries = as_bytes(cache)
-        entries[at] = self.store(new / unit if unit != 1.0 else new).to(self.dtype).view(entries.dtype)
+        new = new / unit if unit != 1.0 else new
+        new = new if self.most is None else new.clamp(-self.most, self.most)
+        as_bytes(cache)[at] = as_bytes(new.to(self.dtype))
 
     def fill(self, tensor: Tensor, pages: Tensor) -> None:
         """Fill pages of a cache [pages, ...] with random entries."""
@@ -90,8 +81,7 @@ class KVFormat(NamedTuple):
         if not self.dtype.is_floating_point:
             tensor[pages] = torch.randint(-MOST_INT8, MOST_INT8 + 1, shape, dtype=self.dtype, device=tensor.device)
             return
-        entries = as_bytes(tensor)
-        entries[pages] = torch.rand(shape, device=tensor.device).to(self.dtype).view(entries.dtype)
+        as_bytes(tensor)[pages] = as_bytes(torch.rand(shape, device=tensor.device).to(self.dtype))
 
 
 def format_of(dtype: torch.dtype) -> KVFormat:
@@ -142,11 +132,6 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.float().transpose(1, 2).unsqueeze(-1)
 
 
-def _within_e4m3(x: Tensor) -> Tensor:
-    """Clamp values to the range of e4m3, which has no infinity (torch converts it to NaN)."""
-    return x.float().clamp(-_MOST_E4M3, _MOST_E4M3)
-
-
 def _e4m3(x: Tensor) -> Tensor:
     """Decode the bits through fp16, faster than a cast."""
     bits = x.view(torch.uint8).to(torch.int16)
@@ -165,7 +150,7 @@ KV_FORMATS = {  # filled on import
     for each in (
         KVFormat(
             torch.float8_e4m3fn, ("fp8", "fp8_e4m3"), "e4m3", True,
-            has_layer_scales=True, store=_within_e4m3, load=_e4m3,
+            has_layer_scales=True, most=448.0, load=_e4m3,
         ),
         KVFormat(torch.float8_e5m2, (), "e5m2", True, load=_e5m2),
         KVFormat(torch.int8, ("int8",), "int8", own_scale=torch.bfloat16, is_mixed=True),
