@@ -22,17 +22,7 @@ def extend_over(
 ) -> None:
     """Write the causal attention of each row's newest tokens over a layer's cache into `out`.
 
-    Row i has `cu_seqlens_q[i + 1] - cu_seqlens_q[i]` queries, the newest of its
-    `cu_seqlens_kv[i + 1] - cu_seqlens_kv[i]` tokens, which are in the cache already.
-
-    Args:
-        cache: the layer's.
-        out: [tokens, num_qo_heads, head_dim]; tokens that belong to no row are unchanged.
-        q: [tokens, num_qo_heads, head_dim].
-        cu_seqlens_q: int32 [rows + 1].
-        cu_seqlens_kv: int32 [rows + 1].
-        page_table: int32 [rows, max_pages].
-        options: this layer's.
+    The tokens are in the cache already. See `extend_attention` for the tensors; queries are packed.
     """
     key, value, pages = cache.scales
     options = options.scaled(q.shape[-1], key)
@@ -66,14 +56,9 @@ class TokenByTokenAttention:
         """Write the attention of each token over its row's tokens up to itself.
 
         Args:
-            out: [t, num_qo_heads, head_dim], contiguous.
-            q: [t, num_qo_heads, head_dim].
-            cache: the layer's, with these tokens' keys and values.
-            rows: int32 [t], the page-table row of each token.
-            positions: int32 [t], its position in its sequence.
+            out: [t, num_qo_heads, head_dim], contiguous, as q; `cache` has these tokens' keys and values.
+            rows: int32 [t], the page-table row of each token; `positions`: its position in its sequence.
             live: int32 [1]; later tokens are padding and get 0.
-            page_table: int32 [b, pages of a row].
-            options: this layer's.
         """
         size = self._attention.max_batch_size
         for begin in range(0, q.shape[0], size):

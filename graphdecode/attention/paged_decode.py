@@ -157,16 +157,9 @@ class PagedDecodeAttention:
         options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
         scales: CacheScales = CacheScales(),  # noqa: B008
     ) -> None:
-        """Write one layer's attention into `out`; padding rows get 0.
+        """Write one layer's attention into `out`, for the rows that were planned; padding rows get 0.
 
-        Args:
-            out: [rows, num_qo_heads, head_dim_v], contiguous.
-            q: [rows, num_qo_heads, head_dim]; as many rows as were planned.
-            k_cache: [pages, page_size, num_kv_heads, head_dim].
-            v_cache: [pages, page_size, num_kv_heads, head_dim_v].
-            page_table: int32 [rows, max_pages_per_row].
-            options: this layer's.
-            scales: an 8-bit cache's.
+        The tensors are those of `decode_attention`; `options` and `scales` are the layer's.
         """
         work, options = self._work_for(options.window_left), options.scaled(q.shape[-1], scales.key)
         decode_attention(
@@ -185,20 +178,10 @@ class PagedDecodeAttention:
         options: AttentionOptions = AttentionOptions(),  # noqa: B008
         scales: CacheScales = CacheScales(),  # noqa: B008
     ) -> None:
-        """Append each row's new token to one layer's cache and write its attention into `out`.
+        """Append each row's new token to one layer's cache and write its attention into `out`; see `append_attention`.
 
         This is one launch, or two; see `appends_apart`. One launch takes the newest key from registers, so its bits
         differ from `rope_append` and `run`, which batch-invariant models use.
-
-        Args:
-            out: [rows, num_qo_heads, head_dim], contiguous; padding rows get 0.
-            qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], queries, keys, values.
-            k_cache: [pages, page_size, num_kv_heads, head_dim], contiguous.
-            v_cache: the same shape.
-            page_table: as for `run`, and so the last two.
-            rope: norm and rotation of queries and keys.
-            options: this layer's.
-            scales: the cache's.
         """
         if self.appends_apart and self._planned is not None:
             q, count = torch.empty_like(out), out.shape[0]
