@@ -83,12 +83,12 @@ class LayerCache(_State):
         `shape` is that of keys, and of values unless they are latent (see `Keys`). Scales divide keys and values of
         fp8; int8 has its own in addition.
         """
-        held, keys = format_of(dtype), zeros(shape, dtype, device)
+        kv_format, keys = format_of(dtype), zeros(shape, dtype, device)
         if latent_rank:
             return cls(keys, keys[..., -latent_rank:], is_rolling=is_rolling, is_latent=True)
         values = zeros(shape, dtype, device)
-        pages = held.page_scales(shape, lambda size, kind: zeros(size, kind, device))
-        units = (key_scale, value_scale) if held.has_layer_scales else (1.0, 1.0)
+        pages = kv_format.page_scales(shape, lambda size, kind: zeros(size, kind, device))
+        units = (key_scale, value_scale) if kv_format.has_layer_scales else (1.0, 1.0)
         return cls(keys, values, CacheScales(*units, pages), is_rolling)
 
     @property

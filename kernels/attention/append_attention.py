@@ -89,7 +89,7 @@ def _angles(rope, position, META: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _gains(rope, head, held, kv_head, angles, META: tl.constexpr, ROPE: tl.constexpr):
+def _gains(rope, head, active, kv_head, angles, META: tl.constexpr, ROPE: tl.constexpr):
     """Return the norms' weights of query heads and of the kv head, each with those of the other channels."""
     BLOCK_D: tl.constexpr = META.BLOCK_D
     dims, other, valid = angles.dims, angles.other, angles.valid
@@ -99,8 +99,8 @@ def _gains(rope, head, held, kv_head, angles, META: tl.constexpr, ROPE: tl.const
     k_other = k_gain
     if ROPE.NORMS_ALL:
         of_heads = rope.q_norm + head[:, None] * META.HEAD_DIM
-        q_gain = tl.load(of_heads + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-        q_other = tl.load(of_heads + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
+        q_gain = tl.load(of_heads + dims[None, :], mask=active[:, None] & valid[None, :], other=0.0)
+        q_other = tl.load(of_heads + other[None, :], mask=active[:, None] & valid[None, :], other=0.0)
         k_gain = tl.load(rope.k_norm + kv_head * META.HEAD_DIM + dims, mask=valid, other=0.0)
         k_other = tl.load(rope.k_norm + kv_head * META.HEAD_DIM + other, mask=valid, other=0.0)
     elif ROPE.HAS_NORM:
@@ -113,7 +113,7 @@ def _gains(rope, head, held, kv_head, angles, META: tl.constexpr, ROPE: tl.const
 
 @triton.jit
 def _heads_of_row(
-    source, head, held, is_last, item, heads, rope, angles, gains, ELEMENT, META: tl.constexpr, ROPE: tl.constexpr
+    source, head, active, is_last, item, heads, rope, angles, gains, ELEMENT, META: tl.constexpr, ROPE: tl.constexpr
 ):
     """Return the rotated queries, and the row's rotated new key and its value: 0 in all but the last split."""
     BLOCK_M: tl.constexpr = META.BLOCK_M
@@ -123,7 +123,7 @@ def _heads_of_row(
     count = heads.kv_heads * heads.group
     k_from = source + (count + item.kv_head) * HEAD_DIM
     mine = dims < tl.where(is_last, HEAD_DIM, 0)
-    there = held[:, None] & angles.valid[None, :]
+    there = active[:, None] & angles.valid[None, :]
     new_k = tl.load(k_from + dims, mask=mine, other=0.0).to(tl.float32)
     new_y = tl.load(k_from + other, mask=mine, other=0.0).to(tl.float32)
     new_v = tl.load(k_from + heads.kv_heads * HEAD_DIM + dims, mask=mine, other=0.0)
@@ -200,9 +200,9 @@ def _append_attention_kernel(
     own = head_pages(cache, pages, item.kv_head, META)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = item.kv_head * heads.group + m
-    held = m < heads.group
+    active = m < heads.group
     angles = _angles(rope, newest, META, ROPE)
-    gains = _gains(rope, head, held, item.kv_head, angles, META, ROPE)
+    gains = _gains(rope, head, active, item.kv_head, angles, META, ROPE)
     if PDL:
         if begin < end:
             at = begin + tl.arange(0, META.BLOCK_N)
@@ -216,7 +216,7 @@ def _append_attention_kernel(
     source = qkv + row.to(tl.int64) * qkv_stride
     element = results.out.dtype.element_ty
     queries, new_k, new_v = _heads_of_row(
-        source, head, held, is_last, item, heads, rope, angles, gains, element, META, ROPE
+        source, head, active, is_last, item, heads, rope, angles, gains, element, META, ROPE
     )
     queries = to_compute(queries, META.COMPUTE)
     appends = is_last & (tl.program_id(1) == 0)

@@ -163,10 +163,10 @@ def head_pages(cache, pages, kv_head, META: tl.constexpr):
 
 
 @triton.jit
-def _load_entries(at, inside, held, IS_WHOLE: tl.constexpr, IS_RAGGED: tl.constexpr):
-    """Load a tile of keys or values; channels are masked by `held` unless IS_WHOLE, and tokens by `inside`."""
+def _load_entries(at, inside, active, IS_WHOLE: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """Load a tile of keys or values; channels are masked by `active` unless IS_WHOLE, and tokens by `inside`."""
     if not IS_WHOLE:
-        return tl.load(at, mask=inside & held, other=0.0)
+        return tl.load(at, mask=inside & active, other=0.0)
     if IS_RAGGED:
         return tl.load(at, mask=inside, other=0.0)
     return tl.load(at)
@@ -179,16 +179,16 @@ def _dot(a, b, acc=None):
 
 
 @triton.jit
-def load_queries(q_from, dim_stride, held, META: tl.constexpr):
+def load_queries(q_from, dim_stride, active, META: tl.constexpr):
     """Return queries [BLOCK_M, BLOCK_D] in the compute type, and those of the channels before latent values, if any."""
     dims = tl.arange(0, META.BLOCK_D)
-    there = held[:, None] & (dims < META.HEAD_DIM - META.ROPE_DIM)[None, :]
+    there = active[:, None] & (dims < META.HEAD_DIM - META.ROPE_DIM)[None, :]
     queries = tl.load(q_from[:, None] + (dims + META.ROPE_DIM)[None, :] * dim_stride, mask=there, other=0.0)
     queries = to_compute(queries, META.COMPUTE)
     rotated = queries
     if META.ROPE_DIM > 0:
         dims = tl.arange(0, META.BLOCK_R)
-        there = held[:, None] & (dims < META.ROPE_DIM)[None, :]
+        there = active[:, None] & (dims < META.ROPE_DIM)[None, :]
         rotated = tl.load(q_from[:, None] + dims[None, :] * dim_stride, mask=there, other=0.0)
         rotated = to_compute(rotated, META.COMPUTE)
     return queries, rotated
@@ -200,8 +200,8 @@ def _latent_products(q, q_rotated, latent, k_at, inside, cache, META: tl.constex
     KV_BITS: tl.constexpr = META.KV_BITS
     dims = tl.arange(0, META.BLOCK_R)
     at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
-    held = (dims < META.ROPE_DIM)[:, None]
-    k = _load_entries(at_channels, inside[None, :], held, META.BLOCK_R == META.ROPE_DIM, IS_RAGGED)
+    active = (dims < META.ROPE_DIM)[:, None]
+    k = _load_entries(at_channels, inside[None, :], active, META.BLOCK_R == META.ROPE_DIM, IS_RAGGED)
     return _dot(q, tl.trans(latent), _dot(q_rotated, dequantize(k, KV_BITS, META.COMPUTE)))
 
 
@@ -211,8 +211,8 @@ def _load_values(v_at, inside, cache, META: tl.constexpr, IS_RAGGED: tl.constexp
     KV_BITS: tl.constexpr = META.KV_BITS
     values = tl.arange(0, META.BLOCK_V)
     at_channels = v_at[:, None] + values[None, :] * cache.v_dim_stride
-    held = (values < META.VALUE_DIM)[None, :]
-    v = _load_entries(at_channels, inside[:, None], held, META.BLOCK_V == META.VALUE_DIM, IS_RAGGED)
+    active = (values < META.VALUE_DIM)[None, :]
+    v = _load_entries(at_channels, inside[:, None], active, META.BLOCK_V == META.VALUE_DIM, IS_RAGGED)
     return dequantize(v, KV_BITS, META.COMPUTE)
 
 
@@ -236,8 +236,8 @@ def _products(q, q_high, k_at, at, inside, cache, logits, META: tl.constexpr, IS
         )
         return _dot(q_high, k_high.to(META.COMPUTE), _dot(q, k_low.to(META.COMPUTE)))
     at_channels = k_at[None, :] + dims[:, None] * cache.k_dim_stride
-    held = (dims < META.HEAD_DIM)[:, None]
-    k = _load_entries(at_channels, inside[None, :], held, META.BLOCK_D == META.HEAD_DIM, IS_RAGGED)
+    active = (dims < META.HEAD_DIM)[:, None]
+    k = _load_entries(at_channels, inside[None, :], active, META.BLOCK_D == META.HEAD_DIM, IS_RAGGED)
     return _dot(q, dequantize(k, KV_BITS, META.COMPUTE))
 
 
@@ -368,9 +368,9 @@ def compute_dtype(q: torch.dtype, cache: torch.dtype) -> Any:
 
 def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
     """Return what the kernel loads, and how it decodes it; int8, and fp8 that hardware does not convert, are bytes."""
-    held = format_of(cache.dtype)
-    is_converted = held.is_converted and cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= (8, 9)
-    return (cache, "") if not held.code or is_converted else (cache.view(torch.uint8), held.code)
+    kv_format = format_of(cache.dtype)
+    is_converted = kv_format.is_converted and cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= (8, 9)
+    return (cache, "") if not kv_format.code or is_converted else (cache.view(torch.uint8), kv_format.code)
 
 
 def tile_sizes(rows: int, head_dim: int, value_dim: int, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:

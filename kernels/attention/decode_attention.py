@@ -37,20 +37,20 @@ class _Strides(NamedTuple):
 
 
 @triton.jit
-def _queries(q, strides, token, head, held, q_at, logits, META: tl.constexpr):
+def _queries(q, strides, token, head, active, q_at, logits, META: tl.constexpr):
     """Return the queries of a program in the compute type; with rope their low and high halves, rotated."""
     q_from = q + token * strides.token + head * strides.head
     dims = tl.arange(0, META.BLOCK_D)
     if META.MODE == "ROPE_LLAMA":
         HALF: tl.constexpr = META.HEAD_DIM // 2
-        there = held[:, None] & (dims < HALF)[None, :]
+        there = active[:, None] & (dims < HALF)[None, :]
         low = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
         high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
         low, high = rotate(low, high, q_at[:, None], dims[None, :], logits.rope_step, logits.rope_scale)
         queries = to_compute(low, META.COMPUTE)
         queries_high = to_compute(high, META.COMPUTE)
     else:
-        queries, queries_high = load_queries(q_from, strides.dim, held, META)
+        queries, queries_high = load_queries(q_from, strides.dim, active, META)
     return queries, queries_high
 
 
@@ -80,10 +80,10 @@ def _decode_attention_kernel(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     query = m // heads.group
     head = item.kv_head * heads.group + m % heads.group
-    held = query < heads.q_len
+    active = query < heads.q_len
     q_at = kv_len - heads.q_len + query
     token = (row * heads.q_len + query).to(tl.int64)
-    queries, queries_high = _queries(q, q_strides, token, head, held, q_at, logits, META)
+    queries, queries_high = _queries(q, q_strides, token, head, active, q_at, logits, META)
     acc, total, top, _ = attend_span(
         tl.zeros([BLOCK_M, BLOCK_V], tl.float32), tl.zeros([BLOCK_M], tl.float32),
         tl.full([BLOCK_M], -float("inf"), tl.float32), page, queries, queries_high, q_at,

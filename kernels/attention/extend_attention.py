@@ -78,7 +78,7 @@ def _extend_attention_kernel(
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query = m // group
     head = kv_head * group + m % group
-    held = query < q_len
+    active = query < q_len
     q_at = kv_len - q_len + query
     token = query.to(tl.int64)
     row_of = row.to(tl.int64)
@@ -86,7 +86,7 @@ def _extend_attention_kernel(
         token += q_first
         row_of = row_of * 0
     q_from = rows.q + row_of * rows.q_row + token * rows.q_token + head * rows.q_head
-    queries, rotated = load_queries(q_from, rows.q_dim, held, META)
+    queries, rotated = load_queries(q_from, rows.q_dim, active, META)
     end = kv_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1) + 1
     first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
@@ -110,16 +110,16 @@ def _extend_attention_kernel(
         True, True, META.HAS_WINDOW,
     )  # fmt: skip
     if META.HAS_SINKS:
-        acc, total, top = with_sinks(acc, total, top, logits.options.sinks, head, held)
+        acc, total, top = with_sinks(acc, total, top, logits.options.sinks, head, active)
     norm = tl.where(total == 0.0, 1.0, total)
     values = tl.arange(0, BLOCK_V)
     result = (acc / norm[:, None] * cache.v_unit).to(rows.out.dtype.element_ty)
     place = rows.out + row_of * rows.out_row + token * rows.out_token + head * rows.out_head
-    kept = held[:, None] & (values < META.VALUE_DIM)[None, :]
+    kept = active[:, None] & (values < META.VALUE_DIM)[None, :]
     tl.store(place[:, None] + values[None, :] * rows.out_dim, result, mask=kept)
     if META.HAS_LSE:
         place = rows.lse + row_of * rows.lse_row + token * rows.lse_token + head * rows.lse_head
-        tl.store(place, top + tl.log2(norm), mask=held)
+        tl.store(place, top + tl.log2(norm), mask=active)
 
 
 def queries_at_once(device: torch.device) -> int:

@@ -88,14 +88,14 @@ def _place_of(row, m, kv_head, heads):
 
 
 @triton.jit
-def _store_results(results, place, held, result, log_sum, META: tl.constexpr):
+def _store_results(results, place, active, result, log_sum, META: tl.constexpr):
     """Write rows [M, BLOCK_V] of the output, and their log-sum-exps, at places [M]."""
     values = tl.arange(0, META.BLOCK_V)
-    kept = held[:, None] & (values < META.VALUE_DIM)[None, :]
+    kept = active[:, None] & (values < META.VALUE_DIM)[None, :]
     at = results.out + place[:, None] * META.VALUE_DIM + values[None, :]
     tl.store(at, result.to(results.out.dtype.element_ty), mask=kept)
     if META.HAS_LSE:
-        tl.store(results.lse + place, log_sum, mask=held)
+        tl.store(results.lse + place, log_sum, mask=active)
 
 
 @triton.jit
@@ -120,13 +120,13 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
     kept = values < META.VALUE_DIM
     flat = tl.arange(0, MERGE_S * MERGE_M)
     m = tl.program_id(1) * META.BLOCK_M + flat % MERGE_M
-    held = m < heads.q_len * heads.group
+    active = m < heads.q_len * heads.group
     acc = tl.zeros([MERGE_M, BLOCK_V], tl.float32)
     total = tl.zeros([MERGE_M], tl.float32)
     top = tl.full([MERGE_M], -float("inf"), tl.float32)
     for begin in range(0, splits, MERGE_S):
         split = begin + flat // MERGE_M
-        there = held & (split < splits)
+        there = active & (split < splits)
         place = _place_of(first + split, m, kv_head, heads)
         sums = tl.load(results.partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
         at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
@@ -142,9 +142,9 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
         top = new_top
     norm = tl.where(total == 0.0, 1.0, total)
     m = tl.program_id(1) * META.BLOCK_M + tl.arange(0, MERGE_M)
-    held = m < heads.q_len * heads.group
+    active = m < heads.q_len * heads.group
     place = _place_of(row, m, kv_head, heads)
-    _store_results(results, place, held, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
+    _store_results(results, place, active, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
 
 
 @triton.jit
@@ -156,25 +156,25 @@ def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, META: tl.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     of_row = heads.q_len * heads.kv_heads * heads.group
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    held = m < heads.q_len * heads.group
+    active = m < heads.q_len * heads.group
     within = _place_of(0, m, item.kv_head, heads)
     if META.HAS_SINKS:
         is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
         head = item.kv_head * heads.group + m % heads.group
-        acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
+        acc, total, top = with_sinks(acc, total, top, sinks, head, active & is_first)
     norm = tl.where(total == 0.0, 1.0, total)
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)
     if item.splits == 1:
         place = row.to(tl.int64) * of_row + within
-        _store_results(results, place, held, acc * v_unit, log_sum, META)
+        _store_results(results, place, active, acc * v_unit, log_sum, META)
     else:
         values = tl.arange(0, META.BLOCK_V)
-        kept = held[:, None] & (values < META.VALUE_DIM)[None, :]
+        kept = active[:, None] & (values < META.VALUE_DIM)[None, :]
         place = item.item.to(tl.int64) * of_row + within
         at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
         tl.store(at, acc, mask=kept, cache_modifier=".cg")
-        tl.store(results.partial_lse + place, log_sum, mask=held, cache_modifier=".cg")
+        tl.store(results.partial_lse + place, log_sum, mask=active, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
         counter = results.counters + (row * heads.kv_heads + item.kv_head) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(counter, 1, sem="acq_rel") == item.splits - 1:

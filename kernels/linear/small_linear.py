@@ -228,14 +228,14 @@ def _prefetch_rows(rows, begin, end, LINES: tl.constexpr):
 
 
 @triton.jit
-def _write(out, acc, held, m, rows, block, out_stride, sizes, META: tl.constexpr):
+def _write(out, acc, old, m, rows, block, out_stride, sizes, META: tl.constexpr):
     """Write a block's sums [BLOCK_N, BLOCK_M] to the result."""
     BLOCK_N: tl.constexpr = META.BLOCK_N
     EPILOGUE: tl.constexpr = META.EPILOGUE
     if EPILOGUE == "store" or EPILOGUE == "add":
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if EPILOGUE == "add":
-            acc = held + sizes.factor * acc
+            acc = old + sizes.factor * acc
     else:
         pairs = tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, META.BLOCK_M)), (1, 2, 0))
         gate, up = tl.split(pairs)
@@ -247,7 +247,7 @@ def _write(out, acc, held, m, rows, block, out_stride, sizes, META: tl.constexpr
 
 
 @triton.jit
-def held_sums(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
+def old_values(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
     """Return the values that a block's result is added to."""
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     place = m[None, :] * out_stride + n[:, None]
@@ -272,7 +272,7 @@ def finish(
     acc,
     squares,
     offsets,
-    held,
+    old,
     m,
     rows,
     block,
@@ -300,7 +300,7 @@ def finish(
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             if META.EPILOGUE == "add":
-                held = held_sums(out, m, rows, block, sizes.width, out_stride, BLOCK_N)
+                old = old_values(out, m, rows, block, sizes.width, out_stride, BLOCK_N)
             total = tl.zeros_like(acc)
             total_squares = tl.zeros_like(squares)
             for first in range(0, splits, AT_ONCE):
@@ -313,11 +313,11 @@ def finish(
                         at = part + m_rows + blocks * BLOCK_N + block
                         total_squares += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
             total = _sums(total, total_squares, offsets, sizes, META, IS_NORMED, HAS_BIAS)
-            _write(out, total, held, m, rows, block, out_stride, sizes, META)
+            _write(out, total, old, m, rows, block, out_stride, sizes, META)
             tl.store(counter, 0)  # ready for the next product
     else:
         acc = _sums(acc, squares, offsets, sizes, META, IS_NORMED, HAS_BIAS)
-        _write(out, acc, held, m, rows, block, out_stride, sizes, META)
+        _write(out, acc, old, m, rows, block, out_stride, sizes, META)
 
 
 @triton.jit
@@ -374,9 +374,9 @@ def dot_linear_kernel(
     x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     w_rows = w_begin[:, None] + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    held = acc
+    old = acc
     if META.EPILOGUE == "add" and not META.SPLIT:  # in flight while the weight is read
-        held = held_sums(out, m, rows, block, width, width, BLOCK_N)
+        old = old_values(out, m, rows, block, width, width, BLOCK_N)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for at in range(begin, end, BLOCK_K):
         if META.EVEN_K:
@@ -386,7 +386,7 @@ def dot_linear_kernel(
         a, squares = activations(x_rows + at, gain, squares, there, at + k, end, META.RANGE, META.EVEN_K)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     finish(
-        out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
+        out, partial, counters, acc, tl.sum(squares, axis=1), offsets, old, m, rows, block, tl.num_programs(1), width,
         splits, sizes, META, gain is not None, bias is not None,
     )  # fmt: skip
 
@@ -417,9 +417,9 @@ def gemv_linear_kernel(
     if PDL:
         wait_and_trigger()
     m = tl.arange(0, ROWS)
-    held = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    old = tl.zeros([BLOCK_N, ROWS], tl.float32)
     if META.EPILOGUE == "add" and not META.SPLIT:  # in flight while the weight is read
-        held = held_sums(out, m, ROWS, block, width, width, BLOCK_N)
+        old = old_values(out, m, ROWS, block, width, width, BLOCK_N)
     w_rows = w_begin[:, None] + k[None, :]
     sums_0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums_1 = sums_0
@@ -450,7 +450,7 @@ def gemv_linear_kernel(
         acc = tl.where((m == 0)[None, :], acc, tl.sum(sums_1, axis=1)[:, None])
         squares = tl.where(m == 0, squares, tl.sum(squares_1, axis=0))
     finish(
-        out, partial, counters, acc, squares, offsets, held, m, ROWS, block, tl.num_programs(0), width, splits, sizes,
+        out, partial, counters, acc, squares, offsets, old, m, ROWS, block, tl.num_programs(0), width, splits, sizes,
         META, gain is not None, bias is not None,
     )  # fmt: skip
 

@@ -28,8 +28,8 @@ from .small_linear import (
     activations,
     block_rows,
     finish,
-    held_sums,
     lines_ahead,
+    old_values,
     partial_sums,
     parts_at_once,
     should_prefetch,
@@ -249,15 +249,15 @@ def tiled_linear_kernel(
         wait_and_trigger()
     there = (m < rows)[:, None]
     x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
-    held = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    old = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if EPILOGUE == "add" and not META.SPLIT:  # in flight while the weight is read
-        held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
+        old = old_values(out, m, rows, block, width, out_stride, BLOCK_N)
     acc, squares = tiled_sums(
         x_rows, gain, there, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
         META.STAGES, META.RANGE, META.EVEN_K,
     )  # fmt: skip
     finish(
-        out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1),
+        out, partial, counters, acc, tl.sum(squares, axis=1), offsets, old, m, rows, block, tl.num_programs(1),
         out_stride, splits, sizes, META, gain is not None, bias is not None,
     )  # fmt: skip
 
