@@ -53,13 +53,8 @@ def set_row(
         slots.bad_words[row, place, BAD_WORD_LENGTH - len(word) :] = torch.tensor(word)
     for name, value in values.items():
         getattr(slots, name)[row] = value
-    asked = {
-        name: value
-        for name, value in values.items()
-        if name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "num_logprobs")
-    }
     given = RowSampling(
-        **asked,
+        **values,  # type: ignore[arg-type]
         bias_ids=tuple(biases),
         stop_ids=stops,
         min_position=min_position,
