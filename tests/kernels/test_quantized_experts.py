@@ -6,8 +6,8 @@ from compiled_kernels import NATIVE, compiled
 from quantized_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
 
-from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, quantized_panels
-from graphdecode.kernels.moe.expert_linear import Routed, interleaved_panels, quantized_expert_linear, stacked_panels
+from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, joined_panels, quantized_panels
+from graphdecode.kernels.moe.expert_linear import Routed, quantized_expert_linear, stacked_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
@@ -34,7 +34,7 @@ def experts_of(kind, is_gated, width=WIDTH, depth=DEPTH):
                 bits, zero_points = kind
                 halves.append(integer_weight(bits, depth // 32, torch.float16, zero_points, (width, depth)))
         panels, values = zip(*halves, strict=True)
-        made.append(interleaved_panels(*panels) if is_gated else panels[0])
+        made.append(joined_panels(panels, interleaved=True))
         weights.append(torch.cat(values))
     held = stacked_panels(made, EXPERTS)
     assert held is not None
