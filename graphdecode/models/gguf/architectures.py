@@ -20,24 +20,16 @@ from graphdecode.models.gguf.settings import (
     Settings,
     bamba_settings,
     deepseek_settings,
-    falcon_h1_settings,
     gemma4_of_tensors,
     gemma4_settings,
     gemma_settings,
-    gpt_oss_settings,
     granite_hybrid_settings,
     granite_settings,
     lfm2_settings,
     llama4_settings,
-    mamba2_alone_settings,
-    mixtral_settings,
     nemotron_h_settings,
     phi3_settings,
-    qwen2_moe_settings,
-    qwen3_moe_settings,
-    qwen3_next_settings,
     qwen35_settings,
-    smollm3_settings,
     windows,
 )
 from graphdecode.models.gguf.tokenizer import stop_token_ids
@@ -78,7 +70,13 @@ class Architecture:
     joins: Callable[[Metadata], Mapping[str, Join]] = field(default=lambda metadata: {})
     layers_differ: bool = False  # in their sizes
     has_latent_keys: bool = False  # keys and values are sums of latent ones; only a part of each key is rotated
-    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})  # fields beside those that all have
+    # fields of config.json beside those that all have: constants, counts and numbers of the metadata, the latter with a
+    # default (None: there must be one), and what `more` computes; defaults are those of the family
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    window_period: int = 0  # if the file does not say, each such layer sees all, and others a window; 0: no windows
+    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})
     of_tensors: Callable[[Mapping[str, GgufTensor]], Settings] = field(default=lambda stored: {})  # what tensors say
 
     @property
@@ -118,6 +116,10 @@ class Architecture:
             "eos_token_id": stop_token_ids(fields),
             "dtype": _dtype(stored),
             **rope_settings(metadata, stored, head_dim),
+            **(windows(metadata, self.window_period) if self.window_period else {}),
+            **self.constants,
+            **{ours: metadata.count(name) for ours, name in self.counts.items()},
+            **{ours: metadata.number(*stated) for ours, stated in self.numbers.items()},
             **self.more(metadata),
             **self.of_tensors(stored),
         }
@@ -379,45 +381,98 @@ _DEEPSEEK = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
 }
+_EXPERT_COUNTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_SHARED_COUNTS = _EXPERT_COUNTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_LOCAL_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_DEEPSEEK_COUNTS = {
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "num_key_value_heads": "attention.head_count",
+    "qk_rope_head_dim": "rope.dimension_count",
+}
+_LLAMA4_COUNTS = _LOCAL_COUNTS | {
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "intermediate_size": "expert_feed_forward_length",
+    "intermediate_size_mlp": "feed_forward_length",
+}
+_DELTA_NET_COUNTS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_MAMBA2_COUNTS = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_ssm": "ssm.inner_size",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
+_STATE_COUNTS = {"conv_kernel": "ssm.conv_kernel", "n_groups": "ssm.group_count"}
+_EPS = ("attention.layer_norm_rms_epsilon", None)
+_GRANITE_NUMBERS = {
+    "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+    "logits_scaling": ("logit_scale", 1.0),
+}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("Llama", _DENSE, neighbours=True),
     "mixtral": Architecture(
-        "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=mixtral_settings
+        "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, counts=_LOCAL_COUNTS
     ),
     "qwen2": Architecture("Qwen2", _DENSE),
-    "qwen2moe": Architecture(
-        "Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=qwen2_moe_settings
-    ),
+    "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, counts=_SHARED_COUNTS),
     "qwen3": Architecture("Qwen3", _DENSE | _QK_NORMS),
-    "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=qwen3_moe_settings),
+    "qwen3moe": Architecture(
+        "Qwen3Moe",
+        _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS,
+        constants={"norm_topk_prob": True},
+        counts=_EXPERT_COUNTS,
+    ),
     "gemma2": Architecture(
         "Gemma2",
         _ATTENTION | _NORMS_AROUND | _MLP,
         norm_shift=-1.0,
-        more=partial(gemma_settings, period=2, attention_cap=50.0, logits_cap=30.0),
+        window_period=2,
+        more=partial(gemma_settings, attention_cap=50.0, logits_cap=30.0),
     ),
     "gemma3": Architecture(
         "Gemma3",
         _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP,
         norm_shift=-1.0,
-        more=partial(gemma_settings, period=6, attention_cap=None, logits_cap=0.0),
+        window_period=6,
+        more=partial(gemma_settings, attention_cap=None, logits_cap=0.0),
     ),
     "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=phi3_settings),
     "olmo2": Architecture("Olmo2", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP),
-    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=partial(windows, period=4)),
-    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=smollm3_settings),
+    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, window_period=4),
+    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True),
     "gpt-oss": Architecture(
         "GptOss",
         _ATTENTION | _GPT_OSS | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
         bare=("attn_sinks",),
-        more=gpt_oss_settings,
+        counts=_LOCAL_COUNTS,
+        window_period=2,
     ),
-    "granite": Architecture("Granite", _DENSE, neighbours=True, more=granite_settings),
+    "granite": Architecture("Granite", _DENSE, neighbours=True, numbers=_GRANITE_NUMBERS, more=granite_settings),
     "granitehybrid": Architecture(
-        "GraniteMoeHybrid", _DENSE | _ssm("mamba"), neighbours=True, bare=_BARE_SSM, more=granite_hybrid_settings
+        "GraniteMoeHybrid",
+        _DENSE | _ssm("mamba"),
+        neighbours=True,
+        bare=_BARE_SSM,
+        constants={"num_local_experts": 0},
+        counts=_MAMBA2_COUNTS,
+        numbers=_GRANITE_NUMBERS,
+        more=granite_hybrid_settings,
     ),
     "bamba": Architecture(
         "Bamba",
@@ -425,6 +480,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         edges=EDGES | {"output_norm": "model.final_layernorm"},
         neighbours=True,
         bare=_BARE_SSM,
+        counts=_MAMBA2_COUNTS,
         more=bamba_settings,
     ),
     "falcon-h1": Architecture(
@@ -432,7 +488,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
         edges=EDGES | {"output_norm": "model.final_layernorm"},
         bare=_BARE_SSM,
-        more=falcon_h1_settings,
+        constants={"mamba_norm_before_gate": False},  # its multipliers are part of the weights
+        counts=_MAMBA2_COUNTS,
     ),
     "mamba2": Architecture(
         "Mamba2",
@@ -440,7 +497,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         prefix="backbone.layers",
         edges=_MAMBA2_EDGES,
         bare=_BARE_SSM,
-        more=mamba2_alone_settings,
+        constants={"head_dim": "auto"},
+        counts=_STATE_COUNTS
+        | {"mamba_d_ssm": "ssm.inner_size", "num_heads": "ssm.time_step_rank", "state_size": "ssm.state_size"},
+        numbers={"layer_norm_epsilon": _EPS},
     ),
     "nemotron_h": Architecture(
         "NemotronH",
@@ -448,12 +508,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         prefix="backbone.layers",
         edges=_MAMBA2_EDGES,
         bare=_BARE_SSM,
+        counts=_STATE_COUNTS | {"mamba_num_heads": "ssm.time_step_rank", "ssm_state_size": "ssm.state_size"},
+        numbers={"layer_norm_epsilon": _EPS},
         more=nemotron_h_settings,
     ),
     "lfm2": Architecture(
         "Lfm2",
         _ATTENTION | _LFM2,
         edges=EDGES | {"token_embd_norm": "model.embedding_norm"},
+        constants={"block_auto_adjust_ff_dim": False},
+        counts={"conv_L_cache": "shortconv.l_cache"},
+        numbers={"norm_eps": _EPS},
         more=lfm2_settings,
     ),
     "qwen35": Architecture(
@@ -462,6 +527,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_shift=-1.0,
         bare=_BARE_SSM,
         tiles_values=True,
+        counts=_DELTA_NET_COUNTS,
         more=qwen35_settings,
     ),
     "qwen3next": Architecture(
@@ -470,7 +536,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_shift=-1.0,
         bare=_BARE_SSM,
         joins=_qwen3_next_joins,
-        more=qwen3_next_settings,
+        counts=_SHARED_COUNTS | _DELTA_NET_COUNTS,
+        more=qwen35_settings,
     ),
     "gemma4": Architecture(
         "Gemma4",
@@ -478,16 +545,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         edges=EDGES | _GEMMA4_EDGES,
         bare=("layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
         layers_differ=True,
+        counts={"global_head_dim": "attention.key_length", "head_dim": "attention.key_length_swa"},
+        window_period=6,
         more=gemma4_settings,
         of_tensors=gemma4_of_tensors,
     ),
-    "llama4": Architecture("Llama4", _ATTENTION | _NORMS_BEFORE | _LLAMA4, more=llama4_settings),
+    "llama4": Architecture("Llama4", _ATTENTION | _NORMS_BEFORE | _LLAMA4, counts=_LLAMA4_COUNTS, more=llama4_settings),
     "deepseek2": Architecture(
         "DeepseekV2",
         _NORMS_BEFORE | _MLP | _EXPERTS | _DEEPSEEK,
         bare=("exp_probs_b",),
         joins=_deepseek_joins,
         has_latent_keys=True,
+        counts=_DEEPSEEK_COUNTS,
+        numbers={"routed_scaling_factor": ("expert_weights_scale", 1.0)},
         more=deepseek_settings,
     ),
 }
