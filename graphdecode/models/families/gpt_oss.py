@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention
 from graphdecode.models.config import ExpertsConfig, ModelConfig, all_but_every, layer_windows, number
-from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
+from graphdecode.models.families.sparse import Sparse, experts_everywhere
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
@@ -50,20 +50,6 @@ class GptOss(Sparse):
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sinks = Part(f"{name}self_attn.sinks", (config.num_attention_heads,), 0)
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
-
-    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the weight map of one layer's router and experts; stacks are [experts, in_features, out_features]."""
-        places = super().expert_weights(config, at, name, is_stacked=False)
-        if not is_stacked:
-            return places
-        experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
-        all_of, width = experts.count, experts.intermediate_size
-        return places | {
-            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 2),),
-            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 1),),
-            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 1),),
-            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), is_added=True),),
-        }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         attention = super().attention(config, weights, index)

@@ -15,9 +15,9 @@ from graphdecode.models.config import ModelConfig, UnsupportedModelError, count,
 from graphdecode.models.families.hybrid import renamed
 from graphdecode.models.families.llama import ATTENTION_BIASES
 from graphdecode.models.families.smollm3 import has_rope, ropes_or_none
-from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.families.sparse import Sparse
 from graphdecode.models.recurrent_blocks import reordered
-from graphdecode.models.weight_map import Part, Run, WeightMap
+from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
 
 _KINDS = {"chunked_attention": "sliding_attention", "full_attention": "full_attention"}
@@ -70,7 +70,7 @@ class Llama4(Sparse):
 
     architecture = "Llama4ForCausalLM"
     biases = ATTENTION_BIASES
-    mlp = "feed_forward."
+    mlp = stacked_mlp = "feed_forward."
     router = "router"
     experts_transposed = True
     gates_shared_expert = False
@@ -125,17 +125,6 @@ class Llama4(Sparse):
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         return renamed(super().layer_weights(config, at, name), name, {"mlp": "feed_forward"})
-
-    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the weight map of one layer's router and experts; stacks are [experts, in_features, out_features]."""
-        places = super().expert_weights(config, at, name, is_stacked=False)
-        if is_stacked:
-            experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}{self.mlp}"
-            width = experts.intermediate_size
-            gate_up, down = (experts.count, hidden, 2 * width), (experts.count, width, hidden)
-            places[f"{at}experts.gate_up"] = (Part(f"{mlp}experts.gate_up_proj", gate_up, 2, (Run(width), Run(width))),)
-            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", down, 1),)
-        return places
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         assert isinstance(config, Llama4Config)
