@@ -40,7 +40,6 @@ from graphdecode.models.config import (
     flag,
     is_windowed,
     layer_ropes,
-    layer_windows,
 )
 from graphdecode.models.families.gemma import Gemma2
 from graphdecode.models.families.llama import Llama, norms_at
@@ -203,7 +202,8 @@ class Gemma4(Sparse, Gemma2):
             settings["use_bidirectional_attention"] = None
         if isinstance(settings.get("layer_types"), list):  # the last layer never has a window
             settings["layer_types"] = [*settings["layer_types"][:-1], "full_attention"]
-        keys = _layer_keys(settings)
+        pattern = self.has_window(settings, count(settings, "num_hidden_layers"))
+        keys = _layer_keys(settings, is_windowed(settings, pattern))
         largest = max(keys, key=lambda each: each.head_dim)
         sizes = {"head_dim": largest.head_dim, "num_key_value_heads": largest.heads}
         ropes = ropes_by_layer_type(settings, 1e6, 1e4)
@@ -218,11 +218,11 @@ class Gemma4(Sparse, Gemma2):
             has_wide_mlp=flag(settings, "use_double_wide_mlp", False),
         )
 
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        return layer_windows(settings, _pattern(layers))
+    def has_window(self, settings: dict[str, Any], layers: int) -> list[bool]:
+        return [*all_but_every(6, layers)[:-1], False]
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        ropes = layer_ropes(settings, fields, _pattern(fields["num_hidden_layers"]))
+        ropes = layer_ropes(settings, fields, self.has_window(settings, fields["num_hidden_layers"]))
         return super().options(settings, fields) | ropes | {"sm_scale": 1.0}
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
@@ -352,15 +352,9 @@ def _scaled(norm: Norm, scale: Tensor | float) -> Norm:
     return replace(norm, weight=norm.weight * scale)
 
 
-def _pattern(layers: int) -> list[bool]:
-    """Return whether each layer has a window: five of six do, the last one does not."""
-    return [*all_but_every(6, layers)[:-1], False]
-
-
-def _layer_keys(settings: dict[str, Any]) -> tuple[Keys, ...]:
+def _layer_keys(settings: dict[str, Any], windowed: list[bool]) -> tuple[Keys, ...]:
     """Return `ModelShape.layer_keys`; layers without a window, or single layers, may have other sizes."""
-    layers = count(settings, "num_hidden_layers")
-    windowed, heads = is_windowed(settings, _pattern(layers)), count(settings, "num_attention_heads")
+    layers, heads = len(windowed), count(settings, "num_attention_heads")
     given = settings.get("per_layer_config")
     if given is None:
         full = {"head_dim": settings.get("global_head_dim", 512)}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention
-from graphdecode.models.config import ExpertsConfig, ModelConfig, all_but_every, layer_windows, number
+from graphdecode.models.config import ExpertsConfig, ModelConfig, number
 from graphdecode.models.families.sparse import Sparse, experts_everywhere
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -17,6 +17,7 @@ class GptOss(Sparse):
     experts_interleaved = experts_transposed = True
     router = "router"
     has_biases = True
+    window_period = 2
     defaults: ClassVar[dict[str, Any]] = {
         "attention_bias": True,
         "head_dim": 64,
@@ -38,10 +39,6 @@ class GptOss(Sparse):
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     }
-
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: every other layer has one."""
-        return layer_windows(settings, all_but_every(2, layers))
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
         alpha, limit = number(settings, "swiglu_alpha"), number(settings, "swiglu_limit")

@@ -37,7 +37,6 @@ class Lfm2(Hybrid):
     has_head_norms = True
     final_norm = "model.embedding_norm"
     defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
         "max_position_embeddings": 128000,
         "norm_eps": 1e-5,
         "num_key_value_heads": 8,

@@ -41,7 +41,6 @@ class Mamba2Family(Mamba2Hybrid):
     architecture = "Mamba2ForCausalLM"
     # config.json has no fields of attention; sequence length is limited only by memory
     defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
         "intermediate_size": 1,
         "max_position_embeddings": 2**20,
         "num_attention_heads": 1,
@@ -101,7 +100,6 @@ class Bamba(Mamba2Hybrid):
     final_norm = "model.final_layernorm"
     has_partial_rotary = True
     defaults: ClassVar[dict[str, Any]] = MAMBA2_DEFAULTS | {
-        "hidden_act": "silu",
         "max_position_embeddings": 262144,
         "num_key_value_heads": 8,
         "partial_rotary_factor": 0.5,

@@ -68,7 +68,6 @@ class Qwen35(Hybrid):
     has_partial_rotary = True
     defaults: ClassVar[dict[str, Any]] = {
         "head_dim": 256,
-        "hidden_act": "silu",
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_num_key_heads": 16,
