@@ -34,15 +34,10 @@ def one_thread() -> Iterator[None]:
 
 
 class QuantizedWeight(ABC):
-    """A quantized weight [out_features, in_features]: a frozen dataclass whose tensors may be views of a file.
+    """A quantized weight [out_features, in_features]: a frozen dataclass whose tensors may be views of a file."""
 
-    Attributes:
-        path: name in reports.
-        order: int32 [in_features], the input feature of each column; None: in order.
-    """
-
-    path: ClassVar[str]
-    order: Tensor | None = None
+    path: ClassVar[str]  # name in reports
+    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,9 +24,6 @@ from graphdecode.models.config import ModelShape, UnsupportedModelError, read_js
 from graphdecode.models.gguf.adapter import read_gguf_adapter
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.weight_map import Part, Run, WeightMap
-
-if TYPE_CHECKING:
-    import regex
 
 ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HoldingWeights: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -55,21 +52,13 @@ _MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some t
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one product, `scale * B @ A`, or to those of all experts.
+    """What an adapter adds to one product, `scale * B @ A`, or to those of all experts."""
 
-    Attributes:
-        down: A, [experts * rank, in_features], one expert's rows after another's.
-        up: B, [out_features, rank * experts], the columns of a rank side by side, one of each expert.
-        scale: see above.
-        is_table: whether PEFT says that it is of an embedding: the transposed weight.
-        experts: 1 where it is of one product.
-    """
-
-    down: Tensor
-    up: Tensor
+    down: Tensor  # A, [experts * rank, in_features], one expert's rows after another's
+    up: Tensor  # B, [out_features, rank * experts], the columns of a rank side by side, one of each expert
     scale: float
-    is_table: bool = False
-    experts: int = 1
+    is_table: bool = False  # PEFT says that it is of an embedding: the transposed weight
+    experts: int = 1  # 1: of one product
 
     @property
     def rank(self) -> int:
@@ -103,14 +92,10 @@ class AdapterError(ArgumentError):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in host memory.
+    """An adapter in host memory."""
 
-    Attributes:
-        matrices: by place in the model `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros
-            where a part has none, or a smaller rank. Of the embedding `down` is [vocab, rank]. Of experts both have a
-            dimension of experts in front.
-    """
-
+    # by place in the model `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros if a part has
+    # none, or a smaller rank. The embedding's `down` is [vocab, rank]; experts add a first dimension to both.
     matrices: dict[str, tuple[Tensor, Tensor]]
 
     def to_bytes(self) -> bytes:
@@ -129,34 +114,22 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """The slots of a model's products.
+    """The adapter slots of a model's products."""
 
-    Attributes:
-        count: of slots.
-        max_rank: of an adapter.
-        adapts_experts: whether the products of experts have room.
-        dtype: of the slots.
-        device: of the slots.
-        config: of the model.
-        products: by place in the model; of a rank, its shards.
-        parts: of each product of the whole model, as the family's map names them; of experts those of one,
-            [out_features, in_features].
-        layouts: of the whole model, if it has experts: its map with these apart, and with them in stacks.
-        expert_names: by place of such a product, how it is stored.
-        bases: by module, plain weights that an adapter's file may have a copy of; it must be the same.
-    """
-
-    count: int
-    max_rank: int
-    adapts_experts: bool
+    count: int  # number of slots
+    max_rank: int  # of an adapter
+    adapts_experts: bool  # whether the products of experts have slots
     dtype: torch.dtype
     device: torch.device
     config: ModelShape
+    # of the whole model, if it has experts: its weight map with one tensor per expert, and with stacks
     layouts: tuple[WeightMap, ...] = ()
+    # by name in the model; a rank has its shards
     products: dict[str, Adapted | AdaptedEmbedding | AdaptedExperts] = field(default_factory=dict)
+    # of each product of the whole model, as the weight map names them; for experts those of one expert
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
-    expert_names: dict[str, ExpertNames] = field(default_factory=dict)
-    bases: dict[str, Tensor] = field(default_factory=dict)
+    expert_names: dict[str, ExpertNames] = field(default_factory=dict)  # how each product of experts is stored
+    bases: dict[str, Tensor] = field(default_factory=dict)  # by module, plain weights of which a file may have a copy
 
     def around(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
         """Return the product at a place with room for adapters."""
@@ -186,9 +159,7 @@ class AdapterSlots:
         return torch.zeros(self.count, dtype=torch.int32, device=self.device)
 
     def keep(self, products: Iterable[Any]) -> None:
-        """Forget those that a model does not hold as they are: where something is done with their results, or several
-        are one.
-        """
+        """Forget products that are not among those of the model: wrapped in other forms, or joined."""
         held = {id(product) for product in products}
         for place in [place for place, product in self.products.items() if id(product) not in held]:
             del self.products[place], self.parts[place]
@@ -201,8 +172,8 @@ class AdapterSlots:
             rank = 0 if found is None else found[1].shape[-2]
             is_changed = found is not None and (found[1].dim() == 2 or found[1].flatten(1).any(1))
             product.ranks[slot] = rank * is_changed
-            for held, given in zip(product.slot(slot, rank), found or (), strict=False):
-                held.copy_(given, non_blocking=True)
+            for held, given in zip((product.down, product.up), found or (), strict=False):
+                held[slot][tuple(map(slice, given.shape))].copy_(given, non_blocking=True)
 
     def read(self, path: str | Path, holding_weights: HoldingWeights = nullcontext) -> Adapter:
         """Read an adapter: a folder as PEFT saves it, or a GGUF file.
@@ -268,7 +239,7 @@ class AdapterSlots:
         """Yield what an adapter adds, by the names of weights."""
         if path.suffix != SUFFIX:
             places = {name: place for name, (place, expert, _) in where.items() if expert == _EVERY}
-            stacks = {name: _Stack.of(self.parts[at], self.expert_names[at]) for name, at in places.items()}
+            stacks = {name: _Stack(self.parts[at], self.expert_names[at]) for name, at in places.items()}
             settings = _settings(path)
             yield from _read_peft(path, settings, _matrices(path, self.bases, holding_weights), stacks)
             return
@@ -310,35 +281,29 @@ def _parts_of_one(found: tuple[Part, ...], names: ExpertNames) -> tuple[Part, ..
 
 
 class _Stack(NamedTuple):
-    """A weight of all experts in one tensor."""
+    """A weight of all experts in one tensor, [experts, outputs, inputs] or transposed."""
 
-    experts: int
-    outputs: int
-    inputs: int
-    transposed: bool  # [experts, inputs, outputs]
-
-    @classmethod
-    def of(cls, parts: tuple[Part, ...], names: ExpertNames) -> _Stack:
-        """Return the stack whose experts have these parts."""
-        return cls(names.experts, sum(part.shape[0] for part in parts), parts[0].shape[1], names.transposed)
+    parts: tuple[Part, ...]  # of one expert
+    names: ExpertNames
 
     def oriented(self, found: LowRank, version: Any) -> LowRank | None:
         """Return an adapter of the weights as [outputs, inputs]; None if that cannot be told.
 
         A of PEFT 0.17, which names no version, and of 0.18 is of the stack's second dimension, of 0.21 of the inputs.
         """
-        found = found._replace(experts=self.experts)
+        experts, outputs, inputs = self.names.experts, sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+        found = found._replace(experts=experts)
         if found.down.dim() != 2 or found.up.dim() != 2:
             return found  # `_check` refuses it
-        if (*found.down.shape[1:], *found.up.shape[:1]) != (self.outputs, self.inputs):
+        if (*found.down.shape[1:], *found.up.shape[:1]) != (outputs, inputs):
             return found
-        if self.outputs == self.inputs:
+        if outputs == inputs:
             is_old = version is None or str(version).startswith(("0.17.", "0.18."))
             if str(version).startswith(("0.19.", "0.20.")):
                 return None
-            if self.transposed or not is_old:
+            if self.names.transposed or not is_old:
                 return found
-        is_whole = found.down.shape[0] % self.experts == found.up.shape[-1] % self.experts == 0
+        is_whole = found.down.shape[0] % experts == found.up.shape[-1] % experts == 0
         return found.transposed() if is_whole else found
 
 
@@ -353,8 +318,8 @@ def _read_peft(
         matrices: by module, not scaled yet.
         stacks: of experts, by name, in the order of their module.
     """
-    ranks, alphas = (_Pattern.list_of(folder, settings, name) for name in ("rank_pattern", "alpha_pattern"))
-    targets, until = settings.get("target_parameters") or [], time.monotonic() + _MATCHING_S
+    until, targets = time.monotonic() + _MATCHING_S, settings.get("target_parameters") or []
+    rank_of, alpha_of = (_pattern(folder, settings, name, until) for name in ("rank_pattern", "alpha_pattern"))
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise AdapterError(f"{folder / ADAPTER_FILE}: target_parameters is {shown(targets)}, and no list of names")
     for wrapper, pair in matrices.items():
@@ -364,10 +329,10 @@ def _read_peft(
         if found is None:
             raise AdapterError(f"{folder}: {module} is of square weights, and PEFT {shown(version)} may transpose them")
         rank, name = found.rank, weight if _is_target(weight, targets) else module  # what PEFT matches
-        stated = _of_module(ranks, name, settings.get("r"), until)
+        stated = rank_of(name, settings.get("r"))
         if stated != rank:
             raise AdapterError(f"{folder}: {module} has rank {rank}, and {ADAPTER_FILE} says {shown(stated)}")
-        alpha = _of_module(alphas, name, settings.get("lora_alpha"), until)
+        alpha = alpha_of(name, settings.get("lora_alpha"))
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _MOST_ALPHA:
             raise AdapterError(f"{folder}: lora_alpha of {module} is {shown(alpha)}, and not a number")
         # with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)
@@ -471,38 +436,26 @@ def _check(path: Path, module: str, found: LowRank, shape: tuple[int, ...], max_
         raise AdapterError(f"{path}: {module} has rank {rank}, and max_adapter_rank is {max_rank}")
 
 
-class _Pattern(NamedTuple):
-    """An expression for the names of modules, and what those have."""
+def _pattern(folder: Path, settings: Mapping[str, Any], field: str, until: float) -> Callable[[str, Any], Any]:
+    """Return what the expressions of a field say of a module; of one that none matches, the second argument."""
+    import regex  # only patterns need it
 
-    folder: Path
-    field: str
-    expression: regex.Pattern[str]
-    value: Any
-
-    @classmethod
-    def list_of(cls, folder: Path, settings: Mapping[str, Any], field: str) -> list[_Pattern]:
-        """Return those of a field of the configuration."""
-        import regex  # only patterns need it
-
-        given = settings.get(field) or {}
-        if not isinstance(given, dict):
-            raise AdapterError(f"{folder / ADAPTER_FILE}: {field} is {shown(given)}, and no object")
-        found = []
-        for key, value in given.items():
-            try:
-                found.append(cls(folder, field, regex.compile(rf"(.*\.)?({key})$"), value))  # as PEFT matches
-            except (regex.error, RecursionError) as error:
-                raise AdapterError(f"{folder / ADAPTER_FILE}: {field} has {shown(key)}: {error}") from error
-        return found
-
-
-def _of_module(patterns: list[_Pattern], name: str, otherwise: Any, until: float) -> Any:
-    """Return the value of the first expression that matches a module."""
-    for folder, field_name, expression, value in patterns:
+    given, file, expressions = settings.get(field) or {}, folder / ADAPTER_FILE, []
+    if not isinstance(given, dict):
+        raise AdapterError(f"{file}: {field} is {shown(given)}, and no object")
+    for key, value in given.items():
         try:
-            if expression.match(name, timeout=max(until - time.monotonic(), 1e-3), concurrent=True):
-                return value
+            expressions.append((regex.compile(rf"(.*\.)?({key})$"), value))  # as PEFT matches
+        except (regex.error, RecursionError) as error:
+            raise AdapterError(f"{file}: {field} has {shown(key)}: {error}") from error
+
+    def value_of(name: str, otherwise: Any) -> Any:
+        try:
+            for expression, value in expressions:
+                if expression.match(name, timeout=max(until - time.monotonic(), 1e-3), concurrent=True):
+                    return value
         except TimeoutError as error:
-            file = folder / ADAPTER_FILE
-            raise AdapterError(f"{file}: {field_name} takes longer than {_MATCHING_S} s to match") from error
-    return otherwise
+            raise AdapterError(f"{file}: {field} takes longer than {_MATCHING_S} s to match") from error
+        return otherwise
+
+    return value_of
