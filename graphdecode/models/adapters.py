@@ -20,7 +20,8 @@ from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.config import ModelShape, UnsupportedModelError, read_json
+from graphdecode.models.config import ModelShape
+from graphdecode.models.fields import UnsupportedModelError, read_json
 from graphdecode.models.gguf.adapter import read_gguf_adapter
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.weight_map import Part, Run, WeightMap

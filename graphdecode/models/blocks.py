@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.kernels.recurrent.state_tokens import StateTokens
 from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts, AdapterSpan
 from graphdecode.linear.experts import ExpertForm, Gate
-from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
+from graphdecode.linear.weight_form import FusedProduct, RowTable, StoredForm, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
@@ -134,7 +134,7 @@ class Block:
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of products and norms that a step of `rows` rows reads; None: with all experts."""
-        children = [value for value in vars(self).values() if isinstance(value, (Block, WeightForm))]
+        children = [value for value in vars(self).values() if isinstance(value, (Block, StoredForm))]
         return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in children)
 
 
@@ -180,7 +180,7 @@ class ResidualStream:
         self.attend = attend
         self.append_and_attend = append_and_attend
         # not None: the residual is not computed yet; stems that override the embedding compute it at once
-        is_plain = type(stem).run is Stem.run and type(stem).embed is Stem.embed
+        is_plain = stem.table is None and type(stem).run is Stem.run and type(stem).embed is Stem.embed
         is_plain &= stem.adapted is None or parts[0].adapters is None
         self._stem: Stem | None = stem if is_plain and len(parts) == 1 else None
         if self._stem is not None:
@@ -410,6 +410,7 @@ class Mixer(Block):
 class Attention(Mixer):
     """Rotary grouped-query attention over the layer's cache."""
 
+    has_keys: ClassVar[bool] = True  # False: the product gives only queries, and an earlier layer has the keys
     qkv: WeightForm  # [(heads + 2 kv_heads) * head_dim, hidden]
     q_norm: Norm | None  # per query head
     k_norm: Norm | None  # per key head
@@ -424,11 +425,14 @@ class Attention(Mixer):
         qkv = self.project(stream)
         attended = stream.buffer(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
         rope = self.rotation(qkv)
-        if stream.append_and_attend is not None:
+        if stream.append_and_attend is not None and self.has_keys:
             stream.append_and_attend(attended, qkv, cache, rope, self.options)
         else:
-            q = torch.empty_like(attended)
-            append_tokens(q, cache, qkv, stream.tokens, rope)
+            own, q = cache, torch.empty_like(attended)
+            if not self.has_keys:
+                own = replace(cache, keys=cache.keys[:, :, :0], values=cache.values[:, :, :0])
+            for span, part in stream.parts():
+                append_tokens(q[span], own, qkv[span], part, rope)
             stream.attend(attended, q, cache, self.options)
         self.finish(stream, attended.view(qkv.shape[0], -1))
 
@@ -450,23 +454,6 @@ class Attention(Mixer):
             None if self.k_norm is None else self.k_norm.weight,
             0.0 if self.q_norm is None else self.q_norm.eps,
         )
-
-
-@dataclass(frozen=True)
-class SharedKeysAttention(Attention):
-    """Attention over an earlier layer's keys and values; its product gives only queries."""
-
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Attend over the earlier layer's cache."""
-        assert isinstance(cache, LayerCache)
-        queries = self.project(stream)
-        attended = stream.buffer(self.o.in_features).view(queries.shape[0], -1, self.head_dim)
-        q, rope = torch.empty_like(attended), self.rotation(queries)
-        no_heads = replace(cache, keys=cache.keys[:, :, :0], values=cache.values[:, :, :0])
-        for span, part in stream.parts():
-            append_tokens(q[span], no_heads, queries[span], part, rope)
-        stream.attend(attended, q, cache, self.options)
-        self.finish(stream, attended.view(queries.shape[0], -1))
 
 
 class FeedForward(Block):
@@ -502,9 +489,10 @@ class Layer(Block):
 class Stem(Block):
     """The embedding, scaled."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor  # [vocab, hidden]; [0, hidden] if it is quantized
     scale: float = 1.0
-    adapted: AdaptedEmbedding | None = None  # slots for adapters
+    adapted: AdaptedEmbedding | None = None  # adapter slots
+    table: RowTable | None = None  # the quantized embedding, shared with a tied output layer
 
     def run(self, tokens: Tokens) -> Tensor:
         """Return the embedded tokens [t, hidden]; a stem with more operators overrides it."""
@@ -516,7 +504,10 @@ class Stem(Block):
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""
-        embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
+        if self.table is None:
+            embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
+        else:
+            self.table.gather(residual, tokens.ids, tokens.live, self.scale)
 
     def residual(self, tokens: Tokens) -> Tensor:
         """Return memory [t, hidden]: float32 on a CPU; the model's dtype on a GPU, whose normed products read it."""

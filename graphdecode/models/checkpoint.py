@@ -16,8 +16,9 @@ from graphdecode.errors import shown
 from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.adapters import ADAPTER_FILE
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
+from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
+from graphdecode.models.fields import UnsupportedModelError, flag, read_json, token_ids
 from graphdecode.models.quantized.method import Method, PackedTensor
 from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
 from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path

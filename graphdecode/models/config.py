@@ -9,26 +9,9 @@ import torch
 from graphdecode.attention import AttentionOptions
 from graphdecode.cache import Keys, Recurrent
 from graphdecode.errors import shown
-from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids
+from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, token_ids
 from graphdecode.models.rope import RopeConfig
 
-__all__ = [  # for families
-    "DTYPES",
-    "ModelConfig",
-    "UnsupportedModelError",
-    "all_but_every",
-    "choice",
-    "common_fields",
-    "count",
-    "flag",
-    "layer_kinds",
-    "layer_ropes",
-    "layer_windows",
-    "number",
-    "read_json",
-    "switched_windows",
-    "token_ids",
-]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -3,33 +3,21 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
-from graphdecode.linear.weight_form import RowTable, Stored
+from graphdecode.linear.weight_form import Stored
 from graphdecode.linear.wrapped import Gathered
-from graphdecode.models.blocks import Head, Layer, Stem, Tokens
+from graphdecode.models.blocks import Head, Layer, Stem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.families import ARCHITECTURES
 from graphdecode.models.split_blocks import SplitStem
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
-
-
-@dataclass(frozen=True)
-class BlocksStem(Stem):
-    """A quantized embedding; rows are dequantized when gathered. `embedding` is empty, and gives dtype and columns."""
-
-    table: RowTable = field(kw_only=True)  # shared with a tied output layer
-
-    def embed(self, residual: Tensor, tokens: Tokens) -> None:
-        """Write the embedded tokens into `residual`."""
-        self.table.gather(residual, tokens.ids, tokens.live, self.scale)
 
 
 class Family(ABC):
@@ -66,12 +54,9 @@ class Family(ABC):
         """Read and return the embedding."""
         # rounded to the dtype, as in training
         scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
-        rows = weights.embedding_rows()
-        if rows is not None:
-            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
-            stem: Stem = BlocksStem(no_rows, scale, table=rows)
-        else:
-            stem = Stem(weights.tensor("embedding"), scale)
+        table = weights.embedding_rows()
+        no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
+        stem = Stem(weights.tensor("embedding") if table is None else no_rows, scale, table=table)
         if shared is not None:
             begin, end = (config.vocab_size * rank // shared.count for rank in (shared.rank, shared.rank + 1))
             stem = SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=shared)

@@ -33,9 +33,10 @@ from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, Ten
 from graphdecode.memory import advise, storage_spans
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.config import DTYPES, ModelConfig, ModelShape, read_json
+from graphdecode.models.config import DTYPES, ModelConfig, ModelShape
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import Family, family_of, known_families
+from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS

@@ -103,10 +103,6 @@ class LatentAttention(Mixer):
         self.to_values.apply(values.view(tokens * heads, -1), attended.view(tokens * heads, -1), pairs)
         stream.set_output(self.o, values)
 
-    def read_bytes(self, rows: int | None = None) -> int:
-        """Return the bytes of products and norms, those of each head included."""
-        return super().read_bytes(rows) + self.to_keys.nbytes + self.to_values.nbytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedMlp(SparseMlp):

@@ -28,7 +28,6 @@ from graphdecode.models.blocks import (
     Layer,
     Norm,
     ResidualStream,
-    SharedKeysAttention,
     SparseMlp,
 )
 from graphdecode.models.config import (
@@ -65,6 +64,12 @@ class Gemma4Config(ModelConfig):
         keys = self.layer_keys[layer]
         width = self.intermediate_size * (2 if self.has_wide_mlp and keys.shared_with is not None else 1)
         return replace(self, num_key_value_heads=keys.heads, head_dim=keys.head_dim, intermediate_size=width)
+
+
+class SharedKeysAttention(Attention):
+    """Attention over an earlier layer's keys and values."""
+
+    has_keys = False
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from graphdecode.linear.adapted import Adapted, AdapterSpan
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.weight_form import FormOptions, TensorSource, WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
+from graphdecode.models.config import DTYPES
 from graphdecode.models.family import known_families
+from graphdecode.models.fields import UnsupportedModelError, count, read_json
 from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
     AdoptedConfig,
