@@ -66,12 +66,10 @@ class CompressedTensors(Method):
         self.of_integers = any(scheme.code == "integer" for scheme in self._schemes)
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights of modules that have a scale."""
         for scale in tensors:
             module = scale.removesuffix(".weight_scale")
-            if module == scale:
-                continue
-            yield f"{module}.weight", self._weight(module, tensors, read)
+            if module != scale:
+                yield f"{module}.weight", self._weight(module, tensors, read)
 
     def _weight(self, module: str, tensors: Mapping[str, Stored], read: Read) -> PackedTensor:
         is_packed = f"{module}.weight_packed" in tensors

@@ -53,7 +53,6 @@ class Float8(Method):
         self._block = None if block is None else checked_block(block, "weight_block_size")
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights in float8."""
         for name, stored in tensors.items():
             if stored.dtype != "F8_E4M3" or not name.endswith(".weight") or len(stored.shape) != 2:
                 continue
@@ -91,11 +90,7 @@ class Mxfp4(Method):
 
     name = "mxfp4"
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Take a `quantization_config`, which has no further fields."""
-
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the pairs of blocks and scales."""
         for name, blocks in tensors.items():
             plain = name.removesuffix(_BLOCKS)
             scales = tensors.get(f"{plain}{_SCALES}")
@@ -124,7 +119,6 @@ class Nf4(Method):
         is_one_of(settings, "bnb_4bit_quant_type", ("nf4",), "fp4")
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights that have a `quant_state`."""
         for state in tensors:
             name = state.removesuffix(_STATE)
             if name != state:

@@ -39,7 +39,6 @@ class Gptq(method.Method):
         self._zero_offset = 1 if is_one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights of modules that have a `qweight`."""
         for name, stored in tensors.items():
             module = name.removesuffix(".qweight")
             if module == name:

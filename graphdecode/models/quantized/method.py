@@ -62,8 +62,8 @@ class Method(ABC):
     spare: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
     of_integers: bool = False  # weights are integers
 
-    @abstractmethod
-    def __init__(self, settings: Mapping[str, Any]) -> None: ...
+    def __init__(self, settings: Mapping[str, Any]) -> None:  # noqa: B027 (a method may have no fields)
+        """Check the fields of `quantization_config`, and keep those that `find` needs."""
 
     @abstractmethod
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:

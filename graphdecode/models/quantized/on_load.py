@@ -61,7 +61,6 @@ class ExpertsApart:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All tensors by name."""
         there = self._source.tensors
         used = {piece.stack for piece in self._pieces.values()} | set(self._named.values())
         found = {name: stored for name, stored in there.items() if name not in used}
@@ -194,12 +193,10 @@ class RoundedSource:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All tensors by name."""
         there = self._source.tensors
         return {name: stored._replace(dtype=self._kinds.get(name, stored.dtype)) for name, stored in there.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write a tensor, or a shard of it, dequantized into `out`."""
         if name not in self._kinds:
             self._source.read(name, out, shard)
             return
@@ -211,7 +208,6 @@ class RoundedSource:
         out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
-        """Return a quantized weight; None for other tensors."""
         return self._rounded(name) if name in self._kinds else None
 
     def _rounded(self, name: str) -> Groups | GgufBlocks:

@@ -27,6 +27,7 @@ from graphdecode.models.fields import UnsupportedModelError, count, read_json
 from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
     AdoptedConfig,
+    AttentionShape,
     ModuleDecoder,
     keep_quantiles,
     register,
@@ -286,10 +287,7 @@ def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
         copy_finite(name, held[name], tensor)
 
 
-_Shape = tuple[int, int, int, int, int]  # query heads, key heads, channels of queries, keys and values
-
-
-def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int, _Shape], bool]:
+def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int, AttentionShape], bool]:
     """Return each layer's attention shapes in a step on the meta device, and whether the step was completed.
 
     It is not if the module reads tensors on the host, or runs operators that have no meta kernel.
@@ -297,13 +295,13 @@ def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int,
     Raises:
         UnsupportedModelError: a layer attends twice, or it was not completed and the module has `states` to find.
     """
-    shapes: dict[int, _Shape] = {}
+    shapes: dict[int, AttentionShape] = {}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         layer = layer if states is None else states.attending(layer)
         if layer in shapes:
             raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
-        shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
+        shapes[layer] = AttentionShape.of(q, k, v)
         return q.new_empty((*q.shape[:2], v.shape[2]))
 
     set_attention(module, attend)
@@ -325,7 +323,9 @@ def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int,
     return shapes, True
 
 
-def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape], states: StateProbe | None) -> AdoptedConfig:
+def _config_of(
+    module: nn.Module, text: Any, shapes: Mapping[int, AttentionShape], states: StateProbe | None
+) -> AdoptedConfig:
     """Return the sizes: those of `shapes`, else those of transformers' configuration."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     if states is not None:  # layers without keys say nothing of heads or positions
@@ -358,7 +358,7 @@ def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape], state
         plain_linears=frozenset() if states is None else frozenset(weights.keys() - states.called),
     )
     for shape in shapes.values():
-        config.check_heads(*shape)
+        config.check_heads(shape)
     return config
 
 
