@@ -35,7 +35,7 @@ def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim
 
 
 def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float, rotated: int) -> dict[str, Any]:
-    kind = metadata.text("rope.scaling.type", "none")
+    kind = metadata.whole(f"{metadata.architecture}.rope.scaling.type", str, "none")
     if _LONG in stored and _SHORT in stored:
         trained = metadata.count("context_length")
         return {
