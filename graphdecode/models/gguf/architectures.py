@@ -565,9 +565,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 # GLM-4.7-Flash too
 ARCHITECTURES["deepseek3"] = replace(ARCHITECTURES["deepseek2"], name="DeepseekV3")
 _SIGMOID = 2  # an expert_gating_func
-
-
-_CALLED = {"mixtral": "llama", "olmo3": "olmo2", "bamba": "granitehybrid", "deepseek3": "deepseek2"}  # by GGUF
+# architectures that a header calls by another name
+_HEADER_NAMES = {"mixtral": "llama", "olmo3": "olmo2", "bamba": "granitehybrid", "deepseek3": "deepseek2"}
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
@@ -593,5 +592,5 @@ def architecture_for(model: str) -> tuple[str, Architecture]:
     kind = model.removesuffix("ForCausalLM")
     for name, found in ARCHITECTURES.items():
         if found.name == _NAMESAKES.get(kind, kind):
-            return _CALLED.get(name, name), found
+            return _HEADER_NAMES.get(name, name), found
     raise UnsupportedModelError(f"it cannot be an adapter of {model}, whose tensors in GGUF are not known")
