@@ -63,11 +63,11 @@ def quantized_copy(
     _check_out(out, path, fitting, overwrite)
     check_model(path, model_impl="native")
     config = source.config()
-    rounded = quantized_on_load(source, config, quantize, group_size)
-    names = [part.name for part in parts(rounded.weight_map)]
-    _check_room(out, [rounded.tensors[name] for name in names])
+    quantizing = quantized_on_load(source, config, quantize, group_size)
+    names = [part.name for part in parts(quantizing.weight_map)]
+    _check_room(out, [quantizing.tensors[name] for name in names])
     if fitting == "gguf":
-        file = GgufModel(rounded, config)
+        file = GgufModel(quantizing, config)
         vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
         with _atomically(out) as partial:
             file.write(partial, vocabulary, counted(file.names, progress))
@@ -75,8 +75,8 @@ def quantized_copy(
         tokenizer = load_tokenizer(path, replaceable=False) if isinstance(source, PlainGguf) else None
         with _atomically(out) as partial:
             partial.mkdir()
-            write_weights(rounded, partial, counted(names, progress))
-            quantization = quantization_config(rounded)
+            write_weights(quantizing, partial, counted(names, progress))
+            quantization = quantization_config(quantizing)
             if isinstance(source, PlainGguf):
                 source.write_rest(partial, tokenizer, {"quantization_config": quantization})
             else:

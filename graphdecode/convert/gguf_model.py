@@ -19,15 +19,15 @@ from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import (
     ARCHITECTURES,
-    EDGES,
     ONE_ROW,
+    OUTER,
     ROTATED,
     architecture_for,
     architecture_of,
 )
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
-from graphdecode.models.quantized.on_load import RoundedSource, plain_weight
+from graphdecode.models.quantized.on_load import QuantizingSource, plain_weight
 from graphdecode.models.weight_map import parts
 
 _FACTORS = "rope_freqs.weight"
@@ -39,7 +39,7 @@ _ONLY_READ = ("deepseek2", "deepseek3", "gemma4", "llama4")  # and those with re
 class GgufModel:
     """A model in GGUF's terms; raises `UnsupportedModelError` if GGUF cannot describe it."""
 
-    def __init__(self, source: RoundedSource, config: ModelConfig) -> None:
+    def __init__(self, source: QuantizingSource, config: ModelConfig) -> None:
         self._source = source
         self._config = config
         written = [kind.name for key, kind in ARCHITECTURES.items() if not kind.has_states and key not in _ONLY_READ]
@@ -113,7 +113,7 @@ class GgufModel:
             if "norm" in name.rpartition(".")[0].rpartition(".")[2]:
                 blocks = blocks - self._architecture.norm_shift
         part = self._name(name).split(".")[-2]
-        if not (self._architecture.neighbours and part in ROTATED):
+        if not (self._architecture.interleaved_rope and part in ROTATED):
             return blocks.contiguous()
         by_half = blocks.view(-1, 2, self._config.head_dim // 2, *blocks.shape[1:])
         return by_half.transpose(1, 2).reshape(blocks.shape).contiguous()
@@ -121,7 +121,7 @@ class GgufModel:
     def _name(self, name: str) -> str:
         """Return GGUF's name of a tensor."""
         place, _, kind = name.rpartition(".")
-        for own, theirs in EDGES.items():
+        for own, theirs in OUTER.items():
             if place == theirs:
                 return f"{own}.{kind}"
         found = _LAYER.fullmatch(name)

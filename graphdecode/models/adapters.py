@@ -58,7 +58,7 @@ class LowRank(NamedTuple):
     down: Tensor  # A, [experts * rank, in_features], one expert's rows after another's
     up: Tensor  # B, [out_features, rank * experts], the columns of a rank side by side, one of each expert
     scale: float
-    is_table: bool = False  # PEFT says that it is of an embedding: the transposed weight
+    is_embedding: bool = False  # PEFT says that it is of an embedding: the transposed weight
     experts: int = 1  # 1: of one product
 
     @property
@@ -67,17 +67,15 @@ class LowRank(NamedTuple):
         return self.down.shape[0] // self.experts if self.down.dim() else 0
 
     def transposed(self) -> LowRank:
-        """Return what is added to the transposed weights of experts."""
+        """Return the adapter of the transposed weights of experts."""
         down = self.up.view(len(self.up), -1, self.experts).permute(2, 1, 0)
         up = self.down.view(self.experts, -1, self.down.shape[1]).permute(2, 1, 0)
         return self._replace(down=down.flatten(0, 1), up=up.flatten(1, 2))
 
     def parts_of_experts(self, sizes: list[int], *, interleaved: bool) -> Iterator[tuple[tuple[int, int], LowRank]]:
-        """Yield what is added to each part of each expert, with their numbers.
+        """Yield (expert, part) and the adapter of each, given the parts' output features.
 
-        Args:
-            sizes: output features of the parts.
-            interleaved: outputs alternate between two halves.
+        `interleaved`: outputs alternate between two parts.
         """
         down = self.down.view(self.experts, self.rank, -1)
         up = self.up.view(-1, self.rank, self.experts)
@@ -179,9 +177,7 @@ class AdapterSlots:
     def read(self, path: str | Path, holding_weights: HoldingWeights = nullcontext) -> Adapter:
         """Read an adapter: a folder as PEFT saves it, or a GGUF file.
 
-        Args:
-            path: of the folder or file.
-            holding_weights: returns a context in which the model's weights are there and do not change.
+        `holding_weights` returns a context in which the model's weights are in memory and do not change.
 
         Raises:
             AdapterError: there is none, it is for other modules or sizes, has a larger rank, numbers that are not
@@ -197,7 +193,7 @@ class AdapterSlots:
                 experts = "of experts, which have room for adapters with adapt_experts=True" if without_room else ""
                 raise AdapterError(f"{path}: {module} is {experts or 'no product that adapters can change'}")
             place, expert, at = where[name]
-            if found.is_table and place != _EMBEDDING:
+            if found.is_embedding and place != _EMBEDDING:
                 raise AdapterError(f"{path}: {module} has matrices of an embedding, and is none")
             parts = self.parts[place]
             sizes = [part.shape[0] for part in parts]
@@ -288,9 +284,9 @@ class _Stack(NamedTuple):
     names: ExpertNames
 
     def oriented(self, found: LowRank, version: Any) -> LowRank | None:
-        """Return an adapter of the weights as [outputs, inputs]; None if that cannot be told.
+        """Return an adapter of the weights as [outputs, inputs]; None if that is ambiguous.
 
-        A of PEFT 0.17, which names no version, and of 0.18 is of the stack's second dimension, of 0.21 of the inputs.
+        In PEFT 0.17, which names no version, and 0.18, A has the stack's second dimension; in 0.21 the inputs.
         """
         experts, outputs, inputs = self.names.experts, sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
         found = found._replace(experts=experts)
@@ -313,11 +309,7 @@ def _read_peft(
 ) -> Iterator[tuple[str, LowRank]]:
     """Yield what an adapter adds, by the names of weights.
 
-    Args:
-        folder: of the adapter.
-        settings: of its configuration.
-        matrices: by module, not scaled yet.
-        stacks: of experts, by name, in the order of their module.
+    `matrices`: by module, not scaled yet. `stacks`: of experts, by name, in the order of their module.
     """
     until, targets = time.monotonic() + _MATCHING_S, settings.get("target_parameters") or []
     rank_of, alpha_of = (_pattern(folder, settings, name, until) for name in ("rank_pattern", "alpha_pattern"))
@@ -347,9 +339,9 @@ def _is_target(weight: str, targets: Iterable[Any]) -> bool:
 
 
 def _weight_of(wrapper: str, targets: Iterable[Any], stacks: Iterable[str]) -> str:
-    """Return the weight that the matrices of a module in PEFT's model are of.
+    """Return the weight that a module of PEFT's model changes.
 
-    Of a module's stacks PEFT wraps the first first: with two of them it is the `base_layer` of the second's wrapper.
+    PEFT wraps the stacks of a module one after another: the first one's wrapper is the `base_layer` of the second's.
     """
     module = wrapper
     while module.endswith(".base_layer"):

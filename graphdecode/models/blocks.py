@@ -40,7 +40,7 @@ class StateStep(NamedTuple):
 
     at: slice  # among the pass's tokens
     before: Tensor  # int64 [n], rows of the states before the tokens
-    behind: Tensor  # int64 [n], rows of the states behind them
+    after: Tensor  # int64 [n], rows of the states after them
     is_new: Tensor  # bool [n], whether the token is its sequence's first, or padding
 
     def load(self, state: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class StateStep(NamedTuple):
         return state.index_select(0, self.before).masked_fill(is_new, 0.0)
 
     def store(self, state: Tensor, values: Tensor) -> None:
-        """Write the states behind the tokens, [n, ...], into those of all rows."""
-        state.index_copy_(0, self.behind, values.to(state.dtype))
+        """Write the states after the tokens, [n, ...], into those of all rows."""
+        state.index_copy_(0, self.after, values.to(state.dtype))
 
 
 class Tokens(NamedTuple):
@@ -79,7 +79,7 @@ class Tokens(NamedTuple):
         count, rows = self.ids.shape[0], self.rows if self.scan_rows is None else self.scan_rows
         is_dead = torch.arange(count, dtype=torch.int32, device=rows.device) >= self.live  # may have any values
         own = self.state_rows.index_select(0, rows.clamp(0, self.state_rows.shape[0] - 1))
-        before, behind = (
+        before, after = (
             torch.where(is_dead, states.null_row, each).to(torch.int64)
             for each in (own, own if self.kept_states is None else self.kept_states)
         )
@@ -88,8 +88,8 @@ class Tokens(NamedTuple):
         width = count if self.in_chunks else queries
         for first in range(width):
             at = slice(first, count, width)
-            known = behind[first - 1 :: width] if first and self.kept_states is not None else before[at]
-            yield StateStep(slice(begin + first, begin + count, width), known, behind[at], is_new[at])
+            known = after[first - 1 :: width] if first and self.kept_states is not None else before[at]
+            yield StateStep(slice(begin + first, begin + count, width), known, after[at], is_new[at])
 
     def adapter_span(self, begin: int) -> AdapterSpan | None:
         """Return the tokens, at `begin` of the pass, with their adapters; None if no row has one."""

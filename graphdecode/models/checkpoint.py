@@ -25,7 +25,7 @@ from graphdecode.models.source import installed_as, refuse_pointer, require_file
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
-_BARE = "model."  # prefix that checkpoints without a head leave out of tensor names
+_PREFIX = "model."  # prefix that checkpoints without a head leave out of tensor names
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # used by transformers if do_sample is true
 _ALWAYS = ("repetition_penalty",)
 GENERATION_FILE = "generation_config.json"
@@ -91,8 +91,8 @@ class Checkpoint:
                         self._place_of[name] = (file, name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {_what_is_missing(file) or error}") from error
-        if self._is_bare(found):
-            stored_as = {name if name.startswith("lm_head.") else f"{_BARE}{name}": name for name in found}
+        if self._lacks_prefix(found):
+            stored_as = {name if name.startswith("lm_head.") else f"{_PREFIX}{name}": name for name in found}
             self._place_of = {name: self._place_of[stored] for name, stored in stored_as.items()}
             found = {name: found[stored] for name, stored in stored_as.items()}
         method = self._method
@@ -100,7 +100,11 @@ class Checkpoint:
             return found
         self._packed = dict(method.find(found, self._part))
         used = {name for packed in self._packed.values() for name in packed.tensors.values()}
-        plain = {name: stored for name, stored in found.items() if name not in used and not name.endswith(method.spare)}
+        plain = {
+            name: stored
+            for name, stored in found.items()
+            if name not in used and not name.endswith(method.unused_suffixes)
+        }
         return plain | {name: packed.stored for name, packed in self._packed.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
@@ -121,17 +125,17 @@ class Checkpoint:
         with safe_open(file, framework="pt", device=str(device)) as reader:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
-    def _is_bare(self, found: Mapping[str, Stored]) -> bool:
+    def _lacks_prefix(self, found: Mapping[str, Stored]) -> bool:
         """Whether tensor names lack the prefix, as in embedding models."""
         embedding = "embed_tokens.weight"
-        if embedding not in found or f"{_BARE}{embedding}" in found:
+        if embedding not in found or f"{_PREFIX}{embedding}" in found:
             return False
         try:
             config = self.config()
         except UnsupportedModelError:
             return False
         (part, *_) = family_of(config.architecture).weights(config)["embedding"]
-        return part.name == f"{_BARE}{embedding}"
+        return part.name == f"{_PREFIX}{embedding}"
 
     @cached_property
     def _method(self) -> Method | None:

@@ -64,7 +64,7 @@ class ModelShape:
         """Channels of a head's values: fewer than of its keys where those are latent."""
         return (self.layer_keys[0].latent_rank if self.layer_keys else 0) or self.head_dim
 
-    def keeper(self, layer: int) -> int:
+    def layer_of_keys(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads: itself, or the one that it shares them with."""
         shared_with = self.layer_keys[layer].shared_with if self.layer_keys else None
         return layer if shared_with is None else shared_with

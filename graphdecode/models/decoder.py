@@ -168,5 +168,5 @@ class Decoder(Model):
         """Return the stream after the last layer."""
         stream = ResidualStream(parts, self.stem, attend, append)
         for index, layer in enumerate(self.layers):
-            layer.run(stream, caches[self.config.keeper(index)])
+            layer.run(stream, caches[self.config.layer_of_keys(index)])
         return stream

@@ -40,7 +40,7 @@ from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
-from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, RoundedSource, quantized_on_load
+from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, QuantizingSource, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
@@ -176,7 +176,7 @@ def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
 
 
 _STACKED = {".experts.down_proj": Stored((), "F32")}  # of a checkpoint that has one tensor for all experts of a layer
-_EXPANDED = "none"  # value of `quantize` for dequantizing stored weights
+_DEQUANTIZE = "none"  # value of `quantize` for dequantizing stored weights
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -313,7 +313,7 @@ def weight_bytes(
     `model` and `quantize` are as for `load_model`; `dtype` is that of weights that are not kept quantized.
     """
     source = open_source(model)
-    if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
+    if isinstance(config, AdoptedConfig) or quantize == _DEQUANTIZE:
         return num_parameters(config) * dtype.itemsize
     keeps_blocks = _has_blocks(source, device, native.is_expected)
 
@@ -369,7 +369,7 @@ def load_model(
     device = torch.device(device)
     source = open_source(model, replaced)
     quantize = _unless_stored_so(quantize, source)
-    expands = quantize == _EXPANDED
+    dequantizes = quantize == _DEQUANTIZE
 
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
         chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
@@ -383,17 +383,19 @@ def load_model(
         if shared is not None:
             split_config(by_transformers.config, shared.count)
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
-        return _load_adopted(by_transformers, source, options, None if expands else quantize, slots, progress, replaced)
+        return _load_adopted(
+            by_transformers, source, options, None if dequantizes else quantize, slots, progress, replaced
+        )
     config = source.config()
     family = family_of(config.architecture)
-    if expands or quantize is None:
-        quantize = "gguf" if not expands and _has_blocks(source, device, native.library) else None
+    if dequantizes or quantize is None:
+        quantize = "gguf" if not dequantizes and _has_blocks(source, device, native.library) else None
     weight_map = family.weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
-    rounded = _rounded(source, config, options, quantize, quantize_group_size)
-    weights_from: TensorSource = rounded or (_Expanded(source) if expands else source)
-    weight_map = weight_map if rounded is None else rounded.weight_map
+    quantizing = _quantizing(source, config, options, quantize, quantize_group_size)
+    weights_from: TensorSource = quantizing or (_Dequantized(source) if dequantizes else source)
+    weight_map = weight_map if quantizing is None else quantizing.weight_map
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
     own, layouts = weight_map, _layouts(family, config)
@@ -441,24 +443,24 @@ def _checked_options(options: FormOptions, config: ModelShape, group_size: int |
     has_experts = isinstance(config, ModelConfig) and config.experts is not None
     if quantize in FORMS_OF and (group_size is not None or has_experts or not has_form(options)):
         options = replace(options, quantize=FORMS_OF[quantize])
-    check_options(options, (*FORMS_OF, _EXPANDED))
+    check_options(options, (*FORMS_OF, _DEQUANTIZE))
     if options.batch_invariant:
         _check_invariance(config, device)
     return options
 
 
-def _rounded(
+def _quantizing(
     source: Source, config: ModelConfig, options: FormOptions, quantize: str | None, group_size: int | None
-) -> RoundedSource | None:
+) -> QuantizingSource | None:
     """Return a source that quantizes weights on load; None if `quantize` does not need one."""
     if quantize is not None and options.quantize != quantize:
-        rounded = quantized_on_load(source, config, quantize, group_size)
-        kinds = {stored.dtype: name for name, stored in rounded.tensors.items() if stored.dtype not in PLAIN}
+        quantizing = quantized_on_load(source, config, quantize, group_size)
+        kinds = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in PLAIN}
         for kind, name in kinds.items():  # without a form, it would be dequantized again
-            if quantized_form(rounded, LinearNames((name,)), options) is None:
+            if quantized_form(quantizing, LinearNames((name,)), options) is None:
                 where = options.device.type
                 raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
-        return rounded
+        return quantizing
     if group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
     is_checkpoint = not _keeps_blocks(source)  # types of the same name in a GGUF file are blocks
@@ -481,7 +483,7 @@ def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
     return None if quantize == stored else quantize
 
 
-class _Expanded:
+class _Dequantized:
     """A source without `read_quantized`: its weights are dequantized."""
 
     def __init__(self, source: TensorSource) -> None:

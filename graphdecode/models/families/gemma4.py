@@ -323,7 +323,7 @@ class Gemma4(Sparse, Gemma2):
             after_mlp=weights.norm(f"{at}after_dense", config.rms_norm_eps),
             after_experts=weights.norm(f"{at}after_experts", config.rms_norm_eps),
             expert_scales=weights.tensor(f"{at}expert_scales", torch.float32),
-            collectives=weights.shared,
+            collectives=weights.collectives,
             place=f"{at}experts",
         )
 

@@ -174,10 +174,10 @@ def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
         step_limits=sizes.step_limits,
         out_proj=weights.linear(f"{at}out_proj"),
     )
-    if weights.shared is None or sizes.ranks_of_group == 1 or mixer.norm is None:
+    if weights.collectives is None or sizes.ranks_of_group == 1 or mixer.norm is None:
         return mixer
     place, ranks = f"{at}mixer_norm", sizes.ranks_of_group
-    return JointlyNormedMamba2(**vars(mixer), collectives=weights.shared, place=place, ranks_of_group=ranks)
+    return JointlyNormedMamba2(**vars(mixer), collectives=weights.collectives, place=place, ranks_of_group=ranks)
 
 
 def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Layer, Mixer
 from graphdecode.models.config import ModelConfig, all_but_every, common_fields, flag, layer_windows
-from graphdecode.models.family import Family, edges
+from graphdecode.models.family import Family, outer_weights
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
@@ -56,7 +56,7 @@ class Llama(Family):
         }
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        places = edges(config, final_norm=self.final_norm)
+        places = outer_weights(config, final_norm=self.final_norm)
         for index in range(config.num_hidden_layers):
             places |= self.layer_weights(config, f"layers.{index}.", f"model.layers.{index}.")
         return places

@@ -15,7 +15,7 @@ from graphdecode.models.families.hybrid import (
     renamed,
 )
 from graphdecode.models.families.llama import norms_at
-from graphdecode.models.family import edges
+from graphdecode.models.family import outer_weights
 from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
 
@@ -73,7 +73,7 @@ class Mamba2Family(Mamba2Hybrid):
         return {"recurrent": (sizes.state,) * fields["num_hidden_layers"], "mixer": sizes}
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        places = edges(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
+        places = outer_weights(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"backbone.layers.{index}."
             places |= norms_at({"input_norm": "norm"}, config, at, name)

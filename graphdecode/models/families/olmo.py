@@ -42,10 +42,10 @@ class Olmo2(Llama):
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         """Return a layer's attention; ranks norm its heads together."""
-        attention, shared = super().attention(config, weights, index), weights.shared
-        if shared is None:
+        attention, collectives = super().attention(config, weights, index), weights.collectives
+        if collectives is None:
             return attention
-        return JointlyNormedAttention(**vars(attention), collectives=shared, place=f"layers.{index}.q_norm")
+        return JointlyNormedAttention(**vars(attention), collectives=collectives, place=f"layers.{index}.q_norm")
 
 
 class Olmo3(Olmo2):

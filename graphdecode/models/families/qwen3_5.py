@@ -133,7 +133,7 @@ class Qwen35(Hybrid):
 def delta_net(sizes: DeltaSizes, weights: Weights, at: str, eps: float, order: Tensor | None = None) -> DeltaNet:
     """Return the delta net at prefix `at`; `order`: see `DeltaNet`."""
     return DeltaNet(
-        in_proj=weights.linear(f"{at}in_proj", is_mixed=True),
+        in_proj=weights.linear(f"{at}in_proj", keeps_each=True),
         order=order,
         conv=conv_weight(weights, f"{at}conv"),
         a_log=weights.tensor(f"{at}a_log", torch.float32),

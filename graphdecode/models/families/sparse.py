@@ -75,7 +75,7 @@ class Sparse(Llama):
             gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down", is_partial=True)
             shared = GatedMlp(gate_up, down, config.activation)
         sparse = self.sparse_mlp(config, weights, at, shared)
-        return sparse if weights.shared is None else SummedMlp(sparse, weights.shared, f"{at}experts")
+        return sparse if weights.collectives is None else SummedMlp(sparse, weights.collectives, f"{at}experts")
 
     def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
         """Return router and experts of the layer whose places begin with `at`, beside the shared expert, if any."""

@@ -1,4 +1,4 @@
-"""A GGUF file: its header, with metadata and places of tensors, and the reading of tensors.
+"""GGUF files: header, metadata, and the reading of tensors.
 
 The layout is that of ggml's `docs/gguf.md`, versions 2 and 3. `gguf.GGUFReader` is not used: it takes 2.6 s for a
 vocabulary of 49,152 tokens, and trusts counts and lengths of damaged files.
@@ -35,7 +35,7 @@ _DEFAULT_ALIGNMENT = 32
 
 
 class GgufTensor(NamedTuple):
-    """A tensor's place in a file."""
+    """A tensor in a file."""
 
     path: Path  # of the file
     shape: tuple[int, ...]  # as torch has it, the longest stride first
@@ -48,7 +48,7 @@ class GgufTensor(NamedTuple):
         return self.block.size(math.prod(self.shape))
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return the bytes of `count` values from `first` on, whole blocks, uint8."""
+        """Return the bytes, uint8, of `count` values from `first` on, in whole blocks."""
         size = self.block.size(count)
         found = np.fromfile(self.path, np.uint8, size, offset=self.offset + self.block.size(first))
         if len(found) < size:

@@ -24,8 +24,8 @@ from graphdecode.models.quantized.method import (
     checked_block,
     checked_group_size,
     is_one_of,
-    reordered,
     require,
+    sorted_by_group,
 )
 from graphdecode.models.weight_map import CheckpointError
 
@@ -47,7 +47,7 @@ class CompressedTensors(Method):
     """compressed-tensors; see the module's docstring."""
 
     name = "compressed-tensors"
-    spare = (".input_scale", ".input_zero_point", ".output_zero_point")
+    unused_suffixes = (".input_scale", ".input_zero_point", ".output_zero_point")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._format = is_one_of(settings, "format", (*_FORMATS, "mixed-precision"), "dense")
@@ -187,7 +187,7 @@ def _groups(
         zeros = _zeros(weight_zero_point, scheme.bits, rows)
     rows_of_scale = rows if is_one else scheme.rows_of_scale
     groups = Groups(scheme.code, scheme.bits, codes, scales, zeros, scheme.group_size, rows_of_scale)
-    return reordered(groups, weight_g_idx, module)
+    return sorted_by_group(groups, weight_g_idx, module)
 
 
 def _zeros(stored: Tensor, bits: int, rows: int) -> Tensor:

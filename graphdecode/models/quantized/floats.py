@@ -44,7 +44,7 @@ class Float8(Method):
     """fp8 with a scale per weight, row or block."""
 
     name = "fp8"
-    spare = (".input_scale", ".activation_scale", ".input_scale_inv")
+    unused_suffixes = (".input_scale", ".activation_scale", ".input_scale_inv")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         is_one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")

@@ -112,7 +112,9 @@ def _gptq_groups(
     zeros = unpacked(zeros) if bits == 4 else zeros
     zeros = ((zeros + zero_offset) & (2**bits - 1)).T.contiguous()
     codes = qweight.T.contiguous().view(torch.uint8)
-    return method.reordered(Groups("integer", bits, codes, scales.T.contiguous(), zeros, group_size), g_idx, module)
+    return method.sorted_by_group(
+        Groups("integer", bits, codes, scales.T.contiguous(), zeros, group_size), g_idx, module
+    )
 
 
 def _awq_groups(group_size: int, *, qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None) -> Groups:

@@ -59,7 +59,7 @@ class Method(ABC):
     """A `quant_method`, from the fields of `quantization_config`."""
 
     name: ClassVar[str]
-    spare: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
+    unused_suffixes: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
     of_integers: bool = False  # weights are integers
 
     def __init__(self, settings: Mapping[str, Any]) -> None:  # noqa: B027 (a method may have no fields)
@@ -115,7 +115,7 @@ def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dt
         )
 
 
-def reordered(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
+def sorted_by_group(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
     """Return a weight with its columns sorted by their groups, for GPTQ's `desc_act`.
 
     `group_of`: the group of each column, integers [in_features]; None: already sorted.

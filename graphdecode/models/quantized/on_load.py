@@ -84,7 +84,7 @@ class ExpertsApart:
         out.copy_(own[0] if shard is None else own[0][shard.slices(piece.shape)])
 
 
-_VALUES_AT_ONCE = 1 << 22  # float32 values rounded at a time
+_VALUES_AT_ONCE = 1 << 22  # float32 values quantized at a time
 _GROUP_SIZES = (128, 64, 32)  # default: the first that divides all columns
 _FLOAT8_MOST = 448.0
 # candidates for a group's largest value over its scale: larger ones clip it, for more precise others
@@ -132,7 +132,7 @@ GROUP_SCHEMES = {
 }
 
 
-def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
+def quantized_groups(weight: Tensor, scheme: GroupScheme) -> Groups:
     """Quantize a weight [out_features, in_features], float32, bfloat16 or float16; scales have its dtype."""
     rows, columns = weight.shape
     size = scheme.group_size or columns
@@ -180,7 +180,7 @@ FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromke
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class RoundedSource:
+class QuantizingSource:
     """A source that quantizes the weights of `kinds` (name -> `Stored.dtype`), in groups or GGUF blocks."""
 
     def __init__(
@@ -200,7 +200,7 @@ class RoundedSource:
         if name not in self._kinds:
             self._source.read(name, out, shard)
             return
-        held = self._rounded(name)
+        held = self._quantized(name)
         if isinstance(held, GgufBlocks):
             whole = dequantize(held.stored.numpy(), BLOCK_OF[held.block_type])
         else:
@@ -208,16 +208,16 @@ class RoundedSource:
         out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
-        return self._rounded(name) if name in self._kinds else None
+        return self._quantized(name) if name in self._kinds else None
 
-    def _rounded(self, name: str) -> Groups | GgufBlocks:
+    def _quantized(self, name: str) -> Groups | GgufBlocks:
         plain, kind = plain_weight(self._source, name), self._kinds[name]
         if self.scheme is None:
             return GgufBlocks(quantized_blocks(plain, kind), kind)
-        return rounded(plain, self.scheme)
+        return quantized_groups(plain, self.scheme)
 
 
-def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> RoundedSource:
+def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> QuantizingSource:
     """Return a source that quantizes the weights of another one, each expert separately.
 
     Groups are for the products of layers; GGUF blocks also for the embedding and the output layer. Routers, and what
@@ -249,14 +249,14 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
     ]
     if name in GROUP_SCHEMES:
         scheme = GROUP_SCHEMES[name].sized(group_size, (part.shape[1] for part in products))
-        return RoundedSource(source, weight_map, {part.name: scheme.type_name for part in products}, scheme)
+        return QuantizingSource(source, weight_map, {part.name: scheme.type_name for part in products}, scheme)
     if group_size is not None:
         raise ArgumentError(f"quantize={name!r} has blocks of one size: leave the group size out")
-    of_products, of_edges = _BLOCK_SCHEMES[name]
+    of_products, of_outer = _BLOCK_SCHEMES[name]
     types = {part.name: _fitting(name, part, of_products) for part in products}
     for place in ("embedding", "lm_head"):
-        types |= {part.name: _fitting(name, part, of_edges) for part in weight_map.get(place, ())}
-    return RoundedSource(source, weight_map, types, None)
+        types |= {part.name: _fitting(name, part, of_outer) for part in weight_map.get(place, ())}
+    return QuantizingSource(source, weight_map, types, None)
 
 
 def plain_weight(source: TensorSource, name: str) -> Tensor:

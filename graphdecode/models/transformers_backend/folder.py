@@ -38,14 +38,14 @@ from graphdecode.models.updates import copy_finite
 from graphdecode.models.weight_map import CheckpointError, Part
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # types of layers without other states than keys and values
-_ATTENDING = _PLAIN_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same beside layers with states
+_ATTENDING = _PLAIN_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same in models with states
 _LAYERS_WITHOUT_STATE = {"mlp", "moe"}
 
 
 class FormLinear(nn.Module):
-    """A linear layer whose weight has one of our forms; `spans` are the tokens of a pass that may have adapters.
+    """A linear layer of one of our weight forms; `spans` are the tokens of a pass that may have adapters.
 
-    Modules that ask for the dtype of `weight` find it; there is nothing else to read from it.
+    `weight` is on the meta device: modules read its dtype.
     """
 
     def __init__(self, form: WeightForm, spans: list[AdapterSpan], dtype: torch.dtype, *, in_floats: bool) -> None:
@@ -83,7 +83,7 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def takes_adapters(path: str, mixers: Collection[str]) -> bool:
-    """Whether the product at a path has room for adapters; single experts and `mixers` see some of the tokens alone."""
+    """Whether the product at a path can have adapters; experts and `mixers` see only some of the tokens."""
     return "experts" not in path.split(".") and not path.startswith(tuple(f"{mixer}." for mixer in mixers))
 
 
@@ -92,7 +92,7 @@ def replace_linears(
 ) -> list[tuple[str, WeightForm]]:
     """Replace all plain linear layers by forms, and return each with its name, such as `q_proj`.
 
-    `adapters` are slots for which products get room, under the names of the module; `spans` as of `FormLinear`.
+    `adapters`: slots to register products with, by path. `spans`: see `FormLinear`.
     """
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
@@ -253,7 +253,7 @@ def _check_stateless(module: Any, text: Any, attended: Collection[int] | None) -
 
 
 def _check_states(module: Any, text: Any, attended: Collection[int], states: StateProbe) -> None:
-    """Refuse a module with layers that keep neither keys and values, nor states in its cache, and yet something."""
+    """Refuse a module with layers that keep a state outside of its cache."""
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     odd = {
         index: kind
@@ -288,9 +288,9 @@ def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
 
 
 def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int, AttentionShape], bool]:
-    """Return each layer's attention shapes in a step on the meta device, and whether the step was completed.
+    """Return each layer's attention shape in a step on the meta device, and whether the step was completed.
 
-    It is not if the module reads tensors on the host, or runs operators that have no meta kernel.
+    It is not if the module reads tensors on the host, or has an operator without a meta kernel.
 
     Raises:
         UnsupportedModelError: a layer attends twice, or it was not completed and the module has `states` to find.
@@ -326,7 +326,7 @@ def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int,
 def _config_of(
     module: nn.Module, text: Any, shapes: Mapping[int, AttentionShape], states: StateProbe | None
 ) -> AdoptedConfig:
-    """Return the sizes: those of `shapes`, else those of transformers' configuration."""
+    """Return the configuration: sizes of `shapes` before those that transformers states."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     if states is not None:  # layers without keys say nothing of heads or positions
         fields = {"num_attention_heads": 1, "head_dim": 16, "max_position_embeddings": 2**20} | fields

@@ -87,7 +87,7 @@ def set_attention(model: nn.Module, attend: Attending) -> None:
 
 
 def keep_quantiles(model: nn.Module) -> None:
-    """Make a buffer of the quantile of Gemma 3n's sparse layers, which transformers computes on the host each step."""
+    """Compute the quantile of Gemma 3n's sparse layers once; transformers does so on the host in each step."""
     module: Any
     for module in model.modules():
         if hasattr(module, "_gaussian_topk") and module.activation_sparsity > 0.0:
@@ -198,12 +198,12 @@ class ModuleDecoder(Model):
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> Any:
-        """Append the keys and values of many tokens, and return what the module's body gives; see `Model.prefill`."""
+        """Append the keys and values of tokens, and return the output of the module's body; see `Model.prefill`."""
         with torch.no_grad():
             return self._run(self._body, _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention)))
 
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
-        """Return the logits of some tokens of a prefill, by the module around its body; see `Model.logits`."""
+        """Return the logits of some tokens of a prefill: the module's, with its body replaced; see `Model.logits`."""
         part = type(passed)(**{**passed, "last_hidden_state": passed.last_hidden_state[:, begin:end]})
         body = self._body
         body.forward = lambda *_, **__: part
