@@ -215,9 +215,6 @@ class GgufBlocks(QuantizedWeight):
     def joined(cls, parts: Sequence[GgufBlocks]) -> GgufBlocks | None:
         return replace(parts[0], stored=torch.cat([part.stored for part in parts]))
 
-    def for_panels(self, *, by_values: bool) -> GgufBlocks | None:
-        return self
-
     def some_panels(self) -> QuantizedPanels:
         layout, blocks = self._layout, self._blocks
         table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.int8)

@@ -83,9 +83,9 @@ class QuantizedWeight(ABC):
         ready = self.for_tiles()
         return None if ready is None else joined_tiles([some.some_tiles() for some in ready._split(_TILE_ROWS)])
 
-    @abstractmethod
     def for_panels(self, *, by_values: bool) -> Self | None:
         """Return the weight in groups that panels support, or None."""
+        return self
 
     @abstractmethod
     def for_tiles(self) -> Self | None:

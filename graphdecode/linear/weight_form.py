@@ -110,7 +110,7 @@ class RowTable(NamedTuple):
 
 @dataclass(frozen=True)
 class FormOptions:
-    """Options of weight forms; raises ValueError if `batch_sizes` is empty or not positive."""
+    """Options of weight forms."""
 
     device: torch.device  # of the weight
     dtype: torch.dtype  # of the activations
@@ -125,10 +125,6 @@ class FormOptions:
     row_maxima: Callable[[Tensor], Tensor] | None = None
     in_floats: bool = False  # products are written in float32
     fused: FusedForm = FusedForm()  # noqa: RUF009 (immutable); what a step on a GPU fuses with the product
-
-    def __post_init__(self) -> None:
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes is {self.batch_sizes}; it must hold at least one size, each >= 1")
 
 
 @dataclass(frozen=True)

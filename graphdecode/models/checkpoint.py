@@ -18,7 +18,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.adapters import ADAPTER_FILE
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
-from graphdecode.models.fields import UnsupportedModelError, flag, read_json, token_ids
+from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, flag, read_json
 from graphdecode.models.quantized.method import Method, PackedTensor
 from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
 from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path
@@ -73,7 +73,7 @@ class Checkpoint:
         if "eos_token_id" not in settings:
             return config
         try:
-            return replace(config, eos_token_ids=token_ids(settings, "eos_token_id"))
+            return replace(config, eos_token_ids=eos_token_ids(settings))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{generation}: {error}") from error
 

@@ -9,7 +9,7 @@ import torch
 from graphdecode.attention import AttentionOptions
 from graphdecode.cache import Keys, Recurrent
 from graphdecode.errors import shown
-from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, token_ids
+from graphdecode.models.fields import UnsupportedModelError, choice, count, eos_token_ids, flag, number
 from graphdecode.models.rope import RopeConfig
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -139,7 +139,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
         "max_position_embeddings": max_positions,
         "rope": RopeConfig.from_dict(settings, max_positions, may_be_partial=may_be_partial),
         "tie_word_embeddings": flag(settings, "tie_word_embeddings", False),
-        "eos_token_ids": token_ids(settings, "eos_token_id"),
+        "eos_token_ids": eos_token_ids(settings),
         "dtype": DTYPES[dtype],
     }
 

@@ -35,7 +35,7 @@ from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import DTYPES, ModelConfig, ModelShape
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.family import Family, family_of, known_families
+from graphdecode.models.family import family_of, known_families
 from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
@@ -370,47 +370,42 @@ def load_model(
     source = open_source(model, replaced)
     quantize = _unless_stored_so(quantize, source)
     dequantizes = quantize == _DEQUANTIZE
-
-    def options_of(config: ModelShape, numbers: int) -> FormOptions:
-        chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
-        tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
-        given = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
-        return _checked_options(given, config, quantize_group_size)
-
-    by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    folder = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    config = source.config() if folder is None else folder.config
+    if folder is not None and shared is not None:
+        split_config(config, shared.count)  # raises
+    if dequantizes:
+        quantize = None
+    elif quantize is None and folder is None and _has_blocks(source, device, native.library):
+        quantize = "gguf"
+    chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
+    tuner = LinearTuner(num_parameters(config) * chosen.itemsize, ChoiceCache())
+    options = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
+    options = _checked_options(options, config, quantize_group_size)
     slots = (max_adapters, max_adapter_rank, adapt_experts)
-    if by_transformers is not None:
+    if folder is not None:
+        loaded = _load_adopted(folder, source, options, quantize, slots, progress, replaced or {})
+    else:
+        assert isinstance(config, ModelConfig)
+        family, weight_map = family_of(config.architecture), _check_weights(source, config)
+        quantizing = _quantizing(source, config, options, quantize, quantize_group_size)
+        weights_from: TensorSource = quantizing or (_Dequantized(source) if dequantizes else source)
+        own = weight_map = weight_map if quantizing is None else quantizing.weight_map
+        positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
+        scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
+        layouts = () if config.experts is None else (family.weights(config), family.weights_in(config, _STACKED))
         if shared is not None:
-            split_config(by_transformers.config, shared.count)
-        options = options_of(by_transformers.config, by_transformers.config.num_parameters)
-        return _load_adopted(
-            by_transformers, source, options, None if dequantizes else quantize, slots, progress, replaced
-        )
-    config = source.config()
-    family = family_of(config.architecture)
-    if dequantizes or quantize is None:
-        quantize = "gguf" if not dequantizes and _has_blocks(source, device, native.library) else None
-    weight_map = family.weights_in(config, source.tensors)
-    options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
-    _check_weights(source, config)
-    quantizing = _quantizing(source, config, options, quantize, quantize_group_size)
-    weights_from: TensorSource = quantizing or (_Dequantized(source) if dequantizes else source)
-    weight_map = weight_map if quantizing is None else quantizing.weight_map
-    positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
-    own, layouts = weight_map, _layouts(family, config)
-    if shared is not None:
-        weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
-        config, own = split_config(config, shared.count), shard.weight_map
-    adapters = AdapterSlots(*slots, options.dtype, device, config, layouts) if max_adapters else None
-    weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
-    loaded = _build(config, weights, scales, weight_map, progress)
-    return _with_memory_returned(loaded, device, joins_pages=replaced is None)
-
-
-def _layouts(family: Family, config: ModelConfig) -> tuple[WeightMap, ...]:
-    """Return a model's map with experts apart, and with them in stacks; () if it has none."""
-    return () if config.experts is None else (family.weights(config), family.weights_in(config, _STACKED))
+            weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
+            config, own = split_config(config, shared.count), shard.weight_map
+        adapters = AdapterSlots(*slots, options.dtype, device, config, layouts) if max_adapters else None
+        weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
+        loaded = _build(config, weights, scales, weight_map, progress)
+    return_free_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV cache is sized by free memory, and tuning has allocated much
+    elif device.type == "cpu" and replaced is None:
+        start_joining_pages(loaded)
+    return loaded
 
 
 def _load_adopted(
@@ -420,7 +415,7 @@ def _load_adopted(
     quantize: str | None,
     slots: tuple[int, int, bool],
     progress: bool,
-    replaced: Mapping[str, Tensor] | None,
+    replaced: Mapping[str, Tensor],
 ) -> Model:
     """Load a model that transformers runs; `slots`: adapter slots, largest rank, and whether of experts."""
     if options.quantize != quantize:
@@ -429,8 +424,7 @@ def _load_adopted(
         raise ArgumentError(f"adapt_experts is for models of our families, and transformers runs {source.name}")
     folder.check_files(source)
     adapters = AdapterSlots(*slots, options.dtype, options.device, folder.config) if slots[0] else None
-    loaded = folder.load(options, adapters, progress=progress, replaced=replaced or {})
-    return _with_memory_returned(loaded, options.device, joins_pages=replaced is None)
+    return folder.load(options, adapters, progress=progress, replaced=replaced)
 
 
 def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:
@@ -503,7 +497,8 @@ def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled)
     return _keeps_blocks(source) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
-def _check_weights(source: Source, config: ModelConfig) -> None:
+def _check_weights(source: Source, config: ModelConfig) -> WeightMap:
+    """Return the weight map of a source; raise CheckpointError if its tensors do not fit."""
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
     scales = cache_scale_names(source.tensors, config.num_hidden_layers)
@@ -513,6 +508,7 @@ def _check_weights(source: Source, config: ModelConfig) -> None:
     of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
     unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
     check(source.name, source.tensors, weight_map, frozenset(unused))
+    return weight_map
 
 
 def _build(
@@ -537,15 +533,6 @@ def _build(
             names = [whole["embedding"][0].name] + ["lm_head.weight"] * ("lm_head" not in whole)
             weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
-
-
-def _with_memory_returned(model: Model, device: torch.device, *, joins_pages: bool) -> Model:
-    return_free_memory()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV cache is sized by free memory, and tuning has allocated much
-    elif device.type == "cpu" and joins_pages:
-        start_joining_pages(model)
-    return model
 
 
 def start_joining_pages(model: Model) -> None:

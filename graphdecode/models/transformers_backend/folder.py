@@ -131,7 +131,8 @@ class AdoptedFolder:
             module = self._module_without_weights(settings)
             self._check_kind(module, settings)
             text = settings.get_text_config(decoder=True)
-            states = StateProbe(module) if _keeps_states(module, text) else None
+            keeps_states = module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
+            states = StateProbe(module) if keeps_states else None
             shapes, is_complete = _attention_shapes(module, states)
             if states is not None:
                 _check_states(module, text, shapes, states)
@@ -200,7 +201,7 @@ class AdoptedFolder:
                 f"{self._file}: transformers cannot read it either: {why}; a family {BRING_YOUR_OWN}"
             ) from error
 
-    def _module_without_weights(self, settings: Any) -> nn.Module:
+    def _module_without_weights(self, settings: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
         name = _architecture(settings)
@@ -235,11 +236,6 @@ class AdoptedFolder:
             raise UnsupportedModelError(
                 f"{asked} is not supported: {why}. Families are there for {families}; a family {BRING_YOUR_OWN}"
             )
-
-
-def _keeps_states(module: Any, text: Any) -> bool:
-    """Whether a module says that its layers keep another state than keys and values."""
-    return bool(module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
 
 
 def _check_stateless(module: Any, text: Any, attended: Collection[int] | None) -> None:
