@@ -139,7 +139,6 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
 
 
 def _check_room(out: Path, tensors: list[Stored]) -> None:
-    """Refuse a copy if the disk has too little space for the tensors."""
     widths = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
     size = sum(int(math.prod(stored.shape) * widths.get(stored.dtype, 2.0)) for stored in tensors)
     free = shutil.disk_usage(out.absolute().parent).free

@@ -141,7 +141,6 @@ def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> N
 
 
 def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors of one tensor of the model."""
     groups = source.read_quantized(name) if isinstance(source, QuantizingSource) else None
     if not isinstance(groups, Groups):
         yield name, plain_weight(source, name)

@@ -119,7 +119,6 @@ class GgufModel:
         return by_half.transpose(1, 2).reshape(blocks.shape).contiguous()
 
     def _name(self, name: str) -> str:
-        """Return GGUF's name of a tensor."""
         place, _, kind = name.rpartition(".")
         for own, theirs in OUTER.items():
             if place == theirs:

@@ -49,8 +49,6 @@ BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
 
 
 class _Layout(NamedTuple):
-    """The layout of the blocks of one type."""
-
     bits: int  # of a code
     table: Sequence[int] | None  # value of each code; None for signed bytes
     tile_code: str | None  # the code in tiles; None: tiles do not support it

@@ -249,7 +249,6 @@ class LinearTuner:
 
 
 def _from_disk(stored: Any, batch_sizes: tuple[int, ...], paths: tuple[str, ...]) -> Choices | None:
-    """Return choices from the file; None if they are not valid."""
     try:
         choices = {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):

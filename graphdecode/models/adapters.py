@@ -334,7 +334,6 @@ def _read_peft(
 
 
 def _is_target(weight: str, targets: Iterable[Any]) -> bool:
-    """Whether PEFT takes a weight for one of `target_parameters`."""
     return any(f".{weight}".endswith(f".{target}") for target in targets)
 
 

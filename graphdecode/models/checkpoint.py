@@ -126,7 +126,6 @@ class Checkpoint:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
     def _lacks_prefix(self, found: Mapping[str, Stored]) -> bool:
-        """Whether tensor names lack the prefix, as in embedding models."""
         embedding = "embed_tokens.weight"
         if embedding not in found or f"{_PREFIX}{embedding}" in found:
             return False

@@ -165,7 +165,6 @@ class Decoder(Model):
         attend: Attend,
         append: AppendAndAttend | None = None,
     ) -> ResidualStream:
-        """Return the stream after the last layer."""
         stream = ResidualStream(parts, self.stem, attend, append)
         for index, layer in enumerate(self.layers):
             layer.run(stream, caches[self.config.layer_of_keys(index)])

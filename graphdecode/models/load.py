@@ -417,7 +417,6 @@ def _load_adopted(
     progress: bool,
     replaced: Mapping[str, Tensor],
 ) -> Model:
-    """Load a model that transformers runs; `slots`: adapter slots, largest rank, and whether of experts."""
     if options.quantize != quantize:
         raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
     if slots[0] and slots[2]:
@@ -485,7 +484,6 @@ class _Dequantized:
 
 
 def _keeps_blocks(source: TensorSource) -> bool:
-    """Whether a source's quantized weights are GGUF blocks."""
     return bool(getattr(source, "keeps_blocks", False))
 
 

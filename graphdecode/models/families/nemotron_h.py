@@ -128,7 +128,6 @@ class NemotronH(Mamba2Family):
 
 
 def _kinds(settings: dict[str, Any]) -> list[str]:
-    """Return the kind of each layer: mamba, attention or mlp."""
     name = next((n for n in ("layers_block_type", "layer_types", "hybrid_override_pattern") if settings.get(n)), None)
     given = settings[name] if name else None
     if not isinstance(given, (list, str)) or not all(isinstance(each, str) and each in _KINDS for each in given):

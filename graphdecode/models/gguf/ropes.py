@@ -71,7 +71,6 @@ def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float,
 
 
 def _optional(metadata: Metadata, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the numbers that a file has, by the names of config.json."""
     return {ours: metadata.number(theirs) for ours, theirs in names.items() if metadata.has(theirs)}
 
 

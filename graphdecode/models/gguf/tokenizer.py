@@ -190,7 +190,6 @@ def _finished(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Ggu
 
 
 def _put_around(tokenizer: Any, begin: str | None, end: str | None) -> None:
-    """Add tokens at the beginning and the end of every text."""
     from tokenizers.processors import TemplateProcessing
 
     ids = {token: tokenizer.token_to_id(token) for token in (begin, end) if token is not None}
@@ -325,7 +324,6 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
 
 
 def _pre_tokenizer_name(tokenizer: Any, described: dict[str, Any], ignores_merges: bool) -> str:
-    """Return the name of the pre-tokenizer that splits some texts as the tokenizer does."""
     backend = tokenizer.backend_tokenizer
     composes = "NFC" in json.dumps(described.get("normalizer"))
     expected = [backend.pre_tokenizer.pre_tokenize_str(probe) for probe in _PROBES]

@@ -26,7 +26,7 @@ from torch import Tensor
 from graphdecode.linear.groups import TABLES, Groups
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError, count, number
-from graphdecode.models.quantized.method import FLOATS, Method, PackedTensor, Read, checked_block, is_one_of, require
+from graphdecode.models.quantized.method import FLOATS, Method, PackedTensor, Read, checked_block, one_of, require
 from graphdecode.models.weight_map import CheckpointError
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -47,8 +47,8 @@ class Float8(Method):
     unused_suffixes = (".input_scale", ".activation_scale", ".input_scale_inv")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        is_one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-        is_one_of(settings, "expert_dtype", ("fp8",), "fp8")
+        one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+        one_of(settings, "expert_dtype", ("fp8",), "fp8")
         block = settings.get("weight_block_size")
         self._block = None if block is None else checked_block(block, "weight_block_size")
 
@@ -114,9 +114,9 @@ class Nf4(Method):
     name = "bitsandbytes"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        is_one_of(settings, "load_in_8bit", (False,), False)
-        is_one_of(settings, "load_in_4bit", (True,), False)
-        is_one_of(settings, "bnb_4bit_quant_type", ("nf4",), "fp4")
+        one_of(settings, "load_in_8bit", (False,), False)
+        one_of(settings, "load_in_4bit", (True,), False)
+        one_of(settings, "bnb_4bit_quant_type", ("nf4",), "fp4")
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
         for state in tensors:

@@ -70,9 +70,7 @@ class Method(ABC):
         """Yield name and tensor of each quantized weight."""
 
 
-def is_one_of(
-    settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = ""
-) -> Any:
+def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = "") -> Any:
     """Return a field of `quantization_config`, or of its object `of`; raise UnsupportedModelError if unknown."""
     value = settings.get(name)
     value = default if value is None else value

@@ -26,8 +26,6 @@ from graphdecode.models.weight_map import Part, WeightMap, parts
 
 
 class _Piece(NamedTuple):
-    """One expert's tensor in a stack."""
-
     stack: str  # name of the stack [experts, ...]
     expert: Shard  # the expert's shard of the stack
     place: int  # index of this product among an expert's

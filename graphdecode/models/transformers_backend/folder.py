@@ -359,7 +359,6 @@ def _config_of(
 
 
 def _recurrent(states: Mapping[str, Shape] | None, attends: bool) -> Recurrent | None:
-    """Return what a layer keeps, given its states."""
     if states is None and attends:
         return None
     return Recurrent(tuple((states or {}).items()), beside_keys=attends)
@@ -390,7 +389,6 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _progress(shown: bool) -> Iterator[None]:
-    """Show or hide the progress bars of transformers."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

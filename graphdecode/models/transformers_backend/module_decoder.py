@@ -135,8 +135,6 @@ def _attention(
 
 
 class _Pass(NamedTuple):
-    """The arguments of attention in one pass of the module."""
-
     tokens: Tokens
     caches: Sequence[LayerState]
     attend: Attend
@@ -216,7 +214,6 @@ class ModuleDecoder(Model):
 
     @property
     def _body(self) -> Any:
-        """The module without its output layer."""
         module: Any = self.module
         return module.get_decoder()
 
