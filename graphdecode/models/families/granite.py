@@ -69,9 +69,8 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
         ropes = {} if kind == "rope" else {"layer_ropes": (None,) * fields["num_hidden_layers"]}
         layers = fields["num_hidden_layers"]
         kinds = settings.get("layer_types") or settings.get("layers_block_type") or ["mamba"] * layers
-        sizes = mamba2_sizes(settings)
-        recurrent = recurrent_layers(kinds, layers, sizes.state, _MAMBA, _ATTENTION)
-        return super().options(settings, fields) | ropes | {"recurrent": recurrent, "mixer": sizes}
+        recurrent = recurrent_layers(kinds, layers, mamba2_sizes(settings), _MAMBA, _ATTENTION)
+        return super().options(settings, fields) | ropes | recurrent
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source; GGUF files split gate and input of the shared MLP."""

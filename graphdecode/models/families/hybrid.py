@@ -72,16 +72,16 @@ class Mamba2Hybrid(Hybrid):
 
 
 def recurrent_layers(
-    kinds: Any, layers: int, state: Recurrent, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
-) -> tuple[Recurrent | None, ...]:
-    """Return `ModelShape.recurrent`, given the kinds of layers in config.json.
+    kinds: Any, layers: int, sizes: Any, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
+) -> dict[str, Any]:
+    """Return `recurrent` and `mixer` of the configuration, given the kinds of layers and the sizes of a mixer.
 
     Raises:
         UnsupportedModelError: the number of kinds is wrong, or a kind is unknown.
     """
     kinds = layer_kinds(kinds, layers, (*recurrent, *attention))
-    states = tuple(state if kind in recurrent else None for kind in kinds)
-    return states if any(states) else ()
+    states = tuple(sizes.state if kind in recurrent else None for kind in kinds)
+    return {"recurrent": states if any(states) else (), "mixer": sizes}
 
 
 def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMap:

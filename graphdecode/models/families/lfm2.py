@@ -57,7 +57,7 @@ class Lfm2(Hybrid):
         attending = settings.get("full_attn_idxs") or range(layers)
         kinds = settings.get("layer_types") or ["full_attention" if i in attending else "conv" for i in range(layers)]
         sizes = ConvSizes(fields["hidden_size"], width, flag(settings, "conv_bias", False))
-        return {"recurrent": recurrent_layers(kinds, layers, sizes.state, ("conv",)), "mixer": sizes}
+        return recurrent_layers(kinds, layers, sizes, ("conv",))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         names = {

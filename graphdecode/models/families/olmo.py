@@ -101,8 +101,7 @@ class OlmoHybrid(Olmo2, Hybrid):
         rope = settings.get("rope_parameters")  # `rope_theta` is null if the model has no rotary embedding
         has_rope = not isinstance(rope, dict) or rope.get("rope_theta") is not None
         return super().options(settings, fields) | {
-            "recurrent": recurrent_layers(kinds, layers, sizes.state, ("linear_attention",)),
-            "mixer": sizes,
+            **recurrent_layers(kinds, layers, sizes, ("linear_attention",)),
             "layer_ropes": () if has_rope else (None,) * layers,
         }
 

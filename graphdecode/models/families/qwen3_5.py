@@ -85,8 +85,7 @@ class Qwen35(Hybrid):
         ]
         names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
         sizes = DeltaSizes(*(count(settings, f"linear_{name}") for name in names))
-        recurrent = recurrent_layers(kinds, layers, sizes.state, ("linear_attention",))
-        return super().options(settings, fields) | {"recurrent": recurrent, "mixer": sizes}
+        return super().options(settings, fields) | recurrent_layers(kinds, layers, sizes, ("linear_attention",))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the weight map of one layer; queries include their gates."""
