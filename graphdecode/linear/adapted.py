@@ -38,7 +38,7 @@ class AdapterSpan(NamedTuple):
 
 
 class AdaptedEmbedding(NamedTuple):
-    """Room for adapters of the token embedding."""
+    """Adapter slots of the token embedding."""
 
     down: Tensor  # [slots, vocab, rank], of the activations' dtype
     up: Tensor  # [slots, rank, hidden]
@@ -61,9 +61,7 @@ class Adapted(Wrapped):
     ranks: Tensor  # int32 [slots], of the adapters in this product; 0: an adapter does not change it
 
     @classmethod
-    def around(
-        cls, form: WeightForm, sizes: Iterable[int], ranks: Tensor, max_rank: int, dtype: torch.dtype
-    ) -> Adapted:
+    def wrap(cls, form: WeightForm, sizes: Iterable[int], ranks: Tensor, max_rank: int, dtype: torch.dtype) -> Adapted:
         """Return a product with empty slots, given the output features of its parts, and the activations' dtype."""
         ends = torch.tensor(list(sizes), dtype=torch.int32, device=ranks.device).cumsum(0, dtype=torch.int32)
         down = torch.zeros(len(ranks), len(ends), max_rank, form.in_features, dtype=dtype, device=ranks.device)
@@ -114,8 +112,8 @@ class AdaptedExperts(ExpertForm):
     ranks: Tensor  # int32 [slots, experts], of the adapters in this product
 
     @classmethod
-    def around(cls, form: ExpertForm, parts: int, ranks: Tensor, max_rank: int, dtype: torch.dtype) -> AdaptedExperts:
-        """Return a product of `parts` equal parts with empty slots; see `Adapted.around`."""
+    def wrap(cls, form: ExpertForm, parts: int, ranks: Tensor, max_rank: int, dtype: torch.dtype) -> AdaptedExperts:
+        """Return a product of `parts` equal parts with empty slots; see `Adapted.wrap`."""
         _, outputs, inputs = form.shape
         down = torch.zeros(*ranks.shape, parts, max_rank, inputs, dtype=dtype, device=ranks.device)
         up = torch.zeros(*ranks.shape, max_rank, outputs, dtype=dtype, device=ranks.device)

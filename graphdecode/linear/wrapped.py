@@ -39,7 +39,7 @@ class Joined(WeightForm):
     forms: tuple[WeightForm, ...]
 
     @classmethod
-    def around(cls, forms: Sequence[WeightForm]) -> WeightForm:
+    def wrap(cls, forms: Sequence[WeightForm]) -> WeightForm:
         """Return the product of all forms; one alone as it is."""
         shape = sum(form.out_features for form in forms), forms[0].in_features
         return forms[0] if len(forms) == 1 else cls(shape, None, tuple(forms))

@@ -130,24 +130,24 @@ class AdapterSlots:
     expert_names: dict[str, ExpertNames] = field(default_factory=dict)  # how each product of experts is stored
     bases: dict[str, Tensor] = field(default_factory=dict)  # by module, plain weights of which a file may have a copy
 
-    def around(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
-        """Return the product at a place with room for adapters."""
-        made = Adapted.around(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
+    def wrap(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
+        """Return the product at a place with adapter slots."""
+        made = Adapted.wrap(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
         self.products[place], self.parts[place] = made, parts
         return made
 
-    def around_experts(self, form: ExpertForm, place: str, names: ExpertNames) -> ExpertForm:
-        """Return the product of all experts at a place, with room for adapters if experts have some."""
+    def wrap_experts(self, form: ExpertForm, place: str, names: ExpertNames) -> ExpertForm:
+        """Return the product of all experts at a place, with adapter slots if experts have some."""
         if not self.adapts_experts:
             return form
         parts = _parts_of_one(self.layouts[0][place], names)
         ranks = torch.zeros(self.count, names.experts, dtype=torch.int32, device=self.device)
-        made = AdaptedExperts.around(form, len(parts), ranks, self.max_rank, self.dtype)
+        made = AdaptedExperts.wrap(form, len(parts), ranks, self.max_rank, self.dtype)
         self.products[place], self.parts[place], self.expert_names[place] = made, parts, names
         return made
 
     def of_embedding(self, part: Part) -> AdaptedEmbedding:
-        """Return room for adapters of the token embedding."""
+        """Return adapter slots of the token embedding."""
         shapes = (part.shape[0], self.max_rank), (self.max_rank, part.shape[1])
         down, up = (torch.zeros(self.count, *shape, dtype=self.dtype, device=self.device) for shape in shapes)
         made = AdaptedEmbedding(down, up, self._ranks())

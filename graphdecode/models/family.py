@@ -28,7 +28,7 @@ class Family(ABC):
     # layout of stacked experts; see `ExpertNames`
     experts_interleaved: ClassVar[bool] = False
     experts_transposed: ClassVar[bool] = False
-    experts_apart: ClassVar[bool] = True  # whether transformers reads a tensor for each expert, too
+    experts_separate: ClassVar[bool] = True  # whether transformers reads a tensor for each expert, too
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:

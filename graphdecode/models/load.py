@@ -368,7 +368,7 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model, replaced)
-    quantize = _unless_stored_so(quantize, source)
+    quantize = _without_stored_method(quantize, source)
     dequantizes = quantize == _DEQUANTIZE
     folder = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     config = source.config() if folder is None else folder.config
@@ -418,7 +418,7 @@ def _load_adopted(
     replaced: Mapping[str, Tensor],
 ) -> Model:
     if options.quantize != quantize:
-        raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
+        raise ArgumentError(f"quantize={quantize!r} is not available for a model that transformers runs")
     if slots[0] and slots[2]:
         raise ArgumentError(f"adapt_experts is for models of our families, and transformers runs {source.name}")
     folder.check_files(source)
@@ -452,7 +452,9 @@ def _quantizing(
         for kind, name in kinds.items():  # without a form, it would be dequantized again
             if quantized_form(quantizing, LinearNames((name,)), options) is None:
                 where = options.device.type
-                raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
+                raise ArgumentError(
+                    f"quantize={quantize!r} is not available here: nothing multiplies {kind} on a {where}"
+                )
         return quantizing
     if group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
@@ -462,7 +464,7 @@ def _quantizing(
     return None
 
 
-def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
+def _without_stored_method(quantize: str | None, source: Source) -> str | None:
     """Return `quantize`, or None if it names the method that the weights are stored in."""
     if quantize == "gguf" and not _keeps_blocks(source):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")

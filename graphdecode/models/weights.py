@@ -89,7 +89,7 @@ class Weights:
     def adapted_head(self, form: WeightForm) -> WeightForm:
         """Return the whole output layer with adapter slots; PEFT adapts a tied one separately."""
         parts = (Part("lm_head.weight", form.shape),)
-        return form if self.adapters is None else self.adapters.around(form, "lm_head", parts)
+        return form if self.adapters is None else self.adapters.wrap(form, "lm_head", parts)
 
     def experts(
         self,
@@ -109,7 +109,7 @@ class Weights:
         if bias is not None and names.is_stack and is_gated and interleaved:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         form = load_experts(self._source, names, bias, self._options)
-        return form if self.adapters is None else self.adapters.around_experts(form, place, names)
+        return form if self.adapters is None else self.adapters.wrap_experts(form, place, names)
 
     def by_head(self, weight: Tensor) -> ExpertForm:
         """Return the product of each head with a matrix of its own, [heads, out_features, in_features]."""
@@ -158,11 +158,11 @@ class Weights:
             if not is_partial:
                 form = Summed(form.shape, None, form, self.collectives, place)
         elif keeps_each:
-            form = Joined.around(self._adjacent(names.weights, options))
+            form = Joined.wrap(self._adjacent(names.weights, options))
         else:
             form = load_linear(self._source, names, options)
         if self.adapters is not None and can_adapt(place):
-            return self.adapters.around(form, place, self._map[place])
+            return self.adapters.wrap(form, place, self._map[place])
         return form
 
     def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:

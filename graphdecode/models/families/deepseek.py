@@ -245,12 +245,12 @@ class DeepseekV3(Sparse):
         assert isinstance(config, LatentConfig)
         at, heads, rope_dim, nope_dim = f"layers.{index}.", config.num_attention_heads, config.rope_dim, config.nope_dim
         channels = torch.arange(rope_dim)
-        apart = torch.cat((channels[::2], channels[1::2])) if config.is_interleaved else channels
+        half_split = torch.cat((channels[::2], channels[1::2])) if config.is_interleaved else channels
         to_both = weights.tensor(f"{at}kv_b").view(heads, -1, config.rank)
         to_keys = to_both.new_zeros(heads, rope_dim + config.rank, nope_dim + rope_dim)
-        to_keys[:, channels, nope_dim + apart] = 1.0
+        to_keys[:, channels, nope_dim + half_split] = 1.0
         to_keys[:, rope_dim:, :nope_dim] = to_both[:, :nope_dim].mT
-        order = torch.cat((config.rank + apart, torch.arange(config.rank))) + config.q_rank
+        order = torch.cat((config.rank + half_split, torch.arange(config.rank))) + config.q_rank
         return LatentAttention(
             qkv_a=weights.linear(f"{at}qkv_a"),
             q_norm=weights.optional_norm(f"{at}q_norm", _EPS),

@@ -121,7 +121,7 @@ class MlpBesideExperts(FeedForward):
 
 
 @dataclass(frozen=True)
-class LayerInputs(Block):
+class PerLayerEmbedding(Block):
     """Computes the per-layer inputs: per-layer embeddings plus a projection of the model's embedding."""
 
     table: Tensor  # [vocab, layers * channels]
@@ -142,7 +142,7 @@ class LayerInputs(Block):
 
 
 @dataclass(frozen=True)
-class TakenInput(Block):
+class PerLayerInput(Block):
     """`project(activation(gate(x)) * input)` for a layer's input."""
 
     input_gate: WeightForm  # [channels, hidden]
@@ -166,8 +166,8 @@ class TakenInput(Block):
 class Gemma4Layer(DecoderLayer):
     """A layer whose result, with the residual, is scaled; its last norm includes the scale."""
 
-    inputs: LayerInputs | None  # set in the first layer
-    taken: TakenInput | None
+    inputs: PerLayerEmbedding | None  # set in the first layer
+    input_block: PerLayerInput | None
     after_input: Norm | None
     scale: Tensor  # float32 [1]
 
@@ -176,9 +176,9 @@ class Gemma4Layer(DecoderLayer):
         if self.inputs is not None:
             self.inputs.run(stream)
         super().run(stream, cache)
-        if self.taken is not None:
+        if self.input_block is not None:
             stream.norm(None)
-            self.taken.run(stream)
+            self.input_block.run(stream)
             stream.transform_output(self.after_input)
         stream.residual.mul_(self.scale)
 
@@ -187,7 +187,7 @@ class Gemma4(Sparse, Gemma2):
     """Gemma 4's decoder."""
 
     architecture = "Gemma4ForCausalLM"
-    experts_apart = False
+    experts_separate = False
     norm_offset = 0.0
     mlp = stacked_mlp = ""
     router = "router.proj"
@@ -332,25 +332,25 @@ class Gemma4(Sparse, Gemma2):
         at, size = f"layers.{index}.", config.input_size
         found, scale = super().layer(config, weights, index), weights.tensor(f"{at}scale", torch.float32)
         assert isinstance(found, DecoderLayer)
-        taken, after_input, after_mlp = None, None, found.after_mlp
+        input_block, after_input, after_mlp = None, None, found.after_mlp
         if size:
             gate, out = weights.linear(f"{at}input_gate"), weights.linear(f"{at}input_out")
-            taken = TakenInput(gate, out, index * size, config.num_hidden_layers * size, config.activation)
+            input_block = PerLayerInput(gate, out, index * size, config.num_hidden_layers * size, config.activation)
             after_input = _scaled(weights.norm(f"{at}after_input", config.rms_norm_eps), scale)
         elif after_mlp is not None:
             after_mlp = _scaled(after_mlp, scale)
-        inputs = _layer_inputs(config, weights) if size and index == 0 else None
+        inputs = _per_layer_embedding(config, weights) if size and index == 0 else None
         own = vars(found) | {"after_mlp": after_mlp}
-        return Gemma4Layer(**own, inputs=inputs, taken=taken, after_input=after_input, scale=scale)
+        return Gemma4Layer(**own, inputs=inputs, input_block=input_block, after_input=after_input, scale=scale)
 
 
-def _layer_inputs(config: Gemma4Config, weights: Weights) -> LayerInputs:
+def _per_layer_embedding(config: Gemma4Config, weights: Weights) -> PerLayerEmbedding:
     """Return the per-layer inputs; both summands are scaled by sqrt(1/2)."""
     half = 0.5**0.5
     table = weights.tensor("input_table")
     scale = float(torch.tensor(config.input_size**0.5, dtype=table.dtype))  # rounded to the dtype, as in training
     norm = weights.norm("input_norm", config.rms_norm_eps * config.hidden_size)  # the product is over sqrt(hidden_size)
-    return LayerInputs(table, scale * half, weights.linear("per_layer_in"), _scaled(norm, half))
+    return PerLayerEmbedding(table, scale * half, weights.linear("per_layer_in"), _scaled(norm, half))
 
 
 def _scaled(norm: Norm, scale: Tensor | float) -> Norm:

@@ -30,7 +30,7 @@ OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # parts of a layer
 class Hybrid(Llama):
     """A Llama with other mixers in the layers of `ModelConfig.recurrent`."""
 
-    not_recurrent: ClassVar[tuple[str, ...]] = OF_ATTENTION  # parts that recurrent layers without keys lack
+    attention_only: ClassVar[tuple[str, ...]] = OF_ATTENTION  # parts that recurrent layers without keys lack
 
     @abstractmethod
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
@@ -47,7 +47,7 @@ class Hybrid(Llama):
             if state is None:
                 continue
             if not state.beside_keys:
-                absent = tuple(f"{at}{place}{end}" for place in self.not_recurrent for end in ("", ".bias"))
+                absent = tuple(f"{at}{place}{end}" for place in self.attention_only for end in ("", ".bias"))
                 places = {place: part for place, part in places.items() if place not in absent}
             places |= self.mixer_weights(config, at, name)
         return places

@@ -138,8 +138,8 @@ class Llama4(Sparse):
             found = replace(found, q_norm=norm, k_norm=norm)
         heads = torch.arange(found.qkv.out_features).view(-1, config.head_dim)
         rotated = config.num_attention_heads + config.num_key_value_heads
-        apart = torch.cat((heads[:rotated, ::2], heads[:rotated, 1::2]), dim=1)
-        order = torch.cat((apart, heads[rotated:])).flatten().to(weights.device)
+        half_split = torch.cat((heads[:rotated, ::2], heads[:rotated, 1::2]), dim=1)
+        order = torch.cat((half_split, heads[rotated:])).flatten().to(weights.device)
         return Llama4Attention(**vars(found), order=order, query_scales=None)
 
 

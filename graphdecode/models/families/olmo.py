@@ -74,7 +74,7 @@ class OlmoHybrid(Olmo2, Hybrid):
     """OLMo Hybrid."""
 
     architecture = "OlmoHybridForCausalLM"
-    not_recurrent = (*OF_ATTENTION, "after_attention", "after_mlp")
+    attention_only = (*OF_ATTENTION, "after_attention", "after_mlp")
     defaults: ClassVar[dict[str, Any]] = {
         "linear_allow_neg_eigval": True,
         "linear_conv_kernel_dim": 4,

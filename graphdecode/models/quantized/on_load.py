@@ -33,20 +33,20 @@ class _Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-class ExpertsApart:
+class SeparateExperts:
     """A source whose stacked experts are read as one tensor per expert.
 
-    The source has the tensors of `stacked`, and is read as `apart`; see `ExpertNames` for the other arguments.
+    The source has the tensors of `stacked`, and is read as `separate`; see `ExpertNames` for the other arguments.
     """
 
     def __init__(
-        self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, interleaved: bool, transposed: bool
+        self, source: TensorSource, stacked: WeightMap, separate: WeightMap, *, interleaved: bool, transposed: bool
     ) -> None:
         self._source = source
         self._interleaved, self._transposed = interleaved, transposed
         self._pieces: dict[str, _Piece] = {}
-        self._named: dict[str, str] = {}  # names in `apart` -> names in `stacked`, if only these differ
-        for place, ours in apart.items():
+        self._named: dict[str, str] = {}  # names in `separate` -> names in `stacked`, if only these differ
+        for place, ours in separate.items():
             theirs = stacked[place]
             if len(theirs) == len(ours):
                 self._named |= {part.name: their.name for part, their in zip(ours, theirs, strict=True)}
@@ -117,8 +117,8 @@ class GroupScheme:
             asked = "" if group_size is None else f"of {group_size} "
             can = f"; those of {', '.join(map(str, fitting))} are" if fitting else ""
             raise ArgumentError(
-                f"groups {asked}cannot be had with quantize={self.name!r}: they must be a multiple of 16, and divide "
-                f"all weights' columns, and so {divisor}{can}"
+                f"groups {asked}are not available with quantize={self.name!r}: they must be a multiple of 16, and "
+                f"divide all weights' columns, and so {divisor}{can}"
             )
         return replace(self, group_size=size)
 
@@ -238,7 +238,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
         stack = {"interleaved": family.experts_interleaved, "transposed": family.experts_transposed}
-        source = ExpertsApart(source, stored, weight_map, **stack)
+        source = SeparateExperts(source, stored, weight_map, **stack)
     products = [
         part
         for place, found in weight_map.items()

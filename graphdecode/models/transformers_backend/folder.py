@@ -105,7 +105,7 @@ def replace_linears(
         bias = None if module.bias is None else module.bias.detach()
         form = linear_of(weight.contiguous(), bias, replace(options, in_floats=module is head))
         if adapters is not None and takes_adapters(path, config.mixers):
-            form = adapters.around(form, path, (Part(f"{path}.weight", form.shape),))
+            form = adapters.wrap(form, path, (Part(f"{path}.weight", form.shape),))
         forms.append((name, form))
         setattr(model.get_submodule(above), name, FormLinear(form, spans, weight.dtype, in_floats=module is head))
     return forms
