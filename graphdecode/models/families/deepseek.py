@@ -233,7 +233,6 @@ class DeepseekV3(Sparse):
         }
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts."""
         places = super().expert_weights(config, at, name, is_stacked=is_stacked)
         if self.has_router_bias:
             shape = (experts_of(config).count,)
@@ -265,7 +264,6 @@ class DeepseekV3(Sparse):
         )
 
     def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
-        """Return router and experts of one layer."""
         assert isinstance(config, LatentConfig)
         return GroupedMlp(
             **vars(super().sparse_mlp(config, weights, at, shared)),

@@ -100,7 +100,6 @@ class MlpBesideExperts(FeedForward):
     place: str
 
     def run(self, stream: ResidualStream) -> None:
-        """Read `hidden` and the residual, and set the output."""
         self.mlp.run(stream)
         total, hidden = torch.empty_like(stream.output), stream.buffer(stream.output.shape[1], use="of experts")
         rms_norm(total, stream.output, self.after_mlp.weight, self.after_mlp.eps)
@@ -152,7 +151,6 @@ class PerLayerInput(Block):
     activation: str
 
     def run(self, stream: ResidualStream) -> None:
-        """Read `hidden`, and set the output."""
         channels = self.input_gate.out_features
         gate, own = stream.buffer_for(self.input_gate, "input gate"), stream.buffer(self.width, use="layer inputs")
         stream.project(self.input_gate, gate)
@@ -172,7 +170,6 @@ class Gemma4Layer(DecoderLayer):
     scale: Tensor  # float32 [1]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Run the layer."""
         if self.inputs is not None:
             self.inputs.run(stream)
         super().run(stream, cache)

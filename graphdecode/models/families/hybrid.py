@@ -53,7 +53,6 @@ class Hybrid(Llama):
         return places
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
-        """Return a layer's attention or recurrent mixer."""
         if config.keeps_state(index):
             return self.recurrent_mixer(config, weights, f"layers.{index}.")
         return self.attention(config, weights, index)

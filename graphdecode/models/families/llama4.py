@@ -39,7 +39,6 @@ class Llama4Attention(Attention):
     query_scales: Tensor | None  # float32 [positions]
 
     def project(self, stream: ResidualStream) -> Tensor:
-        """Return queries, keys and values of the tokens."""
         qkv = reordered(stream, super().project(stream), self.order, "qkv")
         if self.query_scales is not None:
             last = len(self.query_scales) - 1

@@ -157,11 +157,9 @@ class Qwen3Next(Sparse, Qwen35):
     }
 
     def projections(self, sizes: DeltaSizes, own: str) -> dict[str, int | tuple[Run, ...]]:
-        """Return the tensors of the first product, and the rows of each; see `product`."""
         return {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size, f"{own}in_proj_ba": 2 * sizes.heads}
 
     def order(self, sizes: DeltaSizes, device: torch.device) -> Tensor:
-        """Return the order of the first product's columns; both tensors are interleaved by key heads."""
         each, whole = sizes.heads // sizes.key_heads, sizes.conv_channels + sizes.value_size
         columns = torch.arange(whole + 2 * sizes.heads, device=device)
         widths = (sizes.key_dim, sizes.key_dim, each * sizes.value_dim, each * sizes.value_dim)

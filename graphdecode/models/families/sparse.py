@@ -66,7 +66,6 @@ class Sparse(Llama):
         return self.sparse_weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
-        """Return a layer's experts, or its MLP."""
         experts, at = config.experts, f"layers.{index}."
         if experts is None or not experts.layers[index]:
             return super().feed_forward(config, weights, index)
