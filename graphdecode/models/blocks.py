@@ -533,6 +533,15 @@ class Head(Block):
         return logits
 
 
+class Routing(NamedTuple):
+    """The experts of each token; a pair is a token and one of its experts. See `moe_route`."""
+
+    ids: Tensor  # int32 [t, top_k]
+    weights: Tensor  # float32 [t, top_k]
+    order: Tensor  # int32 [t * top_k], the pairs by expert
+    offsets: Tensor  # int32 [experts + 1]
+
+
 @dataclass(frozen=True)
 class Experts(Block):
     """The gated MLPs of a layer's experts; each expert's weights are read once for all its tokens."""
@@ -544,17 +553,14 @@ class Experts(Block):
     width: int  # intermediate size of an expert
     gate: Gate  # activation of `gate_up`'s halves
 
-    def adapters(self, stream: ResidualStream, ids: Tensor) -> AdapterSpan | None:
-        """Return the adapters of the pairs of `moe_route`; None if there is no room for any, or no row has one."""
-        return stream.adapted_pairs(ids, self.count) if isinstance(self.down, AdaptedExperts) else None
-
-    def run(self, hidden: Tensor, order: Tensor, offsets: Tensor, adapters: AdapterSpan | None) -> Tensor:
-        """Return the outputs for the pairs of `moe_route`, [tokens * top_k, hidden]."""
+    def run(self, stream: ResidualStream, hidden: Tensor, routing: Routing) -> Tensor:
+        """Return the outputs of all pairs, [tokens * top_k, hidden], for the inputs `hidden`."""
+        adapters = stream.adapted_pairs(routing.ids, self.count) if isinstance(self.down, AdaptedExperts) else None
         pairs, dtype = hidden.shape[0] * self.top_k, torch.float32 if self.down.gives_floats else None
         inner, out = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
         for form, to, x, routed in (
-            (self.gate_up, inner, hidden, Routed(order, offsets, self.top_k, *self.gate)),
-            (self.down, out, inner, Routed(order, offsets, 1)),
+            (self.gate_up, inner, hidden, Routed(routing.order, routing.offsets, self.top_k, *self.gate)),
+            (self.down, out, inner, Routed(routing.order, routing.offsets, 1)),
         ):
             if adapters is None or not isinstance(form, AdaptedExperts):
                 form.apply(to, x, routed)
@@ -582,8 +588,8 @@ class SparseMlp(FeedForward):
         rows, count = stream.hidden.shape[0], self.experts.count
         logits = stream.buffer_for(self.router, "router")
         stream.project(self.router, logits)
-        ids, weights, order, offsets = self.route(logits[:, :count], stream.live)
-        outputs = self.outputs(stream, logits, ids, weights, order, offsets)
+        routing = self.route(logits[:, :count], stream.live)
+        outputs, ids, weights = self.outputs(stream, logits, routing), routing.ids, routing.weights
         if self.shared is None:
             moe_combine(stream.output_buffer(in_floats=self.experts.down.gives_floats), outputs, ids, weights)
         else:
@@ -592,20 +598,18 @@ class SparseMlp(FeedForward):
             gate = logits[:, count:] if is_gated else logits.new_full((rows, 1), _OPEN_GATE)
             moe_combine(stream.output, outputs, ids, weights, gate)
 
-    def outputs(
-        self, stream: ResidualStream, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """Return the experts' outputs for the pairs of `moe_route`, still without `weights`."""
-        return self.experts.run(stream.hidden, order, offsets, self.experts.adapters(stream, ids))
+    def outputs(self, stream: ResidualStream, logits: Tensor, routing: Routing) -> Tensor:
+        """Return the experts' outputs of all pairs, not yet weighted."""
+        return self.experts.run(stream, stream.hidden, routing)
 
-    def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""
+    def route(self, logits: Tensor, live: Tensor) -> Routing:
+        """Return each token's experts, given the logits [t, experts]."""
         rows, count, top_k = logits.shape[0], self.experts.count, self.experts.top_k
         ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, top_k), (rows * top_k,)))
         offsets = logits.new_empty((count + 1,), dtype=torch.int32)
         weights = logits.new_empty((rows, top_k), dtype=torch.float32)
         moe_route(ids, weights, order, offsets, logits, live, self.renormalize)
-        return ids, weights, order, offsets
+        return Routing(ids, weights, order, offsets)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from graphdecode.errors import shown
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import Stored, WeightForm
-from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, SparseMlp, append_tokens
+from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, Routing, SparseMlp, append_tokens
 from graphdecode.models.config import (
     ExpertsConfig,
     ModelConfig,
@@ -113,8 +113,7 @@ class GroupedMlp(SparseMlp):
     kept_groups: int
     scale: float
 
-    def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""
+    def route(self, logits: Tensor, live: Tensor) -> Routing:
         # torch's vectors and their remainders differ in the last bit, which float64 rounds away
         wide = logits.double()
         scores = torch.softmax(wide, 1) if self.bias is None else torch.sigmoid(wide)
@@ -125,12 +124,12 @@ class GroupedMlp(SparseMlp):
             kept = torch.zeros_like(best, dtype=torch.bool)
             kept.scatter_(1, best.topk(self.kept_groups, dim=1, sorted=False).indices, True)
             chosen_by = grouped.masked_fill(~kept[:, :, None], -math.inf).flatten(1)
-        ids, weights, order, offsets = super().route(chosen_by.float(), live)
-        taken = scores.gather(1, ids.clamp(min=0).long())
+        routing = super().route(chosen_by.float(), live)
+        taken = scores.gather(1, routing.ids.clamp(min=0).long())
         if self.renormalize:
             taken = taken / taken.sum(1, keepdim=True)
-        weights.copy_(taken * self.scale)
-        return ids, weights, order, offsets
+        routing.weights.copy_(taken * self.scale)
+        return routing
 
 
 class DeepseekV3(Sparse):

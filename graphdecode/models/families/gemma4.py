@@ -106,11 +106,11 @@ class MlpBesideExperts(FeedForward):
         rms_norm(hidden, stream.residual, self.before_router.weight, self.before_router.eps)
         logits = stream.buffer_for(self.sparse.router, "router")
         stream.multiply(self.sparse.router, logits, hidden)
-        ids, weights, order, offsets = self.sparse.route(logits, stream.live)
+        routing = self.sparse.route(logits, stream.live)
+        ids, weights = routing.ids, routing.weights
         weights.mul_(self.expert_scales.index_select(0, ids.flatten().clamp(min=0)).view_as(weights))
         rms_norm(hidden, stream.residual, self.before_experts.weight, self.before_experts.eps)
-        experts = self.sparse.experts
-        parts = experts.run(hidden, order, offsets, experts.adapters(stream, ids))
+        parts = self.sparse.experts.run(stream, hidden, routing)
         sums = torch.empty_like(parts[: len(hidden)])
         moe_combine(sums, parts, ids, weights)
         if self.collectives is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.models.blocks import Attention, Norm, ResidualStream, SparseMlp
+from graphdecode.models.blocks import Attention, Norm, ResidualStream, Routing, SparseMlp
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag, layer_windows, number
 from graphdecode.models.families.hybrid import renamed
 from graphdecode.models.families.llama import ATTENTION_BIASES
@@ -52,16 +52,14 @@ class Llama4Attention(Attention):
 class InputScaledMlp(SparseMlp):
     """Experts whose inputs, not outputs, are multiplied by the sigmoid of their logit."""
 
-    def outputs(
-        self, stream: ResidualStream, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """Return the experts' outputs for the pairs; their weights become 1."""
+    def outputs(self, stream: ResidualStream, logits: Tensor, routing: Routing) -> Tensor:
+        """Return the experts' outputs of all pairs; their weights become 1."""
         # torch's vectorized and scalar code differ in the last bit, which float64 rounds away
-        scales = torch.sigmoid(logits.gather(1, ids.clamp(min=0).long()).double())
-        weights.fill_(1.0)
-        hidden, adapters = stream.hidden, self.experts.adapters(stream, ids)
+        scales = torch.sigmoid(logits.gather(1, routing.ids.clamp(min=0).long()).double())
+        routing.weights.fill_(1.0)
+        hidden = stream.hidden
         scaled = (hidden[:, None] * scales.to(hidden.dtype)[:, :, None]).flatten(0, 1)
-        return replace(self.experts, top_k=1).run(scaled, order, offsets, adapters)
+        return replace(self.experts, top_k=1).run(stream, scaled, routing)
 
 
 class Llama4(Sparse):
